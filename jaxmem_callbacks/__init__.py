@@ -1,0 +1,71 @@
+"""Memory callbacks for JAX training: apply remat and donation policies, watch device memory, explain what happens.
+
+    import jaxmem_callbacks as jm
+
+Names load lazily, so importing the package starts no backend and costs almost nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
+    from jaxmem_callbacks.config.presets import list_presets as list_presets
+    from jaxmem_callbacks.config.presets import load_preset as load_preset
+    from jaxmem_callbacks.integrations import flax_linen as linen
+    from jaxmem_callbacks.integrations import flax_nnx as nnx
+    from jaxmem_callbacks.probes.scripted import ScriptedProbe as ScriptedProbe
+    from jaxmem_callbacks.programs.memory import StepMemory as StepMemory
+    from jaxmem_callbacks.programs.memory import step_memory as step_memory
+    from jaxmem_callbacks.programs.step import jit_step as jit_step
+    from jaxmem_callbacks.records.policies import StepPolicy as StepPolicy
+    from jaxmem_callbacks.records.presets import Preset as Preset
+    from jaxmem_callbacks.transforms.gradients import grad as grad
+    from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
+    from jaxmem_callbacks.transforms.policy import apply_policy as apply_policy
+    from jaxmem_callbacks.transforms.remat import remat as remat
+    from jaxmem_callbacks.writers.collecting import CollectingWriter as CollectingWriter
+    from jaxmem_callbacks.writers.shapes import as_writer as as_writer
+
+# Public name -> (module, attribute); None for a module that is itself the public name.
+_EXPORTS: dict[str, tuple[str, str | None]] = {
+    "CollectingWriter": ("writers.collecting", "CollectingWriter"),
+    "MemoryMonitor": ("callbacks.monitor", "MemoryMonitor"),
+    "Preset": ("records.presets", "Preset"),
+    "ScriptedProbe": ("probes.scripted", "ScriptedProbe"),
+    "StepMemory": ("programs.memory", "StepMemory"),
+    "StepPolicy": ("records.policies", "StepPolicy"),
+    "apply_policy": ("transforms.policy", "apply_policy"),
+    "as_writer": ("writers.shapes", "as_writer"),
+    "grad": ("transforms.gradients", "grad"),
+    "jit_step": ("programs.step", "jit_step"),
+    "linen": ("integrations.flax_linen", None),
+    "list_presets": ("config.presets", "list_presets"),
+    "load_preset": ("config.presets", "load_preset"),
+    "nnx": ("integrations.flax_nnx", None),
+    "remat": ("transforms.remat", "remat"),
+    "step_memory": ("programs.memory", "step_memory"),
+    "value_and_grad": ("transforms.gradients", "value_and_grad"),
+}
+
+__version__ = "0.1.0"
+__all__ = sorted(_EXPORTS)  # noqa: PLE0605 - one table says it all; a test compares it with the names above
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the public names have many types
+    """Import a public name on first use."""
+    if name not in _EXPORTS:
+        msg = f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}."
+        raise AttributeError(msg)
+    module, attribute = _EXPORTS[name]
+    loaded = importlib.import_module(f"{__name__}.{module}")
+    value = loaded if attribute is None else getattr(loaded, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""Readings and compilations in, MemoryEvents out: pure functions, no JAX."""

@@ -1,0 +1,1 @@
+"""MemoryMonitor: sampler, detectors and recorder joined on one page."""

@@ -1,0 +1,1 @@
+"""jaxmem: the command line."""

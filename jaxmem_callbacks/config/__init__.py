@@ -1,0 +1,1 @@
+"""YAML presets in, frozen records out. Imports no JAX."""

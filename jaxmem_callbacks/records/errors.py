@@ -1,0 +1,65 @@
+"""Every error the library raises. Each message says what was given, what was expected, where, and what to type next.
+
+    JaxmemError
+    |-- LossRefusedError      (ValueError)    the loss cannot be rematerialised as asked
+    |-- PolicyError           (ValueError)    a policy that does not exist, contradicts itself or would do nothing
+    |-- PatternError          (ValueError)    a path pattern that matches no module
+    |-- DonationError         (ValueError)    a donation that was asked for and is not happening
+    |-- PresetError           (ValueError)    YAML that is not a preset
+    |-- ScriptError           (RuntimeError)  a script that never calls a step
+    |-- TargetError           (RuntimeError)  a compile target that is unknown or not installed
+    `-- CompileError          (RuntimeError)  the compiler of an absent target failed, crashed or took too long
+
+``DonationWarning`` is the warning used where donation was inferred, not asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxmemError(Exception):
+    """Base of the library's own errors."""
+
+
+class LossRefusedError(JaxmemError, ValueError):
+    """The loss has something that a recomputation would repeat or lose."""
+
+
+class PolicyError(JaxmemError, ValueError):
+    """A policy that does not exist, contradicts itself, or would silently do nothing."""
+
+
+class PatternError(JaxmemError, ValueError):
+    """A path pattern that matches no module; the message lists what it could have matched."""
+
+
+class DonationError(JaxmemError, ValueError):
+    """A donation that was asked for and that the compiled program does not make."""
+
+
+class PresetError(JaxmemError, ValueError):
+    """YAML that is not a preset; the message gives file, line, column and the nearest valid name."""
+
+
+class ScriptError(JaxmemError, RuntimeError):
+    """A script that never reaches a step; the message shows the line to add."""
+
+
+class TargetError(JaxmemError, RuntimeError):
+    """A compile target that is unknown or whose compiler is not installed."""
+
+
+class CompileError(JaxmemError, RuntimeError):
+    """The compiler of an absent target failed, crashed or ran out of time."""
+
+
+class DonationWarning(UserWarning):
+    """An inferred donation that the compiled program does not make."""
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """`` Did you mean `x`?`` when a name in ``allowed`` is near ``given``, else an empty string."""
+    near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,42 @@
+"""Preset: a policy and the monitor's settings under one name. Read from YAML by the config room, pure data from there on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.settings import MonitorSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """What one or several composed YAML parts say.
+
+    Attributes:
+        name: The parts' names joined by ``+``, such as ``donate+full_remat``.
+        description: What it is for, from the YAML; the parts' descriptions joined by a space.
+        policy: Applied to the step, before its first trace.
+        monitor: How the run is watched.
+        said: Dotted keys that the YAML spelled out (``policy.remat``); the others are defaults.
+    """
+
+    name: str
+    description: str = ""
+    policy: StepPolicy = field(default_factory=StepPolicy)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    said: tuple[str, ...] = ()
+
+
+def policy_of(policy_or_preset: StepPolicy | Preset) -> StepPolicy:
+    """The policy itself, from either of the two things users hand over.
+
+    Raises:
+        TypeError: neither; a preset's name is answered with the call that loads it.
+    """
+    if isinstance(policy_or_preset, Preset):
+        return policy_or_preset.policy
+    if isinstance(policy_or_preset, StepPolicy):
+        return policy_or_preset
+    hint = f" Write jm.load_preset({policy_or_preset!r})." if isinstance(policy_or_preset, str) else ""
+    msg = f"Expected a StepPolicy or a Preset, got {type(policy_or_preset).__name__}.{hint}"
+    raise TypeError(msg)

@@ -1,0 +1,101 @@
+"""What a compiled program needs, as its compiler says. Bytes are per device; all figures of one record come from one compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArgumentMemory:
+    """One argument of a step, or one group of its leaves.
+
+    Attributes:
+        name: The argument's name in the user's function, such as ``state``.
+        kind: What it holds: ``parameters``, ``optimizer state``, ``batch``, ``state`` or ``other``.
+        bytes: Bytes of its arrays on one device.
+        leaves: Number of arrays.
+        donated_bytes: Bytes of its arrays that were marked for donation.
+        alias_bytes: Bytes of those that the compiled program really reuses for outputs.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    leaves: int
+    donated_bytes: int = 0
+    alias_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """One buffer alive at the peak of a program's temporaries.
+
+    Attributes:
+        bytes: Its size.
+        shape: Dtype, shape and layout as the compiler prints them.
+        operation: The JAX operation with its module path, such as ``jit(step)/Block_3/dot_general``, or None.
+        source: ``file.py:line`` of the user's code, or None where the compiler kept none.
+        kind: ``temporary``, ``argument``, ``output`` or ``constant``.
+    """
+
+    bytes: int
+    shape: str
+    kind: str
+    operation: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramMemory:
+    """Bytes that one compiled program needs on one device.
+
+    Attributes:
+        name: The function's name.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+        target: The hardware it was compiled for: ``attached`` or a target such as ``v5e:2x2``.
+        argument_bytes: Arguments that the program keeps (unused ones are dropped by JAX).
+        output_bytes: Results, including those that reuse arguments.
+        alias_bytes: Results that reuse a donated argument's memory.
+        temp_bytes: Temporaries: activations, residuals, workspace.
+        total_bytes: The runtime's own whole-program total where it has one (jaxlib 0.12), else None.
+        compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
+    """
+
+    name: str
+    platform: str
+    target: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    total_bytes: int | None = None
+    compiler_remat: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """What one step needs on one device: the runtime's own total, else argument + output - alias + temp."""
+        if self.total_bytes is not None:
+            return self.total_bytes
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compilation:
+    """One compile of a registered step.
+
+    Attributes:
+        program: The step's name.
+        time_s: When, in seconds since the epoch.
+        signature: Argument path -> dtype and shape, such as ``("batch['x']", "float32[8,128]")``; sharding is added where
+            it is not a single device's.
+        changed: What differs from the compile before, one sentence an argument; empty for the first compile.
+        memory: What the compiled program needs, or None with the reason in ``unavailable``.
+        unavailable: Why ``memory`` is None.
+    """
+
+    program: str
+    time_s: float
+    signature: tuple[tuple[str, str], ...]
+    changed: tuple[str, ...] = ()
+    memory: ProgramMemory | None = None
+    unavailable: str | None = None

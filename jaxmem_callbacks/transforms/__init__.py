@@ -1,0 +1,1 @@
+"""Function in, function out: the same mathematics in less memory."""

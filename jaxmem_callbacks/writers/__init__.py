@@ -1,0 +1,1 @@
+"""Records in; TensorBoard, JSON lines and console out."""
