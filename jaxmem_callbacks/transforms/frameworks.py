@@ -1,0 +1,61 @@
+"""What the library needs of a framework whose objects are not plain pytrees of arrays, and where to find it.
+
+The rooms above `integrations` never import a framework: they ask here, by the module name of the user's object, and the
+one file that knows that framework is loaded then.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import jax
+
+
+class Framework(Protocol):
+    """One framework with mutable objects, such as Flax NNX. Implemented by a module of ``integrations``."""
+
+    NAME: str
+    VALUE_AND_GRAD: str  # what to type instead of jm.value_and_grad
+
+    def is_object(self, value: Any) -> bool:
+        """Whether ``value`` is one of the framework's own stateful objects (a module, an optimizer)."""
+        ...
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """The framework's own jit, with ``donate_argnames`` and the rest of jax.jit's options; has ``.lower``."""
+        ...
+
+    def arrays(self, value: Any) -> Any:
+        """The object's arrays as a plain pytree of dicts, keyed by path; other values unchanged."""
+        ...
+
+
+# Root module of the user's object -> the file that knows it.
+_KNOWN = {"flax.nnx": "jaxmem_callbacks.integrations.flax_nnx"}
+
+
+def framework_of(*trees: Any) -> Framework | None:
+    """The framework that owns an object anywhere in ``trees``, or None for plain pytrees of arrays."""
+    nodes = jax.tree.leaves(trees, is_leaf=_owner)
+    return next((found for node in nodes if (found := _owner(node)) is not None), None)
+
+
+def _owner(value: Any) -> Framework | None:
+    """The framework of one value, judged by the modules of its classes, so that nothing is imported for plain arrays."""
+    place = _place_of(type(value))
+    if place is None:
+        return None
+    framework = cast("Framework", importlib.import_module(place))
+    return framework if framework.is_object(value) else None
+
+
+@functools.cache
+def _place_of(kind: type) -> str | None:
+    for base in kind.__mro__:
+        for root, place in _KNOWN.items():
+            if base.__module__ == root or base.__module__.startswith(root + "."):
+                return place
+    return None
