@@ -1,0 +1,51 @@
+# Every target makes or refreshes its own environment first; see tools/environments.py. `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+ENVIRONMENT := $(PYTHON) tools/environments.py
+PYTEST := python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench clean python
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
+
+demo: python ## train a small model with presets, watch its memory, show it in TensorBoard (under 5 minutes)
+	@$(ENVIRONMENT) run project python examples/demo.py $(ARGS)
+
+test: python ## everything that can be proved without an accelerator (under 12 minutes)
+	@$(ENVIRONMENT) run project,test,targets $(PYTEST) $(ARGS)
+
+test-all: python ## the same on every supported Python found, both JAX lines
+	@$(ENVIRONMENT) each project,test,targets $(PYTEST) $(ARGS)
+
+core: python ## the marked core of the suite on the second JAX line
+	@$(ENVIRONMENT) other project,test $(PYTEST) -m "core and not targets and not browser" $(ARGS)
+
+lint: python ## ruff check
+	@$(ENVIRONMENT) run project,test,lint ruff check .
+
+format-check: python ## ruff format --check
+	@$(ENVIRONMENT) run project,test,lint ruff format --check .
+
+format: python ## rewrite the files as format-check wants them
+	@$(ENVIRONMENT) run project,test,lint ruff format .
+
+types: python ## pyright, strict on the package
+	@$(ENVIRONMENT) run project,test,lint pyright
+
+mutants: python ## delete the lines that keep the promises, one by one; each must turn a test red
+	@$(ENVIRONMENT) run project,test python tools/mutants.py $(ARGS)
+
+gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
+	@$(PYTHON) tools/gpu_check.py $(ARGS)
+
+bench: python ## the cost of the monitor's hook per step
+	@$(ENVIRONMENT) run project,test python tools/bench_hook.py $(ARGS)
+
+clean: ## remove environments, caches and runs
+	rm -rf .venv .venv-3.* runs build dist .pytest_cache .ruff_cache .hypothesis .cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. Install Python 3.11, 3.12 or 3.13, for example: apt-get install python3 python3-venv"; exit 1; }
