@@ -1,8 +1,8 @@
 """Environments for make: finds Python interpreters, builds virtual environments, runs commands in them.
 
 Enters: pyproject.toml and whatever interpreters this machine has. Leaves: `.venv` (and `.venv-3.12` and so on), each
-with one stamp file a part, written only after the part was installed. Standard library only, and runs on old Pythons too,
-so that they get a sentence instead of a traceback.
+with one stamp file a part, written only after the part was installed. Standard library only, and runs on old Pythons
+too, so that they get a sentence instead of a traceback.
 
     python3 tools/environments.py find
     python3 tools/environments.py run  PARTS COMMAND...      # in .venv, made from the python3 that runs this file

@@ -45,7 +45,13 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unavailable:
-    """A figure that cannot be had here, and why; written once as text, never plotted as zero."""
+    """A figure that cannot be had here; written once as text, never plotted as zero.
+
+    Attributes:
+        figure: What is missing, such as ``largest_free_bytes``.
+        device: Device label, or ``host``.
+        reason: Why, in words for the user: the rest of a sentence that begins "unknown, because".
+    """
 
     figure: str
     device: str
