@@ -1,0 +1,80 @@
+"""``jaxmem``: arguments in, an exit code out. A table says which module has which command; only the one asked for is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import jaxmem_callbacks
+from jaxmem_callbacks.cli.exits import BROKEN_PIPE, OK, REFUSED
+from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
+
+# Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "inspect": (
+        "jaxmem_callbacks.cli.inspect",
+        "what a training script's step needs, by argument, and what is donated",
+    ),
+    "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name; None for the process's own.
+
+    Returns:
+        0; 2 where the library refused, with the reason on stderr and no traceback; 141 where the output's reader went away.
+
+    Raises:
+        SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in given if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        return _refuse(
+            f"unknown command {command!r}.{did_you_mean(command, COMMANDS)} Commands: {', '.join(sorted(COMMANDS))}."
+        )
+    parser = _parser(command)
+    args = parser.parse_args(given)
+    if command is None:
+        parser.print_help()
+        return OK
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+    except JaxmemError as error:
+        return _refuse(str(error))
+    except BrokenPipeError:
+        # Python would fail once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return code
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser, with the options of the one command that was asked for."""
+    parser = argparse.ArgumentParser(prog="jaxmem", description="Plan, apply and watch the memory of JAX training.")
+    parser.add_argument("--version", action="version", version=f"jaxmem_callbacks {jaxmem_callbacks.__version__}")
+    rows = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (module, words) in COMMANDS.items():
+        row = rows.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        if name == command:
+            loaded = importlib.import_module(module)
+            loaded.add_arguments(row)
+            row.set_defaults(run=loaded.run)
+    return parser
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"jaxmem: {message}\n")
+    return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

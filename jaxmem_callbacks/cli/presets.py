@@ -1,0 +1,77 @@
+"""``jaxmem presets``: names in, a table, a resolved composition as YAML, or a verdict on files out. Imports no JAX."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxmem_callbacks.cli.exits import OK, REFUSED
+from jaxmem_callbacks.config.dump import preset_to_yaml
+from jaxmem_callbacks.config.presets import list_presets, load_preset
+from jaxmem_callbacks.records.errors import PresetError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``jaxmem presets``."""
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="shipped names or YAML files; shows what they say together, composed from left to right",
+    )
+    parser.add_argument("--check", nargs="+", metavar="FILE", default=[], help="validate YAML files, each by itself")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, show or check.
+
+    Returns:
+        0, or 2 where a checked file is no preset.
+
+    Raises:
+        PresetError: a name or file to show is wrong.
+    """
+    if args.check:
+        return _check(args.check)
+    if args.names:
+        _show(args.names)
+    else:
+        _list()
+    return OK
+
+
+def _list() -> None:
+    table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for name in list_presets():
+        table.add_row(name, load_preset(name).description)
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    sys.stdout.write("They compose from left to right: `jaxmem presets donate full_remat` shows the result,\n")
+    sys.stdout.write('and jm.load_preset("donate", "full_remat") loads it.\n')
+
+
+def _show(names: list[str]) -> None:
+    preset = load_preset(*names)
+    sys.stdout.write(f"# {preset.name}\n{preset_to_yaml(preset, defaults='show')}")
+
+
+def _check(files: list[str]) -> int:
+    """One line a good file, all problems of a bad one; every file is looked at."""
+    code = OK
+    for file in files:
+        try:
+            preset = load_preset(Path(file))
+        except PresetError as error:
+            sys.stderr.write(f"{error}\n")
+            code = REFUSED
+        else:
+            sys.stdout.write(f"{file}: ok, says {', '.join(preset.said) or 'nothing'}\n")
+    return code

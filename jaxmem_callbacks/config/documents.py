@@ -1,0 +1,196 @@
+"""YAML text in, plain data with the place of every key and value out.
+
+Works on the parser's event stream: no YAML object is ever constructed, aliases, anchors and tags are refused where they stand,
+and depth and number of values are limited while reading. Words follow YAML 1.2: only true and false are booleans (``off``
+and ``no`` are texts), ``0777`` and ``1:30`` are texts, ``1e9`` is the whole number 1000000000.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from jaxmem_callbacks.config.problems import Place, Problem, preset_error, shorten
+from jaxmem_callbacks.records.errors import PresetError
+
+KeyPath = tuple[str | int, ...]
+MAX_DEPTH = 8
+MAX_VALUES = 2000
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
+_FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]{0,40})(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
+_EXACT = 2**53
+
+
+@dataclass(kw_only=True, slots=True)
+class Document:
+    """One mapping at the top of one source.
+
+    Attributes:
+        values: Mappings as dict, lists as tuple, scalars as str, int, float, bool or None.
+        places: Path of a key, such as ``("policy", "remat")`` or ``("policy", "save", 1)``, -> where its value stands.
+        keys: The same for the key itself.
+        problems: Mistakes that do not stop the reading (duplicate keys).
+    """
+
+    values: dict[str, Any]
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    keys: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse_document(text: str, source: str) -> Document:
+    """Read one YAML document whose top is a mapping.
+
+    Args:
+        text: The YAML.
+        source: How the user knows it, for error messages.
+
+    Raises:
+        PresetError: not YAML, not one mapping, or YAML that a preset never needs (tags, aliases, depth, thousands of values).
+    """
+    return _Reader(text, source).document()
+
+
+class _Reader:
+    """Walks the event stream once."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._source = source
+        self._count = 0
+        self._text = text
+        self._found = Document(values={})
+        self._events = self._parsed()
+
+    def document(self) -> Document:
+        event = next(self._events)
+        while isinstance(event, yaml.StreamStartEvent | yaml.DocumentStartEvent):
+            event = next(self._events)
+        if isinstance(event, yaml.StreamEndEvent) or self._is_blank(event):
+            raise self._refused(
+                Place(source=self._source), "this is empty.", "Expected: a mapping such as `policy: {remat: full}`."
+            )
+        if not isinstance(event, yaml.MappingStartEvent):
+            kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
+            self._check(event, 0)
+            raise self._refused(
+                self._place(event), f"this is {kind}.", "Expected: a mapping such as `policy: {remat: full}`."
+            )
+        self._found.values = self._value(event, ())
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                raise self._refused(
+                    self._place(event),
+                    "a second YAML document begins here.",
+                    "Expected: one document a file. Write two files and load both: they compose.",
+                )
+        return self._found
+
+    def _parsed(self) -> Iterator[Any]:
+        """The events; the parser's own errors become PresetErrors."""
+        if "\0" in self._text:
+            raise self._refused(
+                self._at(self._text.index("\0")), "a NUL byte.", "Expected: a YAML file, not a binary one."
+            )
+        try:
+            yield from yaml.parse(self._text, Loader=yaml.SafeLoader)
+        except yaml.reader.ReaderError as error:
+            given = f"the character U+{ord(self._text[error.position]):04X} is not allowed in YAML."
+            raise self._refused(self._at(error.position), given, "Expected: text without control characters.") from None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = self._marked(mark) if mark else Place(source=self._source)
+            detail = ", ".join(part for part in (error.context, error.problem) if part)
+            hint = " Indent with spaces, not tabs." if "'\\t'" in detail else ""
+            raise self._refused(place, f"this is not YAML: {detail}.", f"Expected: `key: value` lines.{hint}") from None
+
+    def _value(self, event: Any, path: KeyPath) -> Any:
+        """The value that begins with this event, with everything in it."""
+        self._check(event, len(path))
+        self._found.places[path] = self._place(event)
+        if isinstance(event, yaml.ScalarEvent):
+            return _plain(event.value) if event.implicit[0] else event.value
+        return self._list(path) if isinstance(event, yaml.SequenceStartEvent) else self._mapping(path)
+
+    def _list(self, path: KeyPath) -> tuple[Any, ...]:
+        items: list[Any] = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            items.append(self._value(event, (*path, len(items))))
+        return tuple(items)
+
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            self._check(event, len(path))
+            if not isinstance(event, yaml.ScalarEvent):
+                raise self._refused(
+                    self._place(event), "a list or mapping stands as a key.", "Expected: a name as the key."
+                )
+            inner = (*path, event.value)
+            if event.value in found:
+                self._found.problems.append(self._duplicate(event, inner))
+            else:
+                self._found.keys[inner] = self._place(event)
+            found[event.value] = self._value(next(self._events), inner)
+        return found
+
+    def _duplicate(self, event: Any, path: KeyPath) -> Problem:
+        return Problem(
+            place=self._place(event),
+            given=f"the key {shorten(event.value)} is given twice, first at line {self._found.keys[path].line}.",
+            expected="Expected: every key once. Delete one of the two lines.",
+        )
+
+    def _check(self, event: Any, depth: int) -> None:
+        """Refuse what no preset needs and what an attacker would use."""
+        self._count += 1
+        place = self._place(event)
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            mark = "*" if isinstance(event, yaml.AliasEvent) else "&"
+            given = f"the YAML alias or anchor {shorten(mark + str(event.anchor))}."
+            raise self._refused(place, given, "Expected: plain values. Write the value out where it is used.")
+        if event.tag is not None:
+            raise self._refused(place, f"the YAML tag {shorten(event.tag)}.", "Expected: plain values. Delete the tag.")
+        if depth > MAX_DEPTH:
+            raise self._refused(
+                place, f"nested more than {MAX_DEPTH} deep.", "Expected: two levels, as in `policy: {remat: full}`."
+            )
+        if self._count > MAX_VALUES:
+            raise self._refused(
+                place, f"more than {MAX_VALUES} keys and values.", "Expected: a preset of some twenty lines."
+            )
+
+    def _is_blank(self, event: Any) -> bool:
+        return isinstance(event, yaml.ScalarEvent) and event.value == "" and event.implicit[0]
+
+    def _place(self, event: Any) -> Place:
+        return self._marked(event.start_mark)
+
+    def _marked(self, mark: Any) -> Place:
+        return Place(source=self._source, line=mark.line + 1, column=mark.column + 1)
+
+    def _at(self, index: int) -> Place:
+        line = self._text.count("\n", 0, index) + 1
+        return Place(source=self._source, line=line, column=index - self._text.rfind("\n", 0, index))
+
+    def _refused(self, place: Place, given: str, expected: str) -> PresetError:
+        return preset_error([*self._found.problems, Problem(place=place, given=given, expected=expected)])
+
+
+def _plain(text: str) -> str | int | float | bool | None:
+    """What an unquoted scalar means."""
+    if text in {"", "~", "null", "Null", "NULL"}:
+        return None
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    if _INT.fullmatch(text):
+        return int(text)
+    number = float(text) if _FLOAT.fullmatch(text) else math.nan
+    if not math.isfinite(number):
+        return text
+    whole = "e" in text.lower() and number.is_integer() and abs(number) < _EXACT
+    return int(number) if whole else number

@@ -1,0 +1,69 @@
+"""A Preset in, its YAML out: what it says, or with every default spelled out. ``parse_preset`` reads it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any, Literal
+
+import yaml
+
+from jaxmem_callbacks.config.schema import SECTIONS, short_key
+from jaxmem_callbacks.records.presets import Preset
+
+_WIDTH = 76
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def preset_to_yaml(preset: Preset, *, defaults: Literal["omit", "show"] = "omit") -> str:
+    """Write a preset as a YAML part.
+
+    Args:
+        preset: Its name is not written: a file's name is its preset's name.
+        defaults: ``omit`` writes the keys that were said or that differ from the defaults; ``show`` writes all and marks
+            the defaults by a comment.
+
+    Returns:
+        YAML; ``parse_preset`` gives the same description, policy and monitor settings.
+    """
+    lines = [f"description: {_paragraph(preset.description)}"] if preset.description else []
+    for section, record in (("policy", preset.policy), ("monitor", preset.monitor)):
+        written = [
+            line
+            for field in dataclasses.fields(SECTIONS[section])
+            if (line := _line(preset, section, record, field, defaults))
+        ]
+        lines += [f"{section}:", *written] if written else []
+    return "\n".join(lines or ["{}"]) + "\n"
+
+
+def _line(preset: Preset, section: str, record: Any, field: dataclasses.Field[Any], defaults: str) -> str:
+    value = getattr(record, field.name)
+    is_said = f"{section}.{field.name}" in preset.said or value != field.default
+    if not is_said and defaults == "omit":
+        return ""
+    text = _size(value) if field.name.endswith("_bytes") else _inline(value)
+    return f"  {short_key(field.name)}: {text}" + ("" if is_said else "  # default")
+
+
+def _size(count: int | None) -> str:
+    """The largest unit that says it exactly."""
+    for unit, factor in _UNITS:
+        if count and count % factor == 0:
+            return f"{count // factor}{unit}"
+    return _inline(count)
+
+
+def _paragraph(text: str) -> str:
+    """A description as a folded block where that is exact, else on one line."""
+    if text.isprintable() and " ".join(text.split()) == text:
+        lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        return "\n  ".join([">-", *lines])
+    return _inline(text)
+
+
+def _inline(value: Any) -> str:
+    """One value on one line, quoted where YAML 1.1 or 1.2 would read it as something else."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,35 @@
+"""Finds the shipped YAML parts: inside an installed wheel, or in ``configs/`` of a source checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxmem_callbacks.records.errors import PresetError
+
+SCHEMA_NAME = "preset.schema.json"
+
+
+def shipped_folder(room: Path | None = None) -> Path:
+    """The folder that holds the shipped parts and their JSON Schema.
+
+    Args:
+        room: The folder of ``jaxmem_callbacks/config``; None for this one.
+
+    Raises:
+        PresetError: neither place has it, so the installation is incomplete.
+    """
+    room = room or Path(__file__).resolve().parent
+    places = (room / "shipped", room.parent.parent / "configs")
+    for place in places:
+        if (place / SCHEMA_NAME).is_file():
+            return place
+    msg = (
+        f"The shipped presets are missing: no {SCHEMA_NAME} in {places[0]} or {places[1]}. "
+        "The installation is incomplete. Next: pip install --force-reinstall jaxmem_callbacks"
+    )
+    raise PresetError(msg)
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the shipped parts, sorted."""
+    return tuple(sorted(path.stem for path in shipped_folder().glob("*.yaml")))

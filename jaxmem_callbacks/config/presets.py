@@ -1,0 +1,202 @@
+"""Names, paths and overrides in, one checked Preset out: parts compose from left to right, later keys win."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmem_callbacks.config.documents import Document, KeyPath, parse_document
+from jaxmem_callbacks.config.files import read_text
+from jaxmem_callbacks.config.locate import shipped_folder, shipped_names
+from jaxmem_callbacks.config.problems import Place, Problem, preset_error
+from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
+from jaxmem_callbacks.records.errors import PolicyError, PresetError, did_you_mean
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.settings import MonitorSettings
+
+DEFAULT = "monitor_only"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one source says, checked.
+
+    Attributes:
+        name: The shipped name or the file's stem; empty for overrides.
+        values: Section -> field -> value, and the description; only what was said.
+        keys: Where each key stands.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    keys: Mapping[KeyPath, Place]
+
+
+def load_preset(*names_or_paths: str | os.PathLike[str], **overrides: Any) -> Preset:
+    """Load and compose presets.
+
+    Args:
+        *names_or_paths: Shipped names (``"full_remat"``) or YAML files (a ``Path``, or text that ends in ``.yaml`` or has a
+            path separator). Without any: ``monitor_only``.
+        **overrides: ``policy={...}``, ``monitor={...}`` and ``description="..."`` with the keys of the YAML; they win over
+            every part.
+
+    Returns:
+        What the parts say together; lists are replaced, not joined.
+
+    Raises:
+        PresetError: every mistake of the sources, each with file, line, column, what was expected and the nearest valid name.
+
+    Example:
+        >>> load_preset("donate", "full_remat", policy={"segments": 4}).policy.segments
+        4
+    """
+    parts = [_load_part(name) for name in names_or_paths or (DEFAULT,)]
+    if overrides:
+        parts.append(_override_part(overrides))
+    return compose(parts)
+
+
+def list_presets() -> tuple[str, ...]:
+    """Names of the shipped parts, sorted; ``load_preset`` takes them."""
+    return shipped_names()
+
+
+def parse_preset(text: str, source: str = "text") -> Preset:
+    """One preset from YAML text, such as a plan's; ``source`` names it in errors.
+
+    Raises:
+        PresetError: as ``load_preset``.
+    """
+    return compose([_text_part(text, source, name=Path(source).stem)])
+
+
+def compose(parts: list[Part]) -> Preset:
+    """The parts as one preset; a contradiction between them is reported with the place of every policy key.
+
+    Raises:
+        PresetError: the composed policy contradicts itself.
+    """
+    merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for part in parts:
+        for section, values in merged.items():
+            values.update(part.values.get(section, {}))
+    try:
+        policy = StepPolicy(**merged["policy"])
+    except PolicyError as error:
+        raise _contradiction(parts, error) from None
+    described = [part.values["description"].strip() for part in parts if part.values.get("description")]
+    if parts[-1].name == "" and "description" in parts[-1].values:
+        described = [parts[-1].values["description"]]
+    return Preset(
+        name="+".join(part.name for part in parts if part.name),
+        description=" ".join(described),
+        policy=policy,
+        monitor=MonitorSettings(**merged["monitor"]),
+        said=tuple(f"{section}.{key}" for section in SECTIONS for key in sorted(merged[section])),
+    )
+
+
+def _load_part(name_or_path: Any) -> Part:
+    if not isinstance(name_or_path, str | os.PathLike) or isinstance(os.fspath(name_or_path), bytes):
+        given = f"a preset is named by {type(name_or_path).__name__}."
+        expected = "Expected: a shipped name, a path, or policy={...} and monitor={...} as keyword arguments."
+        raise preset_error([Problem(place=Place(source="load_preset"), given=given, expected=expected)])
+    path = os.fspath(name_or_path)
+    if isinstance(name_or_path, str) and not _is_path(path):
+        return _shipped_part(path)
+    return _text_part(read_text(path), path, name=Path(path).stem)
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith((".yaml", ".yml")) or any(mark in text for mark in {"/", os.sep})
+
+
+def _shipped_part(name: str) -> Part:
+    known = shipped_names()
+    if name in known:
+        file = shipped_folder() / f"{name}.yaml"
+        return _text_part(read_text(str(file)), file.name, name=name)
+    msg = (
+        f"Unknown preset {name!r}.{did_you_mean(name, known)} Expected one of: {', '.join(known)}; or a path such as "
+        f"./{name}.yaml.\nNext: `jaxmem presets` describes each."
+    )
+    raise PresetError(msg)
+
+
+def _text_part(text: str, source: str, name: str) -> Part:
+    document = parse_document(text, source)
+    return _checked(document, name, Place(source=source))
+
+
+def _override_part(overrides: Mapping[str, Any]) -> Part:
+    for key in overrides:
+        section, _, field = key.partition("__")
+        if field and section in SECTIONS:
+            place = Place(source=f"override {key}")
+            given, expected = "a joined name.", f"Expected: load_preset(..., {section}={{{field!r}: ...}})."
+            raise preset_error([Problem(place=place, given=given, expected=expected)])
+    values: Any = _plain_data(overrides)
+    keys: dict[KeyPath, Place] = {(key,): Place(source=f"override {key}") for key in values}
+    for section, inner in values.items():
+        if isinstance(inner, dict):
+            keys |= {(section, key): Place(source=f"override {section}.{key}") for key in inner}
+    return _checked(Document(values=values, keys=keys), "", Place(source="overrides"))
+
+
+def _plain_data(value: Any) -> Any:
+    """Mappings as dict with text keys and lists as tuple, as YAML would give them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(inner) for key, inner in value.items()}
+    return tuple(map(_plain_data, value)) if isinstance(value, list | tuple) else value
+
+
+def _checked(document: Document, name: str, whole: Place) -> Part:
+    """Full field names, then the schema; raises everything that is wrong with this source at once."""
+    problems = list(document.problems)
+    values = {
+        section: _with_full_keys(section, inner, document, problems) for section, inner in document.values.items()
+    }
+
+    def place_of(path: KeyPath, kind: str) -> Place:
+        at_key = document.keys.get(path, whole)
+        return at_key if kind == "key" else document.places.get(path, at_key)
+
+    cleaned, found = check(values, place_of)
+    if problems or found:
+        raise preset_error([*problems, *found])
+    return Part(name=name, values=cleaned, keys=document.keys)
+
+
+def _with_full_keys(section: str, inner: Any, document: Document, problems: list[Problem]) -> Any:
+    """``limit`` as ``limit_bytes``, with its place; both at once are a problem."""
+    if section not in SECTIONS or not isinstance(inner, dict):
+        return inner
+    full: dict[str, Any] = {}
+    for key, value in inner.items():
+        name = full_key(section, key)
+        for places in (document.keys, document.places):
+            if (section, key) in places:
+                places.setdefault((section, name), places[section, key])
+        if name in full:
+            given = f"`{section}.{short_key(name)}` is given twice, also spelled `{name}`."
+            expected = f"Expected: `{short_key(name)}` once. Delete one of the two lines."
+            problems.append(Problem(place=document.keys[section, key], given=given, expected=expected))
+        full[name] = value
+    return full
+
+
+def _contradiction(parts: list[Part], error: PolicyError) -> PresetError:
+    """A policy that contradicts itself, at the place of each key that was said last."""
+    last: dict[str, Place] = {}
+    for part in parts:
+        last |= {key: part.keys["policy", key] for key in part.values.get("policy", {}) if ("policy", key) in part.keys}
+    where = ", ".join(f"`{key}` at {place}" for key, place in last.items())
+    place = list(last.values())[-1]
+    return preset_error(
+        [Problem(place=place, given=f"this policy is refused. {error}", expected=f"Said here: {where}.")]
+    )

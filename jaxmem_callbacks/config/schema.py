@@ -1,0 +1,221 @@
+"""What a preset may say: pydantic models derived from the records. Data in, checked data or problems out.
+
+Keys are the fields of ``StepPolicy`` and ``MonitorSettings``. A size is written ``limit: 700MiB``: the ending ``_bytes`` of the
+record's name may be left out, because the value carries its unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+)
+
+from jaxmem_callbacks.config.documents import KeyPath
+from jaxmem_callbacks.config.problems import Place, Problem, describe, shorten
+from jaxmem_callbacks.records.errors import did_you_mean
+from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.units import parse_bytes
+
+SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings}
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTtPp]?[iI]?[Bb])?\s*$"
+
+# What the records' types cannot say: the allowed range, and the same in words.
+RANGES: dict[str, tuple[Any, str]] = {
+    "policy.segments": (Field(ge=1), " of at least 1"),
+    "monitor.every_steps": (Field(ge=1), " of at least 1"),
+    "monitor.window_s": (Field(gt=0), " of seconds above 0"),
+    "monitor.scan_s": (Field(gt=0), " of seconds above 0"),
+    "monitor.near_oom_headroom": (Field(ge=0, lt=1), " from 0 to below 1"),
+    "monitor.fragmentation_share": (Field(gt=0, le=1), " above 0 and up to 1"),
+}
+
+
+def _size(value: Any) -> int:
+    """Bytes from an int, a whole float or text with a unit."""
+    try:
+        whole: Any = int(value) if isinstance(value, float) and value.is_integer() else value
+        return parse_bytes(whole)
+    except OverflowError:
+        msg = "larger than any memory"
+        raise ValueError(msg) from None
+
+
+def _size_type(minimum: int) -> Any:
+    """The pydantic type of a size of at least ``minimum`` bytes."""
+    schema = {"anyOf": [{"type": "integer", "minimum": minimum}, {"type": "string", "pattern": _SIZE_TEXT}]}
+    return Annotated[int, Field(ge=minimum), BeforeValidator(_size), WithJsonSchema(schema)]
+
+
+_REMAT_WORDS = sorted(word for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms))
+# Fields whose YAML form is not that of their Python type.
+_TYPES: dict[str, Any] = {
+    "policy.remat": Annotated[
+        str, AfterValidator(canonical_remat), WithJsonSchema({"type": "string", "enum": _REMAT_WORDS})
+    ],
+    "monitor.limit_bytes": _size_type(1) | None,
+    "monitor.fragmentation_min_bytes": _size_type(0),
+}
+_EXPECTED: dict[str, str] = {
+    "description": "a text",
+    "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
+    "policy.donate": "auto, a list of argument names such as [state], or [] for none",
+}
+
+
+def attribute_docs(record: type) -> dict[str, str]:
+    """Field -> its words in the record's ``Attributes:`` section (empty under ``python -OO``)."""
+    _, _, section = (record.__doc__ or "").partition("Attributes:\n")
+    pairs = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in pairs}
+
+
+def _section_model(section: str, record: type) -> type[BaseModel]:
+    """The record as a strict pydantic model."""
+    hints, docs = get_type_hints(record), attribute_docs(record)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        key = f"{section}.{field.name}"
+        hint = _TYPES.get(key, hints[field.name])
+        bounds = [RANGES[key][0]] if key in RANGES else []
+        fields[field.name] = (Annotated[hint, *bounds, Field(description=docs.get(field.name))], field.default)
+    make = cast("Callable[..., type[BaseModel]]", create_model)
+    return make(section.capitalize(), __config__=_STRICT, **fields)
+
+
+_MODELS = {section: _section_model(section, record) for section, record in SECTIONS.items()}
+PresetFile: type[BaseModel] = cast("Callable[..., type[BaseModel]]", create_model)(
+    "PresetFile",
+    __config__=_STRICT,
+    description=(Annotated[str, Field(description="What it does, when to use it, what it costs.")], ""),
+    **{
+        section: (
+            Annotated[model, Field(description=(SECTIONS[section].__doc__ or "").split("\n")[0])],
+            Field(default_factory=model),
+        )
+        for section, model in _MODELS.items()
+    },
+)
+
+
+def short_key(name: str) -> str:
+    """A field's name as YAML files write it: without ``_bytes``."""
+    return name.removesuffix("_bytes")
+
+
+def full_key(section: str, key: str) -> str:
+    """The record's field for a key of a section; the key itself where there is none."""
+    names = {short_key(field.name): field.name for field in dataclasses.fields(SECTIONS[section])}
+    return names.get(key, key)
+
+
+def check(values: Mapping[str, Any], place_of: Callable[[KeyPath, str], Place]) -> tuple[dict[str, Any], list[Problem]]:
+    """Check what one source says.
+
+    Args:
+        values: Section -> field (full names) -> value, lists as tuples.
+        place_of: Where the ``"key"`` or the ``"value"`` of a key path stands, for the problems.
+
+    Returns:
+        The values with sizes as bytes and remat names canonical, only those that were said; and what is wrong with them
+        (the values are then of no use).
+    """
+    try:
+        return PresetFile.model_validate(dict(values)).model_dump(exclude_unset=True), []
+    except ValidationError as error:
+        found: dict[KeyPath, Problem] = {}
+        for flaw in error.errors(include_url=False):
+            path, value = _reached(values, flaw["loc"])
+            kind = "key" if flaw["type"] == "extra_forbidden" else "value"
+            found.setdefault(path, _problem(path, value, flaw, place_of(path, kind)))
+        return {}, list(found.values())
+
+
+def _reached(values: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
+    """The part of pydantic's location that exists in the data (it also names the members of unions), and its value."""
+    path: list[int | str] = []
+    for part in loc:
+        is_key = isinstance(values, dict) and part in values
+        if is_key or (isinstance(values, tuple) and isinstance(part, int)):
+            values = cast("Any", values)[part]
+            path.append(part)
+    return tuple(path), values
+
+
+def _problem(path: KeyPath, value: Any, flaw: Mapping[str, Any], place: Place) -> Problem:
+    if flaw["type"] == "extra_forbidden":
+        return _unknown_key(path, place)
+    key = ".".join(str(part) for part in path if isinstance(part, str))
+    dotted = ".".join(map(str, path))
+    if key == "policy.remat" and isinstance(value, str):
+        return Problem(place=place, given=f"`{key}`: {_first_sentences(flaw)}", expected=f"Expected: {expected(key)}.")
+    given = f"`{dotted}` is {describe(value)}.{_suggestion(key, value)}"
+    wanted = "a text" if isinstance(path[-1], int) else expected(key)
+    return Problem(place=place, given=given, expected=f"Expected: {wanted}.")
+
+
+def _first_sentences(flaw: Mapping[str, Any]) -> str:
+    """A PolicyError's own words without its list of names, which is repeated sorted."""
+    return str(flaw["ctx"]["error"]).partition(" Expected one of:")[0]
+
+
+def _unknown_key(path: KeyPath, place: Place) -> Problem:
+    *parents, key = (str(part) for part in path)
+    model = _MODELS[parents[0]] if parents else PresetFile
+    allowed = sorted(short_key(name) for name in model.model_fields)
+    inside = f" in `{parents[0]}`" if parents else ""
+    homes = [section for section, inner in _MODELS.items() if full_key(section, key) in inner.model_fields]
+    hint = f" It belongs under `{homes[0]}`." if homes else did_you_mean(key, allowed)
+    given = f"unknown key {shorten(key)}{inside}.{hint}"
+    return Problem(place=place, given=given, expected=f"Allowed here: {', '.join(allowed)}.")
+
+
+def _suggestion(key: str, value: Any) -> str:
+    """What to type instead, where it can be guessed."""
+    if key == "policy.remat" and isinstance(value, bool):
+        return f" Write `{'full' if value else 'none'}`."
+    if key in SECTIONS or not isinstance(value, str):
+        return f" Delete the line or write `{key}: {{}}`." if key in SECTIONS and value is None else ""
+    hint = expected(key)
+    if hint == "true or false" and value.lower() in {"yes", "on", "no", "off"}:
+        return f" Write `{'true' if value.lower() in {'yes', 'on'} else 'false'}`."
+    if value.strip().lower() == "auto" and "auto" in hint:
+        return " Write `auto`."
+    if "list" in hint and re.fullmatch(r"\w+", value):
+        return f" Write `[{value}]`."
+    return did_you_mean(value, re.findall(r"\w+", hint.removeprefix("one of: "))) if hint.startswith("one of") else ""
+
+
+def expected(key: str) -> str:
+    """The values a dotted key takes, in words."""
+    section, _, name = key.partition(".")
+    if not name and section in SECTIONS:
+        return f"a mapping with keys from: {', '.join(sorted(map(short_key, _MODELS[section].model_fields)))}"
+    if key in _EXPECTED:
+        return _EXPECTED[key]
+    hint = get_type_hints(SECTIONS[section])[name]
+    words = _type_words(hint, is_size=name.endswith("_bytes")) + (RANGES[key][1] if key in RANGES else "")
+    return f"{words}, or null" if type(None) in get_args(hint) else words
+
+
+def _type_words(hint: Any, *, is_size: bool) -> str:
+    if is_size:
+        return "a size such as 700MiB or a whole number of bytes"
+    if get_origin(hint) is Literal:
+        return f"one of: {', '.join(sorted(get_args(hint)))}"
+    plain = next((part for part in get_args(hint) if part is int), hint)
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    return words.get(plain, "a list of names such as [context, out_proj]")
