@@ -1,0 +1,1 @@
+"""Measurements whose results are committed under results/. Not part of the package."""

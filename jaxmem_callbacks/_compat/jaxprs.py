@@ -1,0 +1,88 @@
+"""The few places where the two JAX lines spell a jaxpr differently: building one, evaluating one, reading a scan.
+
+Up to jax 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants, and `scan` says `num_consts`, `num_carry`; from 0.12 there
+is one class, and `scan` says `ft_in`. Everything here goes through `jax.extend.core`, the published side of jaxprs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def open_jaxpr(closed: Any) -> Any:
+    """The jaxpr inside a closed one; the same object where the two are one class."""
+    return getattr(closed, "jaxpr", closed)
+
+
+def consts_of(closed: Any) -> Sequence[Any]:
+    """The constants that a closed jaxpr carries."""
+    return getattr(closed, "consts", None) or ()
+
+
+def derive(template: Any, *, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """An open jaxpr without constants, for the same traced function as ``template``."""
+    opened = open_jaxpr(template)
+    effects = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    changes = {
+        "constvars": [],
+        "invars": list(invars),
+        "outvars": list(outvars),
+        "eqns": list(eqns),
+        "effects": effects,
+        "debug_info": opened.debug_info._replace(arg_names=None, result_paths=None),
+    }
+    if hasattr(opened, "consts"):
+        changes["consts"] = ()
+    return opened.replace(**changes)
+
+
+def close(jaxpr: Any) -> Any:
+    """An open jaxpr without constants as the closed one that `scan` holds and `jaxpr_as_fun` takes."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of an open jaxpr without constants, equation by equation, with their source lines and scopes."""
+    return core.jaxpr_as_fun(close(jaxpr))(*arguments)
+
+
+def checkpoint_template(policy: Callable[..., Any] | None, *, prevent_cse: bool) -> Any:
+    """A `jax.checkpoint` equation to be filled with another jaxpr.
+
+    Taken from a trace of the public function, so that the parameters are always those of the running JAX; filling it
+    in saves tracing the equations of a segment once more.
+    """
+    traced = jax.make_jaxpr(jax.checkpoint(lambda x: x + 1.0, policy=policy, prevent_cse=prevent_cse))(0.0)
+    return open_jaxpr(traced).eqns[0]
+
+
+def checkpoint_equation(template: Any, jaxpr: Any) -> Any:
+    """An equation that computes ``jaxpr``, whose own variables are its operands and results, under a checkpoint."""
+    return template.replace(
+        invars=list(jaxpr.invars),
+        outvars=list(jaxpr.outvars),
+        params={**template.params, "jaxpr": jaxpr},
+        effects=jaxpr.effects,
+    )
+
+
+def scan_arity(eqn: Any) -> tuple[int, int]:
+    """Number of constants and of carried values of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def subjaxprs(eqn: Any) -> list[Any]:
+    """The open jaxprs among an equation's parameters, in the order of its parameters."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
+                found.append(open_jaxpr(item))
+    return found

@@ -1,0 +1,191 @@
+"""Where to cut a loss: positions in its list of equations that make the estimated peak of the backward pass smallest.
+
+Enters: flat equations. Leaves: cut positions. Behind the choice is a model of what is alive while one segment is
+differentiated: the values stored at the cuts before it, its own residuals once recomputed, and the gradients of the
+parameters used after it. The smallest budget under which a sequence of segments exists is found by bisection; for one
+budget a dynamic programme finds the sequence that stores least. Distances between cuts follow from bytes, not from layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmem_callbacks.transforms.equations import variables
+from jaxmem_callbacks.transforms.residuals import nbytes
+
+# More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
+_MOST_CANDIDATES = 256
+_BISECTIONS = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Landscape:
+    """Bytes along a list of n equations; a position p lies before equation p, and n is the end.
+
+    Attributes:
+        spans: int64[values, 3]: bytes, first and last position at which a value that must be stored is alive.
+        residuals: int64[n]: bytes each equation adds to what its segment keeps while it is differentiated.
+        stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
+        gradients: int64[n + 1]: bytes of gradients that exist once everything from a position on is differentiated.
+        forced: Positions at which a cut must be, because an equation brings its own checkpoint.
+    """
+
+    spans: np.ndarray
+    residuals: np.ndarray
+    stored: np.ndarray
+    gradients: np.ndarray
+    forced: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of equations."""
+        return len(self.residuals)
+
+
+def spans_of(eqns: Sequence[Any], outvars: Sequence[Any], ignored: set[Any]) -> np.ndarray:
+    """Bytes and life of every value that a cut inside its life would have to store."""
+    last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
+    last |= dict.fromkeys(variables(outvars), len(eqns))
+    rows = [
+        (nbytes(var), index + 1, last[var])
+        for index, eqn in enumerate(eqns)
+        for var in eqn.outvars
+        if var not in ignored and last.get(var, -1) > index
+    ]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def gradients_after(eqns: Sequence[Any], arguments: Sequence[Any]) -> np.ndarray:
+    """Bytes of the arguments whose gradients exist once the equations from each position on are differentiated."""
+    last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
+    added = np.zeros(len(eqns) + 1, np.int64)
+    for var in arguments:
+        if var in last:
+            added[last[var]] += nbytes(var)
+    return np.cumsum(added[::-1])[::-1]
+
+
+def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
+    """Positions of the cuts, ascending, without 0 and n; empty where cutting cannot help.
+
+    Args:
+        land: What lives where.
+        segments: How many segments to make, or None for as many as the smallest estimated peak asks for.
+
+    Raises:
+        ValueError: more segments than there are places to cut.
+    """
+    places = _candidates(land)
+    if segments is not None and segments > len(places) - 1:
+        msg = f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."
+        raise ValueError(msg)
+    table = _Table(land, places)
+    low, high = 0, table.upper_bound()
+    best = table.route(high, segments)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) // 2
+        route = table.route(middle, segments)
+        if route is None:
+            low = middle
+        else:
+            best, high = route, middle
+    assert best is not None
+    return [int(places[index]) for index in best]
+
+
+def _candidates(land: Landscape) -> np.ndarray:
+    """Positions worth cutting at: the ends, the forced ones, and the least live ones of each stretch of residuals."""
+    n = land.length
+    live = np.zeros(n + 2, np.int64)
+    np.add.at(live, land.spans[:, 1], land.spans[:, 0])
+    np.add.at(live, land.spans[:, 2] + 1, -land.spans[:, 0])
+    live = np.cumsum(live)[: n + 1]
+    inner = np.arange(1, n)
+    low = inner[(live[inner] <= live[inner - 1]) & (live[inner] <= live[inner + 1])]
+    work = np.concatenate([[0], np.cumsum(land.residuals + land.stored)])
+    bucket = work[low] * _MOST_CANDIDATES // max(int(work[-1]), 1)
+    order = np.lexsort((low, live[low], bucket))
+    first = np.r_[True, np.diff(bucket[order]) != 0] if len(order) else np.zeros(0, bool)
+    return np.unique(np.concatenate([[0, n], low[order][first], np.array(land.forced, np.int64)])).astype(np.int64)
+
+
+class _Table:
+    """Costs of every segment between two candidate places, as matrices over (start, end)."""
+
+    def __init__(self, land: Landscape, places: np.ndarray) -> None:
+        self.places = places
+        count = len(places)
+        # A value made before place i+1 and alive at place j is stored by every segment that starts at or before its
+        # making and ends within its life: a rectangle in (start, end), added at its corners and summed once.
+        corners = np.zeros((count + 1, count + 1), np.int64)
+        size, first, last = land.spans.T
+        start = np.searchsorted(places, first - 1, side="right")  # starts 0 .. start-1 lie at or before the making
+        begin = np.searchsorted(places, first, side="left")
+        end = np.searchsorted(places, last, side="right")  # ends begin .. end-1 lie within the life
+        alive = end > begin
+        for row, sign_row in ((np.zeros_like(start), 1), (start, -1)):
+            for column, sign in ((begin, 1), (end, -1)):
+                np.add.at(corners, (row[alive], column[alive]), sign_row * sign * size[alive])
+        self.stored = corners.cumsum(0).cumsum(1)[:count, :count]
+        self.stored[:, -1] = 0  # results of the loss leave it anyway
+        residuals = np.concatenate([[0], np.cumsum(land.residuals)])[places]
+        always = np.concatenate([[0], np.cumsum(land.stored)])[places]
+        self.own = residuals[None, :] - residuals[:, None] + land.gradients[places][:, None]
+        self.stored = self.stored + (always[None, :] - always[:, None])
+        forced = np.isin(places, land.forced)
+        until = np.array([next((k for k in range(i + 1, count) if forced[k]), count - 1) for i in range(count)])
+        ends = np.arange(count)
+        self.allowed = (ends[None, :] > ends[:, None]) & (ends[None, :] <= until[:, None])
+
+    def upper_bound(self) -> int:
+        """A budget under which every allowed route is possible."""
+        return int(self.own.max(initial=0) + 2 * self.stored.max(initial=0) * len(self.places) + 1)
+
+    def route(self, budget: int, segments: int | None) -> list[int] | None:
+        """Indices of the cut places that store least with no segment's peak over ``budget``; None where there are none."""
+        if segments is not None:
+            return self._route_of(budget, segments)
+        count = len(self.places)
+        cost = np.full(count, np.iinfo(np.int64).max // 4)
+        before = np.full(count, -1)
+        cost[0] = 0
+        for end in range(1, count):
+            candidate = self._extended(cost, end, budget)
+            before[end] = int(np.argmin(candidate))
+            cost[end] = candidate[before[end]]
+        return self._walk(lambda end, _: int(before[end]), int(cost[-1]), None)
+
+    def _route_of(self, budget: int, segments: int) -> list[int] | None:
+        count = len(self.places)
+        cost = np.full(count, np.iinfo(np.int64).max // 4)
+        cost[0] = 0
+        layers = []
+        for _ in range(segments):
+            after = np.full_like(cost, np.iinfo(np.int64).max // 4)
+            before = np.full(count, -1)
+            for end in range(1, count):
+                candidate = self._extended(cost, end, budget)
+                before[end] = int(np.argmin(candidate))
+                after[end] = candidate[before[end]]
+            layers.append(before)
+            cost = after
+        return self._walk(lambda end, layer: int(layers[layer][end]), int(cost[-1]), segments)
+
+    def _extended(self, cost: np.ndarray, end: int, budget: int) -> np.ndarray:
+        """Stored bytes of the routes to each start, lengthened by the segment from there to ``end``."""
+        peak = cost[:end] + self.own[:end, end] + self.stored[:end, end]
+        fits = self.allowed[:end, end] & (peak <= budget)
+        return np.where(fits, cost[:end] + self.stored[:end, end], np.iinfo(np.int64).max // 4)
+
+    def _walk(self, before: Any, total: int, segments: int | None) -> list[int] | None:
+        if total >= np.iinfo(np.int64).max // 4:
+            return None
+        route, end, layer = [], len(self.places) - 1, (segments or 0) - 1
+        while (end := before(end, layer)) > 0:
+            route.append(end)
+            layer -= 1
+        return route[::-1]

@@ -1,0 +1,143 @@
+"""A traced function as one flat list of equations: nested jits inlined, unused equations dropped, effects judged.
+
+Enters: a closed jaxpr. Leaves: `Equations`, whose variables are each made once and which no other function shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+from jaxmem_callbacks._compat.jaxprs import consts_of, open_jaxpr
+from jaxmem_callbacks.records.errors import LossRefusedError
+
+# A debug effect without results is moved behind its segment; every other effect would be repeated by a recomputation.
+_MOVABLE_EFFECTS = {"DebugEffect", "OrderedDebugEffect"}
+
+
+@dataclass
+class Equations:
+    """A flat function: ``invars`` (constants first) -> ``outvars`` by ``eqns``.
+
+    Attributes:
+        template: The traced jaxpr that new jaxprs are derived from.
+        invars: Variables of the constants, then of the arguments.
+        consts: Values of the constants.
+        eqns: In order of evaluation.
+        outvars: Variables or literals.
+    """
+
+    template: Any
+    invars: list[Any]
+    consts: list[Any]
+    eqns: list[Any] = field(default_factory=list)
+    outvars: list[Any] = field(default_factory=list)
+
+
+def is_variable(atom: Any) -> bool:
+    """Whether an operand is a variable, not a literal."""
+    return not isinstance(atom, core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among operands, each once, in order."""
+    return list(dict.fromkeys(atom for atom in atoms if is_variable(atom)))
+
+
+def flatten(closed: Any) -> Equations:
+    """Inline nested jits of a closed jaxpr and drop what nobody uses."""
+    opened = open_jaxpr(closed)
+    flat = Equations(template=closed, invars=list(opened.constvars), consts=list(consts_of(closed)))
+    arguments = list(opened.invars)
+    flat.outvars = _inline(opened, {}, None, flat)
+    flat.invars = [*flat.invars, *arguments]
+    flat.eqns = _without_unused(flat.eqns, flat.outvars)
+    return flat
+
+
+def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> list[Any]:
+    """Append ``jaxpr``'s equations to ``flat`` and return its results.
+
+    Args:
+        jaxpr: An open jaxpr.
+        known: Its variables that already have another name.
+        scope: Name stack of the call being inlined, or None at the top, whose variables keep their names.
+        flat: What is being built; constants of inlined jaxprs are added to it.
+    """
+
+    def look(atom: Any) -> Any:
+        return known.get(atom, atom) if is_variable(atom) else atom
+
+    for eqn in jaxpr.eqns:
+        invars = [look(atom) for atom in eqn.invars]
+        stack = eqn.source_info.name_stack if scope is None else scope + eqn.source_info.name_stack
+        if _is_plain_jit(eqn):
+            inner = eqn.params["jaxpr"]
+            body = open_jaxpr(inner)
+            fresh = {var: core.Var(var.aval) for var in body.constvars}
+            flat.invars.extend(fresh.values())
+            flat.consts.extend(consts_of(inner))
+            results = _inline(body, fresh | dict(zip(body.invars, invars, strict=True)), stack, flat)
+            known.update(zip(eqn.outvars, results, strict=True))
+        elif scope is None:
+            flat.eqns.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
+        else:
+            outvars = [core.Var(var.aval) for var in eqn.outvars]
+            known.update(zip(eqn.outvars, outvars, strict=True))
+            source = eqn.source_info.replace(name_stack=stack)
+            flat.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
+    return [look(atom) for atom in jaxpr.outvars]
+
+
+def _is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a nested jit that says nothing about placement, so that inlining it changes nothing."""
+    if eqn.primitive.name not in {"jit", "pjit"}:
+        return False
+    params = eqn.params
+    shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    layouts = [*(params.get("in_layouts") or ()), *(params.get("out_layouts") or ())]
+    return (
+        all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
+        and all(layout is None for layout in layouts)
+        and not params.get("compiler_options_kvs")
+    )
+
+
+def _without_unused(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    needed = set(variables(outvars))
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def is_movable(eqn: Any) -> bool:
+    """Whether an equation only reports (`jax.debug.print`): it is moved behind its segment, so it runs once."""
+    return bool(eqn.effects) and not any(type(var) is core.Var for var in eqn.outvars)
+
+
+def refuse_effects(eqns: Iterable[Any]) -> None:
+    """Refuse what a recomputation would do twice.
+
+    Raises:
+        LossRefusedError: an equation has an effect other than debug output; the message names it and its source.
+    """
+    for eqn in eqns:
+        kinds = sorted({type(effect).__name__ for effect in eqn.effects} - _MOVABLE_EFFECTS)
+        if kinds:
+            msg = (
+                f"The loss calls `{eqn.primitive.name}` with the effect {', '.join(kinds)}, which a recomputed segment "
+                f"would repeat{_where(eqn)}. Use jax.debug.callback for reporting, return the value through has_aux "
+                "instead, or take this gradient with jax.value_and_grad."
+            )
+            raise LossRefusedError(msg)
+
+
+def _where(eqn: Any) -> str:
+    scope = str(eqn.source_info.name_stack)
+    return f" (in {scope})" if scope else ""

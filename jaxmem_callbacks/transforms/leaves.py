@@ -1,0 +1,47 @@
+"""Arguments and results as traced arrays and everything else.
+
+Arrays (tracers included) are traced. Every other leaf, a flag, a string, a function in an Equinox module, stays the very
+object the user passed, so that `if train:` and Python arithmetic behave as without the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def split(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
+    """The arrays of a pytree, and the function that puts others in their place.
+
+    Returns:
+        The arrays in flattening order, and ``join(arrays)`` giving the pytree back.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def join(arrays: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return jax.tree.unflatten(treedef, filled)
+
+    return [leaves[place] for place in places], join
+
+
+class Result:
+    """The results of one traced call: its arrays are traced, the rest is carried past the trace."""
+
+    def __init__(self) -> None:
+        self._join: Callable[[Sequence[Any]], Any] | None = None
+
+    def split(self, result: Any) -> list[jax.Array]:
+        """Keep everything but the arrays, and return those."""
+        arrays, self._join = split(result)
+        return arrays
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The user's result with these arrays in it."""
+        assert self._join is not None
+        return self._join(arrays)

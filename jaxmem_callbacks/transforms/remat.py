@@ -1,0 +1,167 @@
+"""`jm.remat`: any loss, rematerialised without editing the model.
+
+The loss is traced, cut where few bytes are alive, and each segment is checkpointed; scans get a checkpointed body. What is
+computed is the same: only what is kept between the forward and the backward pass changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem_callbacks._compat.jaxprs import checkpoint_template, evaluate
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms import leaves
+from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, gradients_after, spans_of
+from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects
+from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
+from jaxmem_callbacks.transforms.policy import activate
+from jaxmem_callbacks.transforms.residuals import (
+    is_inexact,
+    residual_bytes,
+    scan_carry_bytes,
+    scan_step_bytes,
+    sinkable,
+)
+from jaxmem_callbacks.transforms.segments import checkpoint_body, cut, has_own_checkpoint, is_layer_scan
+
+# A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
+_SMALL_SHARE = 0.01
+
+
+def remat(
+    loss: Callable[..., Any],
+    policy: str = "full",
+    *,
+    segments: int | None = None,
+    save: Sequence[str] = (),
+    offload: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """The same loss, keeping less between its forward and its backward pass.
+
+    Args:
+        loss: Any traceable function. Arrays among its arguments are traced; every other leaf and keyword is static.
+        policy: What each segment keeps besides its inputs: ``none`` (the loss untouched), ``full`` (nothing),
+            ``dots_saveable``, ... or a synonym.
+        segments: How many segments, or None to choose by live bytes.
+        save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
+        offload: Such names that wait in host memory.
+
+    Returns:
+        A function with the same arguments and results; ``loss`` itself for ``none``.
+
+    Raises:
+        PolicyError: no such policy or name, or more segments than the loss can be cut into.
+        LossRefusedError: when called: the loss has effects a recomputation would repeat, or nothing to cut.
+        TypeError: when called with objects of a framework that are not plain arrays; names the call to use.
+    """
+    chosen = StepPolicy(remat=policy, segments=segments, save=tuple(save), offload=tuple(offload))
+    return rematerialised(loss, chosen)
+
+
+def rematerialised(loss: Callable[..., Any], policy: StepPolicy) -> Callable[..., Any]:
+    """``loss`` under the remat part of a policy; see `remat`."""
+    if policy.remat == "none":
+        return loss
+
+    @functools.wraps(loss)
+    def cheaper_loss(*args: Any, **kwargs: Any) -> Any:
+        refuse_framework_objects(args, kwargs)
+        arrays, join = leaves.split((args, kwargs))
+        result = leaves.Result()
+
+        def traced(*values: Any) -> list[Any]:
+            inner_args, inner_kwargs = join(values)
+            with activate(None):  # a gradient taken inside the loss is part of what is being cut
+                return result.split(loss(*inner_args, **inner_kwargs))
+
+        flat = flatten(jax.make_jaxpr(traced)(*arrays))
+        jaxpr = cut_equations(flat, policy)
+        return result.join(evaluate(jaxpr, [*flat.consts, *arrays]))
+
+    return cheaper_loss
+
+
+def refuse_framework_objects(*trees: Any) -> None:
+    """Refuse stateful objects, whose state a plain function would silently leave behind.
+
+    Raises:
+        LossRefusedError: which is a ValueError; names the function that keeps their state.
+    """
+    framework = framework_of(*trees)
+    if framework is not None:
+        msg = (
+            f"The arguments hold {framework.NAME} objects, whose state (BatchNorm statistics, dropout counters) a plain "
+            f"gradient would leave behind. Use {framework.VALUE_AND_GRAD} instead."
+        )
+        raise LossRefusedError(msg)
+
+
+def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
+    """The function as an open jaxpr, cut and checkpointed as the policy says.
+
+    Raises:
+        LossRefusedError: effects that a recomputation would repeat, or nothing that could be cut.
+        PolicyError: a name that the loss does not have, or too many segments.
+    """
+    refuse_effects(flat.eqns)
+    require_names(policy, flat.eqns)
+    keep = checkpoint_policy(policy)
+    sunk = sinkable(flat.eqns, flat.invars)
+    residuals = residual_bytes(flat.eqns, sunk.union(flat.invars))
+    enough = int(residuals.sum() * _SMALL_SHARE)
+    loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
+    own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn))}
+    land = _landscape(flat, sunk, residuals, loops, own)
+    places = _places(land, policy)
+    if not places and not own:
+        only = ", ".join(f"`{eqn.primitive.name}`" for eqn in flat.eqns[:3]) or "no equation at all"
+        msg = (
+            f"remat={policy.remat!r} would do nothing: the loss is {only}, which cannot be cut from outside. Put "
+            "jm.remat around the function inside it, or take this gradient with jax.value_and_grad."
+        )
+        raise LossRefusedError(msg)
+    for index in loops:
+        flat.eqns[index] = checkpoint_body(flat.eqns[index], keep)
+    end = len(flat.eqns)
+    alone = {(index, index + 1) for index in own}
+    return cut(
+        flat,
+        places,
+        sunk,
+        plain=lambda start, stop: stop == end or (start, stop) in alone,
+        template=checkpoint_template(keep, prevent_cse=True),
+    )
+
+
+def _landscape(
+    flat: Equations, sunk: set[Any], residuals: np.ndarray, loops: Sequence[int], own: set[int]
+) -> Landscape:
+    residuals = residuals.copy()
+    stored = np.zeros_like(residuals)
+    for index in own:
+        residuals[index] = 0
+    for index in loops:
+        residuals[index] = scan_step_bytes(flat.eqns[index])
+        stored[index] = scan_carry_bytes(flat.eqns[index])
+    arguments = [var for var in flat.invars if is_inexact(var)]
+    return Landscape(
+        spans=spans_of(flat.eqns, flat.outvars, sunk),
+        residuals=residuals,
+        stored=stored,
+        gradients=gradients_after(flat.eqns, arguments),
+        forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
+    )
+
+
+def _places(land: Landscape, policy: StepPolicy) -> list[int]:
+    try:
+        return choose_cuts(land, policy.segments)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
