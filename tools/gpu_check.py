@@ -1,0 +1,269 @@
+"""`make gpu-check`: what only an NVIDIA GPU can answer, with this machine's own Python and JAX, in under eight minutes.
+
+Enters: the machine. Leaves: results/gpu_check.json and a table at the end. Standard library only: every question is asked in
+a process of its own (gpu_questions.py) with a time limit, so one that crashes or hangs is an answer too. Without a GPU it
+says so and exits 0. `--preflight` asks the same questions, smaller, on the CPU, in under a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTIONS = Path(__file__).resolve().parent / "gpu_questions.py"
+LIMIT_S, QUESTION_LIMIT_S = 450, 100
+# Wheels beside JAX that the monitor's own question needs: module -> what to install.
+WHEELS = {"numpy": "numpy", "psutil": "psutil", "pydantic": "pydantic", "rich": "rich"}
+WHEELS |= {"tensorboardX": "tensorboardX", "yaml": "PyYAML", "google.protobuf": "protobuf"}
+ALLOCATORS = {
+    "default": {},
+    "bfc": {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"},
+    "bfc, no preallocation": {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    "cuda_async": {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"},
+    "cuda_async, no preallocation": {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    },
+    "platform": {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+    "vmm": {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"},
+}
+SMALL_POOL = {"XLA_CLIENT_MEM_FRACTION": "0.1"}
+
+
+def plan(*, preflight: bool) -> list[tuple[str, str]]:
+    """Question and allocator, the most wanted answers first. The CPU ignores allocators, so there one is enough."""
+    kinds = ["default"] if preflight else list(ALLOCATORS)
+    ooms = ["default"] if preflight else ["default", "bfc, no preallocation", "cuda_async", "platform", "vmm"]
+    return [
+        ("out_of_memory", ooms[0]),
+        *(("statistics", kind) for kind in kinds),
+        ("prediction_plain", "default"),
+        ("prediction_checkpoint", "default"),
+        ("hook", "default"),
+        ("fragmentation", "small pool"),
+        *(("out_of_memory", kind) for kind in ooms[1:]),
+        ("defragment", "default"),
+    ]
+
+
+def environment(allocator: str, *, preflight: bool) -> dict[str, str]:
+    """The child's variables: the user's, less every allocator setting, plus those of the kind that is asked about."""
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(("XLA_PYTHON_CLIENT_", "XLA_CLIENT_MEM_"))
+    }
+    kept |= SMALL_POOL if allocator == "small pool" else ALLOCATORS[allocator]
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
+    if preflight:
+        kept["JAX_PLATFORMS"] = "cpu"
+    return kept
+
+
+def ask(question: str, allocator: str, limit_s: float, *, preflight: bool) -> dict[str, Any]:
+    """One question in a process of its own.
+
+    Returns:
+        ``state`` (answered, crashed or timed out), ``seconds``, ``exit_code`` (minus a signal's number), ``answer``, and for
+        everything but an answer the end of what it printed.
+    """
+    command = [sys.executable, str(QUESTIONS), question, *(["--small"] if preflight else [])]
+    variables = environment(allocator, preflight=preflight)
+    asked = {name: variables[name] for name in variables if name.startswith(("XLA_PYTHON_CLIENT_", "XLA_CLIENT_MEM_"))}
+    result: dict[str, Any] = {"question": question, "allocator": allocator, "environment": asked}
+    start = time.monotonic()
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT
+    )
+    try:
+        out, err = child.communicate(timeout=limit_s)
+        state = "answered" if child.returncode == 0 else "crashed"
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, err = child.communicate()
+        state = "timed out"
+    answers = [line for line in out.splitlines() if line.startswith("ANSWER ")]
+    result |= {"state": state, "exit_code": child.returncode, "seconds": round(time.monotonic() - start, 1)}
+    result["answer"] = json.loads(answers[-1].removeprefix("ANSWER ")) if answers else None
+    if state != "answered" or question in ("out_of_memory", "fragmentation"):
+        result["stderr_end"] = err[-6000:]
+    return result
+
+
+def nvidia_smi() -> str | None:
+    """Name, driver and memory of the GPUs, one a line; None where the driver's tool finds none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU can be seen at all, JAX or no JAX."""
+    return nvidia_smi() is not None or Path("/dev/nvidia0").exists()
+
+
+def missing_wheels() -> list[str]:
+    """What the monitor's question needs and this Python lacks."""
+
+    def absent(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is None
+        except ModuleNotFoundError:
+            return True
+
+    return sorted(wheel for module, wheel in WHEELS.items() if absent(module))
+
+
+def ask_all(*, preflight: bool) -> list[dict[str, Any]]:
+    """Every question in turn, until the time is up."""
+    begin, results = time.monotonic(), []
+    lacking = missing_wheels()
+    for question, allocator in plan(preflight=preflight):
+        left = LIMIT_S - (time.monotonic() - begin)
+        reason = ""
+        if question == "hook" and lacking:
+            reason = f"this Python lacks {', '.join(lacking)}; bring these wheels"
+        elif left < 10:  # noqa: PLR2004 - seconds that starting JAX takes
+            reason = f"the {LIMIT_S} seconds are used up"
+        if reason:
+            results.append({"question": question, "allocator": allocator, "state": "not asked", "reason": reason})
+        else:
+            results.append(ask(question, allocator, min(left, QUESTION_LIMIT_S), preflight=preflight))
+        print(f"  {question} ({allocator}): {results[-1]['state']} {results[-1].get('seconds', '')}", flush=True)
+    return results
+
+
+def headline(result: dict[str, Any]) -> str:
+    """The answer in a few words, for the table."""
+    answer = result.get("answer")
+    if answer is None:
+        return str(result.get("reason") or f"exit code {result.get('exit_code')}")
+    return HEADLINES[result["question"]](answer)
+
+
+def of_statistics(answer: dict[str, Any]) -> str:
+    """How much the allocator says."""
+    said = answer["after_a_program"]
+    if not isinstance(said, dict):
+        return f"memory_stats() is {said}"
+    filled = "filled" if answer["largest_free_block_is_filled"] else "not filled"
+    return f"{len(said)} keys, largest free block {filled}, {answer['call_us']} us a call"
+
+
+def of_out_of_memory(answer: dict[str, Any]) -> str:
+    """Whether donated inputs survived."""
+    return "; ".join(f"{kind}: donated inputs {deleted_of(answer[kind])}" for kind in ("temporaries", "outputs"))
+
+
+def of_prediction(answer: dict[str, Any]) -> str:
+    """Compiled need against measured peak."""
+    measured = f"peak {shown(answer['peak_after_bytes'])}"
+    ratio = answer["peak_over_need"]
+    return f"need {answer['need_bytes']:,} B, {measured}" + ("" if ratio is None else f", peak / need {ratio}")
+
+
+def of_hook(answer: dict[str, Any]) -> str:
+    """What the hook costs, and whether long steps still overlap with the host."""
+    watched, slow = answer["watched_5_ms"], answer["watched_slow"]
+    cost = f"median {watched['hook_median_us']} us, p99 {watched['hook_p99_us']} us a step"
+    return f"{cost}; host at most {slow['host_max_ms']} ms in steps of {answer['slow_step_ms']} ms"
+
+
+def of_fragmentation(answer: dict[str, Any]) -> str:
+    """The share that XLA would call fragmented, in three states of the pool."""
+    shares = ((name, answer[name]["share"]) for name in ("full", "holes", "empty"))
+    return ", ".join(f"{name}: {'unknown, not reported' if share is None else share}" for name, share in shares)
+
+
+def of_defragment(answer: dict[str, Any]) -> str:
+    """Whether the client's own defragmentation can be called at all."""
+    return answer["error"]["text"][:110] if answer["error"] else f"done, array intact: {answer['array_intact']}"
+
+
+HEADLINES = {
+    "statistics": of_statistics,
+    "out_of_memory": of_out_of_memory,
+    "prediction_plain": of_prediction,
+    "prediction_checkpoint": of_prediction,
+    "hook": of_hook,
+    "fragmentation": of_fragmentation,
+    "defragment": of_defragment,
+}
+
+
+def deleted_of(outcome: dict[str, Any]) -> str:
+    """What an OOM did to the donated inputs, or why that is unknown."""
+    if "compile_error" in outcome:
+        return "unknown, because the compile failed"
+    if outcome["run_error"] is None:
+        return "unknown, because it did not run out of memory"
+    gone = [name for name, deleted in outcome["donated_inputs_deleted"].items() if deleted]
+    return "survived" if not gone else f"deleted ({len(gone)} of {len(outcome['donated_inputs_deleted'])})"
+
+
+def shown(count: int | None) -> str:
+    """Bytes for the table; what is not reported is said so."""
+    return "unknown, because the allocator reports none" if count is None else f"{count:,} B"
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """One line a question."""
+    rows = [(entry["question"], entry["allocator"], entry["state"], headline(entry)) for entry in results]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; 0 without a GPU, 1 when JAX cannot be used or, with one, when nothing was answered."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preflight", action="store_true", help="the same questions, smaller, on the CPU")
+    parser.add_argument("--out", type=Path, help="result file (default: results/gpu_check.json; preflight writes none)")
+    options = parser.parse_args(arguments)
+    if not options.preflight and not has_gpu():
+        print("No NVIDIA GPU was found here (no nvidia-smi that answers, no /dev/nvidia0): nothing to check.")
+        print("The same questions on the CPU: python3 tools/gpu_check.py --preflight")
+        return 0
+    present = ask("presence", "default", QUESTION_LIMIT_S, preflight=options.preflight)
+    platform = (present["answer"] or {}).get("platform")
+    if platform != ("cpu" if options.preflight else "gpu"):
+        print(
+            f"JAX in {sys.executable} sees {platform or 'nothing'}, not the GPU. It said:\n{present.get('stderr_end', '')}"
+        )
+        print("Install it for this driver, for example: python3 -m pip install 'jax[cuda12]'")
+        return 1
+    print(f"asking with jax {present['answer']['jax']} on {present['answer']['device_kind']}", flush=True)
+    results = ask_all(preflight=options.preflight)
+    report = {
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python3 tools/gpu_check.py", *arguments]),
+        "presence": present["answer"],
+        "nvidia_smi": nvidia_smi(),
+        "missing_wheels": missing_wheels(),
+        "results": results,
+    }
+    out = options.out or (None if options.preflight else ROOT / "results" / "gpu_check.json")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"written: {out}")
+    print(table(results))
+    return 0 if any(entry["state"] == "answered" for entry in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
