@@ -1,0 +1,194 @@
+"""A lowered and compiled step enters; each donated array leaves with what became of it, and why where it was lost.
+
+JAX drops some donations without a word: a result of another width or sharding, an argument that is never used, and every
+donation while `jax_debug_nans` is on. Each is found here and named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.programs.hlo_header import read_header
+from jaxmem_callbacks.programs.leaves import Leaf
+from jaxmem_callbacks.records.units import format_bytes
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafUse:
+    """What the compiled program does with one array of the call.
+
+    Attributes:
+        argument: The argument that holds it.
+        path: Where it is.
+        kind: What it holds.
+        type_text: Such as ``float32[8,128]``.
+        placement: Its sharding where it is not on a single device, else an empty text.
+        bytes: On one device.
+        requested: Whether it was to be donated.
+        used: Whether the program takes it at all.
+        aliased: Whether a result reuses its memory.
+        lost: Why a requested donation is not happening, or None.
+        remedy: What to type against it, or None.
+    """
+
+    argument: str
+    path: str
+    kind: str
+    type_text: str
+    placement: str
+    bytes: int
+    requested: bool
+    used: bool
+    aliased: bool
+    lost: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+
+
+def leaf_uses(
+    leaves: Sequence[Leaf],
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    *,
+    hlo_text: str,
+    requested_names: Sequence[str] = (),
+) -> tuple[LeafUse, ...]:
+    """What became of each array of the call.
+
+    Args:
+        leaves: The arrays in the program's order.
+        lowered: Knows the results' shapes.
+        compiled: Knows shardings, and which arguments were dropped.
+        hlo_text: The optimised HLO.
+        requested_names: Arguments that were to be donated besides what JAX itself has marked; JAX unmarks all while
+            `jax_debug_nans` is on.
+    """
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    numbers = _parameter_numbers(shardings, hlo_text)
+    reused = read_header(hlo_text).reused
+    taken = set(reused.values())
+    results = [result for i, result in enumerate(_results(lowered, compiled)) if i not in taken]
+    uses: list[LeafUse] = []
+    for leaf, sharding, number in zip(leaves, shardings, numbers, strict=True):
+        requested = leaf.donated or leaf.argument in requested_names
+        aliased = number is not None and number in reused
+        lost, remedy = (None, None) if aliased or not requested else _why_lost(leaf, sharding, results)
+        uses.append(
+            LeafUse(
+                argument=leaf.argument,
+                path=leaf.path,
+                kind=leaf.kind,
+                type_text=leaf.type_text,
+                placement=_placement(sharding if sharding is not None else getattr(leaf.value, "sharding", None)),
+                bytes=_device_bytes(leaf, sharding),
+                requested=requested,
+                used=sharding is not None,
+                aliased=aliased,
+                lost=lost,
+                remedy=remedy,
+            )
+        )
+    return tuple(uses)
+
+
+def lost_donations(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
+    """Requested donations that are not happening. Single numbers (step counters) are left out: nothing is lost by them."""
+    return tuple(use for use in uses if use.lost is not None and not use.type_text.endswith("[]"))
+
+
+def donation_message(function: Callable[..., Any], lost: Sequence[LeafUse]) -> str:
+    """The four parts: what was asked for, what the program does, where, and what to type."""
+    step = getattr(function, "__name__", "the step")
+    names = ", ".join(dict.fromkeys(use.argument for use in lost))
+    total = format_bytes(sum(use.bytes for use in lost))
+    lines = [
+        f"Donation of {names} to {step} is not happening for {len(lost)} array(s), {total} on each device; JAX says nothing"
+        " of it at run time, the arrays simply stay.",
+        *(f"  {use.path} {use.type_text}: {use.lost}." for use in lost[:_SHOWN]),
+        *([f"  ... and {len(lost) - _SHOWN} more."] if len(lost) > _SHOWN else []),
+        *dict.fromkeys(use.remedy for use in lost if use.remedy),
+    ]
+    return "\n".join(lines)
+
+
+def _parameter_numbers(shardings: Sequence[Any], hlo_text: str) -> list[int | None]:
+    """Each flat argument's HLO parameter number: dropped arguments have none, hidden ones (tokens, constants) come first."""
+    kept = sum(sharding is not None for sharding in shardings)
+    number = read_header(hlo_text).parameters - kept
+    numbers: list[int | None] = []
+    for sharding in shardings:
+        numbers.append(None if sharding is None else number)
+        number += sharding is not None
+    return numbers
+
+
+def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> list[_Result]:
+    infos = jax.tree.leaves(lowered.out_info)
+    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    return [_Result(tuple(i.shape), i.dtype, s) for i, s in zip(infos, shardings, strict=True)]
+
+
+def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result]) -> tuple[str, str]:
+    """The reason in words, and what to type."""
+    if jax.config.jax_debug_nans:
+        return (
+            "jax_debug_nans is on, and JAX donates nothing while it is",
+            "Turn it off with jax.config.update('jax_debug_nans', False), or pass donate_argnames=() while you look for NaNs.",
+        )
+    if sharding is None:
+        return (
+            "the step never uses it, so JAX drops it from the program",
+            f"Leave it out of donate_argnames, or delete the argument {leaf.argument!r}.",
+        )
+    same_shape = [result for result in results if result.shape == leaf.shape]
+    if any(result.dtype == leaf.dtype for result in same_shape):
+        other = next(result for result in same_shape if result.dtype == leaf.dtype)
+        return _why_same_type(leaf, sharding, other)
+    if same_shape:
+        return (
+            f"it comes as {leaf.dtype} and is returned as {same_shape[0].dtype}",
+            f"Return it as it came: .astype({leaf.dtype.name!r}), or keep the state in {same_shape[0].dtype} from the start.",
+        )
+    return (
+        "no result that is left has its shape and dtype",
+        f"Leave {leaf.argument!r} out of donate_argnames, or return it updated.",
+    )
+
+
+def _why_same_type(leaf: Leaf, sharding: Any, other: _Result) -> tuple[str, str]:
+    if other.sharding.is_equivalent_to(sharding, len(leaf.shape)):
+        return (
+            "the compiler keeps both the old and the new value alive",
+            "jm.step_memory(step, ...).top_buffers() shows what still reads the old one.",
+        )
+    return (
+        f"it comes as {_spec(sharding)} and is returned as {_spec(other.sharding)}",
+        "Pin what the step returns: jm.jit_step(..., state_shardings=jax.tree.map(lambda x: x.sharding, state)), "
+        "or out_shardings in your own jax.jit.",
+    )
+
+
+def _spec(sharding: Any) -> str:
+    return str(getattr(sharding, "spec", type(sharding).__name__)).replace("PartitionSpec", "P")
+
+
+def _placement(sharding: Any) -> str:
+    return "" if sharding is None or len(sharding.device_set) == 1 else _spec(sharding)
+
+
+def _device_bytes(leaf: Leaf, sharding: Any) -> int:
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

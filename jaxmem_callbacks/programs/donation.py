@@ -1,0 +1,113 @@
+"""A step's arguments and results enter; the names of the arguments to donate leave.
+
+The rule: an argument is donated where the step returns it updated, that is where some result has the same tree, shapes
+and dtypes. Each result is claimed once, arguments in order. The batch is never donated, by these signs:
+
+- its name is in `kinds.BATCH_NAMES`;
+- a single array is taken for state only while it stands before the first argument that is not updated, and never where
+  it holds one element only (a learning rate looks like a loss, and there is nothing to save).
+
+Where more arguments look alike than there are results, those called ``ref_...``, ``teacher``, ``frozen`` and the like
+step back first. Objects of a framework that are updated in place count as updated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.programs.kinds import is_batch_name
+from jaxmem_callbacks.records.errors import DonationError, did_you_mean
+from jaxmem_callbacks.transforms.frameworks import framework_of
+
+_READ_ONLY_WORDS = ("ref", "reference", "teacher", "frozen", "old", "pretrained", "base", "target")
+_DEPTH = 2  # `return (params, opt_state), loss` is as deep as steps nest what they return
+
+Shape = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
+
+
+def infer_donation(arguments: Sequence[tuple[str, Any]], results: Any) -> tuple[str, ...]:
+    """Names of the arguments that the step returns updated.
+
+    Args:
+        arguments: The traced (not static) arguments with their names, in order.
+        results: The step's results as shapes.
+    """
+    free = _result_nodes(results)
+    donated: list[str] = []
+    only_state_so_far = True
+    for name, value in _readers_last(arguments):
+        if framework_of(value) is not None:
+            donated.append(name)
+            continue
+        shape = _shape_of(value)
+        place = None if is_batch_name(name) else next((p for p, s in free.items() if s == shape), None)
+        if place is None or not shape[1] or (_is_single_array(shape) and not (only_state_so_far and _is_worth(shape))):
+            only_state_so_far = False
+            continue
+        donated.append(name)
+        free = {p: s for p, s in free.items() if not _overlap(p, place)}
+    order = [name for name, _ in arguments]
+    return tuple(sorted(donated, key=order.index))
+
+
+def needs_results(arguments: Sequence[tuple[str, Any]]) -> bool:
+    """Whether the results must be known to decide: some argument is neither a framework's object nor a batch by name."""
+    return any(framework_of(v) is None and not is_batch_name(n) and jax.tree.leaves(v) for n, v in arguments)
+
+
+def check_names(names: Sequence[str], arguments: Sequence[tuple[str, Any]], function: Callable[..., Any]) -> None:
+    """Refuse a name that is no argument of the step.
+
+    Raises:
+        DonationError: with the step's arguments.
+    """
+    known = [name for name, _ in arguments]
+    for name in names:
+        if name not in known:
+            step = getattr(function, "__name__", "the step")
+            msg = (
+                f"donate_argnames has {name!r}, which is no argument of {step}.{did_you_mean(name, known)} "
+                f"Arguments of this call: {', '.join(known)}. Write donate_argnames=({known[0]!r},)."
+            )
+            raise DonationError(msg)
+
+
+def _shape_of(tree: Any) -> Shape:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((tuple(jax.numpy.shape(leaf)), _dtype(leaf)) for leaf in leaves)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+
+
+def _is_single_array(shape: Shape) -> bool:
+    return jax.tree_util.treedef_is_leaf(shape[0])
+
+
+def _is_worth(shape: Shape) -> bool:
+    return math.prod(shape[1][0][0]) > 1
+
+
+def _result_nodes(results: Any, place: tuple[int, ...] = ()) -> dict[tuple[int, ...], Shape]:
+    """Every result an argument could come back as: the whole, its elements, and theirs."""
+    nodes = {place: _shape_of(results)}
+    if len(place) < _DEPTH and type(results) in (tuple, list, dict):
+        elements = results.values() if isinstance(results, dict) else results
+        for index, element in enumerate(elements):
+            nodes |= _result_nodes(element, (*place, index))
+    return nodes
+
+
+def _overlap(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    shorter = min(len(a), len(b))
+    return a[:shorter] == b[:shorter]
+
+
+def _readers_last(arguments: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The arguments in order, but those that are called like read-only ones behind their look-alikes."""
+    return sorted(arguments, key=lambda item: any(word in _READ_ONLY_WORDS for word in item[0].lower().split("_")))

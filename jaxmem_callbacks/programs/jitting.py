@@ -1,0 +1,136 @@
+"""A train step enters, plain or jitted by the user; one thing that can be called and lowered leaves.
+
+A step that is already jitted is used as it is: an outer jit would undo its donation without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+
+from jaxmem_callbacks.programs.leaves import is_dynamic, parameter_names
+from jaxmem_callbacks.transforms.frameworks import framework_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jitted:
+    """A step that JAX compiles.
+
+    Attributes:
+        call: What to call.
+        lowering: What has ``.lower`` and ``.trace`` (under a `functools.partial`, the jit inside it).
+        function: The user's own function, for names and source lines.
+        bound_args: Arguments that a `functools.partial` or ``nnx.cached_partial`` already holds.
+        bound_kwargs: Keyword arguments that a `functools.partial` already holds.
+    """
+
+    call: Callable[..., Any]
+    lowering: Any
+    function: Callable[..., Any]
+    bound_args: tuple[Any, ...] = ()
+    bound_kwargs: dict[str, Any]
+
+    def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the jit itself sees them."""
+        return (*self.bound_args, *args), {**self.bound_kwargs, **kwargs}
+
+    def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the step's own ``.lower`` returns for these arguments."""
+        full_args, full_kwargs = self.full(args, kwargs)
+        return self.lowering.lower(*full_args, **full_kwargs)
+
+
+def already_jitted(step: Callable[..., Any]) -> Jitted | None:
+    """The jit that the user made, through any `functools.partial` around it; None for a plain function."""
+    if hasattr(step, "lower"):
+        return Jitted(call=step, lowering=step, function=inspect.unwrap(step), bound_kwargs={})
+    if isinstance(step, functools.partial):
+        inner = already_jitted(step.func)
+        bound = (step.args, dict(step.keywords))
+    elif (cached := _cached_partial(step)) is not None:
+        inner, bound = already_jitted(cached[0]), (cached[1], {})
+    else:
+        return None
+    if inner is None:
+        return None
+    args, kwargs = inner.full(*bound)
+    return Jitted(call=step, lowering=inner.lowering, function=inner.function, bound_args=args, bound_kwargs=kwargs)
+
+
+def _cached_partial(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The jit and the cached arguments inside ``nnx.cached_partial``, which keeps them only in its closure."""
+    if not inspect.isfunction(step) or not step.__module__ or not hasattr(step, "jitted_fn"):
+        return None
+    inside = inspect.getclosurevars(step).nonlocals
+    if "f" in inside and "cached_args" in inside:
+        return cast("Callable[..., Any]", inside["f"]), tuple(inside["cached_args"])
+    return None
+
+
+def jit_plain(function: Callable[..., Any], arguments: Sequence[tuple[str, Any]], **options: Any) -> Any:
+    """``jax.jit`` of a plain function, or the jit of the framework whose objects are among its arguments."""
+    framework = framework_of([value for _, value in arguments])
+    options = {name: value for name, value in options.items() if value}
+    return jax.jit(function, **options) if framework is None else framework.jit(function, **options)
+
+
+def jax_lowered(lowered: Any) -> jax.stages.Lowered:
+    """JAX's own lowering inside a framework's (Flax NNX and Equinox wrap it under the public name ``lowered``)."""
+    while not isinstance(lowered, jax.stages.Lowered):
+        lowered = lowered.lowered
+    return lowered
+
+
+def static_arguments(arguments: Sequence[tuple[str, Any]], function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments that no program can take as data: switches, strings, callables, and defaults like them.
+
+    Raises:
+        TypeError: such a value sits inside a tree of arrays, or in an argument without a name.
+    """
+    static = [name for name, value in arguments if _is_static(value)]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    static += [p.name for p in parameters if p.default is not p.empty and p.default is not None and _is_static(p.default)]
+    names = [*parameter_names(function), *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
+    for name, value in arguments:
+        if name in static and name not in names and name.startswith("args["):
+            msg = (
+                f"{name} of {_name(function)} is {value!r}, which is no array. Expected arrays in *args: give the step a "
+                f"named parameter for it, or close over it: functools.partial(step, switch={value!r})."
+            )
+            raise TypeError(msg)
+        if name not in static:
+            _require_arrays(name, value, function)
+    return tuple(dict.fromkeys(static))
+
+
+def _is_static(value: Any) -> bool:
+    """A single value, not a tree, that is no array and no number."""
+    if framework_of(value) is not None or value is None:
+        return False
+    return jax.tree_util.all_leaves([value]) and not is_dynamic(value)
+
+
+def _require_arrays(name: str, value: Any, function: Callable[..., Any]) -> None:
+    if framework_of(value) is not None:
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+        if not is_dynamic(leaf) and not isinstance(leaf, bool):
+            where = name + jax.tree_util.keystr(path)
+            msg = (
+                f"{where} of {_name(function)} is a {type(leaf).__name__}, expected an array or a number. Pass it as an "
+                f"argument of its own, or jit the step yourself: jm.jit_step(jax.jit(step, static_argnames=({name!r},)))."
+                " Equinox models: jm.jit_step(eqx.filter_jit(step))."
+            )
+            raise TypeError(msg)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

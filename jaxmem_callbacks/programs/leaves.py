@@ -1,0 +1,197 @@
+"""A step's call enters, its arrays leave one by one: which argument, which path, what it holds, in the order of the jit.
+
+The order and the shapes come from the lowered program; the names come from the user's own arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.programs.kinds import kind_of_argument, kind_of_node
+from jaxmem_callbacks.transforms.frameworks import framework_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """One array of a call.
+
+    Attributes:
+        argument: The name of the argument that holds it.
+        path: Where it is, as the user would write it: ``state.params['Dense_0']['kernel']``.
+        kind: What it holds, in the words of `ArgumentMemory.kind`.
+        shape: Its global shape.
+        dtype: Its dtype.
+        value: The array, `jax.ShapeDtypeStruct` or Python number itself, or None where it could not be told.
+        donated: Whether JAX was told to donate it.
+    """
+
+    argument: str
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any = None
+    donated: bool = False
+
+    @property
+    def type_text(self) -> str:
+        """``float32[8,128]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each argument with its name in the user's function, in the order in which jit flattens them."""
+    names = parameter_names(function)
+    positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
+    return positional + sorted(kwargs.items())
+
+
+def parameter_names(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that can be given by position; empty where Python cannot tell."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
+
+
+def user_leaves(name: str, value: Any) -> list[Leaf]:
+    """The arrays of one argument, by path and kind; a variable shared by two places is listed once."""
+    framework = framework_of(value)
+    if framework is not None and _is_opaque(value):
+        value = framework.arrays(value)
+    found: list[Leaf] = []
+    seen: set[int] = set()
+    for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: kind_of_node(x) is not None)[0]:
+        kind = kind_of_node(node)
+        if kind is not None and kind.shared_by_identity:
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+        inner = jax.tree_util.tree_flatten_with_path(node)[0] if kind is not None else [((), node)]
+        for rest, leaf in inner:
+            where = path if kind is not None and kind.shared_by_identity else (*path, *rest)
+            found.append(_leaf(name, where, leaf, kind.name if kind else kind_of_argument(name, where)))
+    return found
+
+
+def call_leaves(arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered) -> list[Leaf]:
+    """The leaves of a lowered call in the program's own order, named after the user's arguments.
+
+    Args:
+        arguments: All arguments with names, static ones included, as `named_arguments` gives them.
+        positional: How many of them were given by position.
+        lowered: What JAX made of the call: static arguments are gone, donation is marked.
+    """
+    infos = lowered.in_tree.flatten_up_to(lowered.args_info)
+    aligned = _dynamic_arguments(arguments, positional, lowered.in_tree)
+    if aligned is None:
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]]
+        return [_from_info("argument", jax.tree_util.keystr(p), "other", i) for p, i in zip(paths, infos, strict=True)]
+    leaves: list[Leaf] = []
+    for name, value, count in aligned:
+        part = infos[len(leaves) : len(leaves) + count]
+        leaves += _named(name, user_leaves(name, value), part)
+    return leaves
+
+
+def _dynamic_arguments(
+    arguments: Sequence[tuple[str, Any]], positional: int, in_tree: Any
+) -> list[tuple[str, Any, int]] | None:
+    """(name, value, leaves) of the arguments that the program sees, or None where the call has another form."""
+    by_position, by_name = in_tree.children()
+    given = list(arguments[:positional])
+    defs = by_position.children()
+    if len(defs) > len(given):
+        return None
+    aligned: list[tuple[str, Any, int]] = []
+    for i, (name, value) in enumerate(given):
+        rest_defs = len(defs) - len(aligned)
+        if rest_defs and (len(given) - i == rest_defs or _fits(value, defs[len(aligned)])):
+            aligned.append((name, value, defs[len(aligned)].num_leaves))
+    if len(aligned) != len(defs):
+        return None
+    keys = (by_name.node_data() or (dict, ()))[1]
+    named = dict(arguments[positional:])
+    return aligned + [(k, named[k], d.num_leaves) for k, d in zip(keys, by_name.children(), strict=True)]
+
+
+def _fits(value: Any, treedef: Any) -> bool:
+    """Whether a value can be what the program takes at this place (so it is not static)."""
+    if framework_of(value) is not None:
+        return True
+    leaves, own = jax.tree.flatten(value)
+    return own == treedef and all(is_dynamic(leaf) for leaf in leaves)
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Whether jit can trace a leaf: an array, something shaped like one, or a number (a bool is a switch, not a number)."""
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or (
+        isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    )
+
+
+def _named(name: str, own: list[Leaf], infos: Iterable[Any]) -> list[Leaf]:
+    """Program leaves under the user's names: by order where shapes agree, else the first unused of that shape."""
+    infos = list(infos)
+    if [leaf.shape for leaf in own] == [tuple(info.shape) for info in infos]:
+        return [_from_info(name, leaf.path, leaf.kind, i, leaf.value) for leaf, i in zip(own, infos, strict=True)]
+    left = list(own)
+    result: list[Leaf] = []
+    for index, info in enumerate(infos):
+        match = next((leaf for leaf in left if leaf.shape == tuple(info.shape) and leaf.dtype == info.dtype), None)
+        match = match or next((leaf for leaf in left if leaf.shape == tuple(info.shape)), None)
+        if match is None:
+            result.append(_from_info(name, f"{name} (array {index})", "other", info))
+            continue
+        left.remove(match)
+        result.append(_from_info(name, match.path, match.kind, info, match.value))
+    return result
+
+
+def _from_info(argument: str, path: str, kind: str, info: Any, value: Any = None) -> Leaf:
+    return Leaf(
+        argument=argument,
+        path=path,
+        kind=kind,
+        shape=tuple(info.shape),
+        dtype=info.dtype,
+        value=value,
+        donated=bool(info.donated),
+    )
+
+
+def _leaf(name: str, path: tuple[Any, ...], leaf: Any, kind: str) -> Leaf:
+    shaped = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else _scalar(leaf)
+    return Leaf(
+        argument=name,
+        path=name + jax.tree_util.keystr(path),
+        kind=kind,
+        shape=tuple(shaped.shape),
+        dtype=shaped.dtype,
+        value=leaf,
+    )
+
+
+def _scalar(leaf: Any) -> Any:
+    """The array type of a Python number; anything else (a string, a callable) has none and is told by its class."""
+    if isinstance(leaf, bool | int | float | complex):
+        return jax.ShapeDtypeStruct((), jax.numpy.result_type(leaf))
+    return _Untraceable(type(leaf).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Untraceable:
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether JAX sees the framework's object as one leaf, not as a tree of arrays."""
+    return any(not hasattr(leaf, "dtype") and framework_of(leaf) is not None for leaf in jax.tree.leaves(value))

@@ -1,0 +1,263 @@
+"""A user's train step and a policy enter; a jitted step that obeys it leaves, its donation decided, proved and watched.
+
+At the first call of a new signature the step is lowered and compiled once, judged, written to the registry and run with that
+same compile. Every other call is the jitted function's own, inside the policy's context.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import jax
+
+from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.programs.aliases import donation_message, lost_donations
+from jaxmem_callbacks.programs.compiles import compiles, watch_compiles
+from jaxmem_callbacks.programs.interception import announce
+from jaxmem_callbacks.programs.jitting import Jitted, already_jitted, jax_lowered
+from jaxmem_callbacks.programs.leaves import Leaf, call_leaves, named_arguments
+from jaxmem_callbacks.programs.making import Making, make_jit, undonated_names
+from jaxmem_callbacks.programs.program import Program, read_program, without_donation_warning
+from jaxmem_callbacks.programs.shared_buffers import require_unshared
+from jaxmem_callbacks.programs.signature import Signature, changes
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.transforms.policy import ActivePolicy, activate, require_used
+
+
+def jit_step(
+    train_step: Callable[..., Any],
+    policy_or_preset: StepPolicy | Preset | None = None,
+    *,
+    donate_argnames: str | tuple[str, ...] | None = None,
+    state_shardings: Any = None,
+) -> JitStep:
+    """The user's step, jitted, under a policy.
+
+        step = jm.jit_step(train_step, jm.load_preset("full_remat"))
+        state, metrics = step(state, batch)
+
+    Args:
+        train_step: A plain function, or one that is already jitted: `jax.jit`, ``nnx.jit``, a `functools.partial` or
+            ``nnx.cached_partial`` of one. That is used as it is, with its own static arguments and donation. Switches,
+            strings and callables given to a plain function are static without being named.
+        policy_or_preset: What to apply; nothing but donation unless said.
+        donate_argnames: Arguments whose memory the results take over. None: as the policy says, and where that says
+            nothing, every argument that the step returns updated (`programs.donation` has the rule). ``()``: none.
+        state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
+            and is never moved silently.
+
+    Returns:
+        A callable with the step's arguments and results; it also has ``lower``, ``trace``, ``policy``, ``__wrapped__``.
+
+    Raises:
+        DonationError: ``donate_argnames`` for a step that is already jitted. At the first call: names that are no
+            arguments, a donation that was asked for and that the compiled program does not make, one buffer in two
+            donated places; nothing has run then, and the state is alive.
+        PolicyError: at the first call, a remat policy on a step that takes no gradient through this library.
+    """
+    policy = StepPolicy() if policy_or_preset is None else policy_of(policy_or_preset)
+    names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
+    return JitStep(train_step, policy, donate_argnames=names, state_shardings=state_shardings)
+
+
+class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside
+    """Raised where JAX begins to trace the step for a signature that was not judged yet; nothing has run then."""
+
+
+@final
+class JitStep:
+    """What `jm.jit_step` returns. Constructing the first one registers one `jax.monitoring` listener for the process."""
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        policy: StepPolicy,
+        *,
+        donate_argnames: tuple[str, ...] | None = None,
+        state_shardings: Any = None,
+    ) -> None:
+        functools.update_wrapper(self, train_step, updated=())
+        self.__wrapped__ = train_step
+        self.policy = policy
+        self.name = getattr(train_step, "__name__", type(train_step).__name__)
+        self._own_jit = already_jitted(train_step)
+        self._making = Making(
+            donate=policy.donate if donate_argnames is None else tuple(donate_argnames),
+            state_shardings=state_shardings,
+        )
+        if self._own_jit is not None:
+            self._making.refuse_for_jitted(train_step, donate_argnames)
+        self._active = ActivePolicy(policy)
+        # A policy that leaves gradients alone adds nothing to JAX's cache key: the user's own jit keeps its compiles.
+        self._context = self._active if policy.changes_gradients else None
+        self._jitted: Jitted | None = self._own_jit
+        self._call: Callable[..., Any] | None = None
+        self._judging = False
+        self._lock = threading.RLock()
+        self._programs: dict[Signature, Program] = {}
+        self._last: Signature | None = None
+        self._warned = False
+        watch_compiles()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step. Adds about a microsecond to the jitted function's own call; no flattening, no sync."""
+        call = self._call
+        if call is None:
+            return self._first_call(args, kwargs)
+        before = compiles.count
+        try:
+            with activate(self._context):
+                result = call(*args, **kwargs)
+        except _NewSignature:
+            result = None
+        else:
+            if compiles.count != before:
+                self._after_compile(args, kwargs)
+            return result
+        return self._first_call(args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """What the jit's own ``lower`` returns for these arguments, under the policy."""
+        jitted = self._made(args, kwargs)
+        with self._tracing():
+            return jitted.lower(args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """What the jit's own ``trace`` returns for these arguments, under the policy."""
+        jitted = self._made(args, kwargs)
+        full_args, full_kwargs = jitted.full(args, kwargs)
+        with self._tracing():
+            return jitted.lowering.trace(*full_args, **full_kwargs)
+
+    def inspect(self, *args: Any, **kwargs: Any) -> tuple[Program, jax.stages.Lowered]:
+        """Lower and compile for these arguments without running; the first call then needs no further compile."""
+        with self._lock:
+            program, _, lowered = self._judged(args, kwargs)
+            return program, lowered
+
+    def __repr__(self) -> str:
+        return f"jm.jit_step({self.name}, {self.policy})"
+
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call with a signature that is new: judge it before anything is executed, then run it."""
+        announce(self, args, kwargs)
+        with self._lock:
+            jitted = self._made(args, kwargs)
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+                with self._tracing():  # inside somebody else's trace: nothing is compiled or donated here
+                    return jitted.call(*args, **kwargs)
+            program, leaves, _ = self._judged(args, kwargs)
+            self._refuse_or_warn(program, executed=False)
+            require_unshared(leaves, jitted.function)
+            self._call = jitted.call
+            with self._tracing():
+                return jitted.call(*args, **kwargs)
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
+        """The jit for these arguments: the user's own, or one whose static and donated arguments are decided now."""
+        if self._own_jit is not None:
+            return self._own_jit
+        with self._lock, self._tracing():
+            self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
+            return self._jitted
+
+    @functools.cached_property
+    def _traced_step(self) -> Callable[..., Any]:
+        """The plain step; its body runs only while JAX traces, which is how a new signature is noticed before it runs."""
+        train_step = self.__wrapped__
+
+        @functools.wraps(train_step)
+        def traced_step(*args: Any, **kwargs: Any) -> Any:
+            if not self._judging:
+                raise _NewSignature
+            return train_step(*args, **kwargs)
+
+        return traced_step
+
+    @contextmanager
+    def _tracing(self) -> Generator[None]:
+        """Where the step may be traced, under its policy."""
+        before, self._judging = self._judging, True
+        try:
+            with activate(self._context), without_donation_warning():
+                yield
+        finally:
+            self._judging = before
+
+    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Leaf], jax.stages.Lowered]:
+        """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
+        jitted = self._made(args, kwargs)
+        with self._tracing():
+            lowered = jax_lowered(jitted.lower(args, kwargs))
+            require_used(self._active, self.__wrapped__)
+            compiled = lowered.compile()
+        full_args, full_kwargs = jitted.full(args, kwargs)
+        arguments = named_arguments(jitted.function, full_args, full_kwargs)
+        leaves = call_leaves(arguments, len(full_args), lowered)
+        program = read_program(
+            self.name,
+            leaves,
+            lowered,
+            compiled,
+            static={name: value for name, value in arguments if name in self._making.static},
+            requested_names=self._making.donated,
+            undonated=undonated_names(arguments, leaves, lowered.out_info),
+        )
+        self._register(program)
+        return program, leaves, lowered
+
+    def _register(self, program: Program) -> None:
+        if program.signature in self._programs:
+            return
+        changed = changes(self._last, program.signature)
+        self._programs[program.signature] = program
+        self._last = program.signature
+        registry.record(
+            Compilation(
+                program=self.name,
+                time_s=time.time(),
+                signature=program.signature,
+                changed=changed,
+                memory=program.memory,
+                unavailable=program.unavailable,
+            )
+        )
+
+    def _refuse_or_warn(self, program: Program, *, executed: bool) -> None:
+        """An explicit donation that is lost is an error while nothing has run; an inferred one is a warning, once."""
+        if self._own_jit is not None:
+            self._making.check_jitted(self.__wrapped__, program.uses, program.undonated)
+        lost = lost_donations(program.uses)
+        if not lost:
+            return
+        message = donation_message(self.__wrapped__, lost)
+        if self._making.explicit(own_jit=self._own_jit is not None) and not executed:
+            raise DonationError(message)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, DonationWarning, stacklevel=4)
+
+    def _after_compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """JAX compiled during an ordinary call (another sharding, or a signature new to the user's own jit): tell it.
+
+        The call has run already, so a donation that is lost can only be warned of; donated arrays still know their shapes.
+        """
+        with self._lock:
+            try:
+                program, _, _ = self._judged(args, dict(kwargs))
+            except Exception as error:  # noqa: BLE001 - what only reports must not stop a run that works
+                unknown = f"unknown, because the arguments could not be read again after the call: {error}"
+                registry.record(
+                    Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown)
+                )
+                return
+            self._refuse_or_warn(program, executed=True)
