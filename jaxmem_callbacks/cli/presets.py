@@ -54,7 +54,7 @@ def _list() -> None:
     with console.capture() as captured:
         console.print(table)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
-    sys.stdout.write("They compose from left to right: `jaxmem presets donate full_remat` shows the result,\n")
+    sys.stdout.write("\nThey compose, later keys win: `jaxmem presets donate full_remat` shows how,\n")
     sys.stdout.write('and jm.load_preset("donate", "full_remat") loads it.\n')
 
 

@@ -24,6 +24,7 @@ MAX_VALUES = 2000
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]{0,40})(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
 _EXACT = 2**53
+_DETAIL = 200  # the parser quotes tag handles and names whole
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +105,7 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             place = self._marked(mark) if mark else Place(source=self._source)
-            detail = ", ".join(part for part in (error.context, error.problem) if part)
+            detail = ", ".join(part for part in (error.context, error.problem) if part)[:_DETAIL]
             hint = " Indent with spaces, not tabs." if "'\\t'" in detail else ""
             raise self._refused(place, f"this is not YAML: {detail}.", f"Expected: `key: value` lines.{hint}") from None
 
@@ -113,7 +114,7 @@ class _Reader:
         self._check(event, len(path))
         self._found.places[path] = self._place(event)
         if isinstance(event, yaml.ScalarEvent):
-            return _plain(event.value) if event.implicit[0] else event.value
+            return plain_value(event.value) if event.implicit[0] else event.value
         return self._list(path) if isinstance(event, yaml.SequenceStartEvent) else self._mapping(path)
 
     def _list(self, path: KeyPath) -> tuple[Any, ...]:
@@ -181,7 +182,7 @@ class _Reader:
         return preset_error([*self._found.problems, Problem(place=place, given=given, expected=expected)])
 
 
-def _plain(text: str) -> str | int | float | bool | None:
+def plain_value(text: str) -> str | int | float | bool | None:
     """What an unquoted scalar means."""
     if text in {"", "~", "null", "Null", "NULL"}:
         return None

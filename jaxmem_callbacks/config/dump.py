@@ -8,11 +8,25 @@ from typing import Any, Literal
 
 import yaml
 
+from jaxmem_callbacks.config.documents import plain_value
 from jaxmem_callbacks.config.schema import SECTIONS, short_key
 from jaxmem_callbacks.records.presets import Preset
 
 _WIDTH = 76
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes also the texts that only YAML 1.2 takes for numbers, such as ``1e3``, and escapes what is not printable."""
+
+
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if isinstance(plain_value(text), str) else "'"
+    style = style if text.isprintable() else '"'  # only double quotes escape; PyYAML 6.0 writes a plain NEL as a space
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 
 
 def preset_to_yaml(preset: Preset, *, defaults: Literal["omit", "show"] = "omit") -> str:
@@ -65,5 +79,5 @@ def _paragraph(text: str) -> str:
 def _inline(value: Any) -> str:
     """One value on one line, quoted where YAML 1.1 or 1.2 would read it as something else."""
     plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, width=2**20, allow_unicode=True)
+    text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, width=2**20, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

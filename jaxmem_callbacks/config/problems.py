@@ -9,6 +9,7 @@ from typing import Any
 from jaxmem_callbacks.records.errors import PresetError
 
 _SHOWN = 60
+_TOLD = 10
 NEXT = "Next: `jaxmem presets full_remat` prints a complete preset to compare with."
 
 
@@ -51,8 +52,11 @@ class Problem:
 def preset_error(problems: Iterable[Problem]) -> PresetError:
     """One error that reports every problem, in the order of the lines."""
     ordered = sorted(problems, key=lambda problem: (problem.place.line or 0, problem.place.column or 0))
+    lines = [str(problem) for problem in ordered]
+    if len(lines) > _TOLD:  # the last one is what stopped the reading, if anything did
+        lines[_TOLD - 1 : -1] = [f"... {len(lines) - _TOLD} more ..."]
     head = [] if len(ordered) == 1 else [f"{len(ordered)} problems:"]
-    return PresetError("\n".join([*head, *map(str, ordered), NEXT]))
+    return PresetError("\n".join([*head, *lines, NEXT]))
 
 
 def shorten(text: object) -> str:
@@ -68,7 +72,8 @@ def describe(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return f"the number {value!r}" if abs(value) < 10**_SHOWN else "a number with more than 60 digits"
+        is_long = isinstance(value, int) and abs(value) >= 10**_SHOWN
+        return f"a number with more than {_SHOWN} digits" if is_long else f"the number {value!r}"
     if isinstance(value, str):
         return f"the text {shorten(value)}"
     if isinstance(value, dict):

@@ -31,7 +31,7 @@ from jaxmem_callbacks.records.units import parse_bytes
 
 SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTtPp]?[iI]?[Bb])?\s*$"
+_SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 
 # What the records' types cannot say: the allowed range, and the same in words.
 RANGES: dict[str, tuple[Any, str]] = {
@@ -159,7 +159,7 @@ def _problem(path: KeyPath, value: Any, flaw: Mapping[str, Any], place: Place) -
     if flaw["type"] == "extra_forbidden":
         return _unknown_key(path, place)
     key = ".".join(str(part) for part in path if isinstance(part, str))
-    dotted = ".".join(map(str, path))
+    dotted = short_key(key) + "".join(f"[{part}]" for part in path if isinstance(part, int))
     if key == "policy.remat" and isinstance(value, str):
         return Problem(place=place, given=f"`{key}`: {_first_sentences(flaw)}", expected=f"Expected: {expected(key)}.")
     given = f"`{dotted}` is {describe(value)}.{_suggestion(key, value)}"

@@ -1,0 +1,108 @@
+"""Properties: what a preset says survives YAML, and composing is associative."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmem_callbacks.config.dump import preset_to_yaml
+from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_preset, parse_preset
+from jaxmem_callbacks.config.schema import RANGES
+from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy
+from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.settings import MonitorSettings
+
+pytestmark = pytest.mark.core
+NAMES = st.lists(
+    st.text(max_size=8) | st.sampled_from(["off", "null", "1e3", "~", "yes", "1:30", "&a", "*a", "!x", "#", "- a"]),
+    max_size=3,
+)
+DONATE = st.none() | st.just("auto") | NAMES.map(tuple)
+POLICIES = st.builds(StepPolicy, donate=DONATE) | st.builds(
+    StepPolicy,
+    remat=st.sampled_from([name for name in REMAT_SYNONYMS if name != "none"]),
+    segments=st.none() | st.integers(1, 1000),
+    save=NAMES.map(lambda names: ("kept", *names)),
+    offload=NAMES.map(tuple),
+    donate=DONATE,
+)
+SECONDS = st.floats(min_value=1e-300, max_value=1e300) | st.floats(0.01, 100)
+MONITORS = st.builds(
+    MonitorSettings,
+    every_steps=st.integers(1, 10**15),
+    window_s=SECONDS,
+    scan_s=SECONDS,
+    limit_bytes=st.none() | st.integers(1, 2**50) | st.integers(1, 2**20).map(lambda count: count * 2**20),
+    near_oom_headroom=st.floats(0, 1, exclude_max=True),
+    fragmentation_share=st.floats(0, 1, exclude_min=True),
+    fragmentation_min_bytes=st.integers(0, 2**50),
+    tensorboard=st.booleans(),
+    jsonl=st.booleans(),
+    on_error=st.sampled_from(["warn", "raise"]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(description=st.text(max_size=200), policy=POLICIES, monitor=MONITORS, defaults=st.sampled_from(["omit", "show"]))
+def test_what_a_preset_says_survives_yaml(description, policy, monitor, defaults):
+    description = description.strip()
+    preset = Preset(name="a", description=description, policy=policy, monitor=monitor)
+    read = parse_preset(preset_to_yaml(preset, defaults=defaults), "a.yaml")
+    assert dataclasses.replace(read, said=()) == preset
+    assert set(read.said) >= {
+        f"policy.{f.name}" for f in dataclasses.fields(policy) if getattr(policy, f.name) != f.default
+    }
+
+
+@pytest.mark.parametrize("names", [(), *((name,) for name in list_presets()), ("donate", "full_remat")])
+def test_the_said_keys_survive_too(names):
+    preset = load_preset(*names)
+    assert parse_preset(preset_to_yaml(preset), f"{preset.name}.yaml") == preset
+
+
+def test_a_preset_that_says_nothing_is_still_a_preset():
+    assert preset_to_yaml(Preset(name="a")) == "{}\n"
+    assert parse_preset("{}\n", "a.yaml") == Preset(name="a")
+
+
+def test_every_range_is_in_the_generated_records():
+    # A new bounded field must get a strategy above, else the property says nothing about it.
+    assert set(RANGES) == {
+        "policy.segments",
+        *(
+            f"monitor.{name}"
+            for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")
+        ),
+    }
+
+
+KEYS = st.fixed_dictionaries(
+    {},
+    optional={
+        "policy": st.fixed_dictionaries(
+            {}, optional={"remat": st.just("full"), "save": NAMES.map(tuple), "donate": DONATE}
+        ),
+        "monitor": st.fixed_dictionaries({}, optional={"every_steps": st.integers(1, 9), "jsonl": st.booleans()}),
+    },
+)
+
+
+def merged(left, right):
+    return {key: {**left.get(key, {}), **right.get(key, {})} for key in {**left, **right}}
+
+
+@settings(deadline=None, max_examples=100)
+@given(first=KEYS, second=KEYS, third=KEYS)
+def test_composing_is_associative(first, second, third):
+    base = {"policy": {"remat": "full"}}
+    composed = [
+        compose([Part(name="x", values=values, keys={}) for values in parts])
+        for parts in (
+            [base, first, second, third],
+            [base, merged(first, second), third],
+            [base, first, merged(second, third)],
+        )
+    ]
+    for other in composed[1:]:
+        assert dataclasses.replace(other, name="") == dataclasses.replace(composed[0], name="")
