@@ -1,0 +1,208 @@
+"""The project's own tools can fail: environments without an interpreter, mutants that survive, a GPU check asked on CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tool(name: str) -> ModuleType:
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+environments = tool("environments")
+mutants = tool("mutants")
+gpu_check = tool("gpu_check")
+
+
+# environments
+
+
+def alone(*arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """tools/environments.py where no interpreter but the running one can be found."""
+    variables = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tools" / "environments.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+
+
+def test_the_running_interpreter_is_found():
+    minor, path = environments.probe(sys.executable)
+    assert minor == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert Path(path).exists()
+
+
+def test_what_does_not_run_is_no_interpreter(tmp_path):
+    shim = tmp_path / "python3.12"
+    shim.write_text("#!/bin/sh\necho 'python3.12: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    assert environments.probe(str(shim)) is None
+    assert environments.probe(str(tmp_path / "absent")) is None
+
+
+def test_a_line_without_interpreter_is_said_to_be_unproved(tmp_path):
+    answer = alone("other", "project", "true", tmp_path=tmp_path)
+    assert answer.returncode == 0
+    other = "0.12 (Python 3.12 or 3.13)" if sys.version_info < (3, 12) else "0.10 (Python 3.11)"
+    assert f"JAX line {other}: not proved, no such interpreter found" in answer.stdout
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    answer = alone("run", "projct", "true", tmp_path=tmp_path)
+    assert answer.returncode == 1
+    assert "Unknown part 'projct'. Expected some of: project, test, targets, lint." in answer.stderr
+
+
+def test_without_a_python_the_message_says_what_to_install(tmp_path):
+    code = "import environments as e; e.OLDEST = e.NEWEST = (3, 99); e.default_interpreter()"
+    variables = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "tools")}
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    assert "No usable Python found" in answer.stderr
+    assert "apt-get install python3 python3-venv" in answer.stderr
+
+
+def test_a_fresh_stamp_installs_nothing_and_a_failed_install_leaves_none(tmp_path, capsys):
+    stamp = tmp_path / ".installed-test"
+    wanted = environments.hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    stamp.write_text(wanted)
+    environments.install(tmp_path, Path("/bin/false"), "test")
+    assert stamp.exists()
+
+    stamp.write_text("of another pyproject.toml")
+    with pytest.raises(environments.SetupError, match="failed with exit code 1: /bin/false -m pip install"):
+        environments.install(tmp_path, Path("/bin/false"), "test")
+    assert not stamp.exists()
+    assert "installing test: FAILED" in capsys.readouterr().out
+
+
+# mutants
+
+
+def mutant(**changes: object) -> object:
+    entry = {"promise": 1, "file": "toy.py", "line": "return a + b", "tests": ("test_toy.py",), "why": "sums are wrong"}
+    return mutants.Mutant(**{**entry, **changes})
+
+
+def test_a_line_is_deleted_inverted_or_replaced_by_pass():
+    text = "def add(a, b):\n    return a + b\n"
+    assert mutants.mutate(text, mutant(replacement="return a - b")) == ("def add(a, b):\n    return a - b\n", 2)
+    assert mutants.mutate(text, mutant()) == ("def add(a, b):\n    pass\n", 2)
+    assert mutants.mutate("x = 1\n" + text, mutant(line="x = 1")) == (text, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        ("x = 1\n", {}, "found 0 lines that read `return a \\+ b`"),
+        ("return a + b\nreturn a + b\n", {}, "found 2 lines"),
+        ("return a + b\n", {"replacement": "return a + b"}, "is the line itself"),
+        ("x = (\n    return_a,\n", {"line": "return_a,", "replacement": "("}, "the file is not Python"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(text, changes, message):
+    with pytest.raises(mutants.TableError, match=message):
+        mutants.mutate(text, mutant(**changes))
+
+
+def test_a_table_entry_needs_its_keys(tmp_path):
+    table = tmp_path / "table.toml"
+    table.write_text('[[mutant]]\npromise = 1\ntests = ["a.py"]\n')
+    with pytest.raises(mutants.TableError, match=r"Entry 1 of table.toml: .*Expected promise, file, line, tests, why"):
+        mutants.read_table(table)
+    table.write_text('[[mutant]]\npromise = 6\nfile = "a"\nline = "b"\nwhy = "c"\ntests = ["a.py"]\n')
+    with pytest.raises(mutants.TableError, match="promise 6, expected one of"):
+        mutants.read_table(table)
+
+
+def test_dead_surviving_and_untested_mutants_are_told_apart(tmp_path):
+    (tmp_path / "toy.py").write_text("def add(a, b):\n    unused = a\n    return a + b\n")
+    (tmp_path / "test_toy.py").write_text("import toy\n\ndef test_add():\n    assert toy.add(2, 1) == 3\n")
+    trees = queue.SimpleQueue()
+    trees.put(tmp_path)
+
+    dead, line = mutants.try_mutant(mutant(replacement="return a - b"), trees)
+    assert dead
+    assert "test_toy.py::test_add" in line
+
+    dead, line = mutants.try_mutant(mutant(line="unused = a"), trees)
+    assert not dead
+    assert line.startswith("SURVIVED")
+
+    dead, line = mutants.try_mutant(mutant(tests=("test_absent.py",)), trees)
+    assert not dead
+    assert line.startswith("NO PROOF")
+    assert "return a + b" in (tmp_path / "toy.py").read_text()
+
+
+def test_every_promise_has_its_mutants_and_every_line_is_there():
+    table = mutants.read_table(mutants.TABLE)
+    assert mutants.too_few(table) == []
+    assert mutants.too_few(table[:0])[0] == "promise 1 has 0 mutants, it needs 4"
+    for entry in table:
+        mutants.mutate((ROOT / entry.file).read_text(), entry)
+        assert all((ROOT / test.split("::")[0]).exists() for test in entry.tests), entry
+
+
+# the GPU check
+
+
+@pytest.mark.core
+def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
+    out = tmp_path / "answers.json"
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--preflight", "--out", str(out)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    report = json.loads(out.read_text())
+    assert {entry["question"]: entry["state"] for entry in report["results"]} == dict.fromkeys(
+        gpu_check.HEADLINES, "answered"
+    )
+    answers = {entry["question"]: entry["answer"] for entry in report["results"]}
+    # What is known of the CPU: it keeps no statistics, and an OOM takes the donated inputs with it.
+    assert answers["statistics"]["after_a_program"] is None
+    assert answers["out_of_memory"]["temporaries"]["donated_inputs_deleted"] == {"a": True, "b": True}
+    assert answers["out_of_memory"]["outputs"]["run_error"]["text"].startswith("RESOURCE_EXHAUSTED: Out of memory")
+    assert answers["prediction_checkpoint"]["temp_bytes"] < answers["prediction_plain"]["temp_bytes"]
+    assert answers["prediction_plain"]["peak_over_need"] is None
+    assert answers["fragmentation"]["holes"]["share"] is None
+    assert answers["hook"]["watched_5_ms"]["steps"] == 60
+    assert report["presence"]["jax"] in answer.stdout
+
+
+def test_a_question_that_crashes_or_hangs_is_an_answer(monkeypatch, tmp_path):
+    crash, hang = tmp_path / "crash.py", tmp_path / "hang.py"
+    crash.write_text("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()\n")
+    hang.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(gpu_check, "QUESTIONS", crash)
+    crashed = gpu_check.ask("statistics", "vmm", 30, preflight=True)
+    assert (crashed["state"], crashed["exit_code"], crashed["answer"]) == ("crashed", -6, None)
+    assert "last words" in crashed["stderr_end"]
+    assert crashed["environment"] == {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}
+    monkeypatch.setattr(gpu_check, "QUESTIONS", hang)
+    assert gpu_check.ask("statistics", "default", 1, preflight=True)["state"] == "timed out"
+
+
+def test_without_a_gpu_the_check_says_so(tmp_path):
+    if gpu_check.has_gpu():
+        pytest.skip("this machine has a GPU")
+    variables = dict(os.environ, PATH=str(tmp_path))
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py")]
+    answer = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("No NVIDIA GPU was found here")
