@@ -155,18 +155,25 @@ def pip_arguments(folder: Path, python: Path, part: str) -> list[list[str]]:
     if part == "project":
         return [["--editable", str(ROOT)]]
     if part == "targets":
-        version = jax_version(python)
-        plugin = [f"{name}=={version}" for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt")]
-        # Apart from the environment: JAX would load the plugin in every process, without a GPU and with a complaint.
+        # Apart from the environment: JAX would load them in every process. Their versions must fit the JAX beside them.
         aside = targets_folder(folder)
         shutil.rmtree(aside, ignore_errors=True)
-        return [["--editable", f"{ROOT}[tpu-targets]"], ["--no-deps", "--target", str(aside), *plugin]]
+        return [["--no-deps", "--target", str(aside), *target_compilers(python)]]
     return [["--group", f"{ROOT / 'pyproject.toml'}:{part}"]]
 
 
 def targets_folder(folder: Path) -> Path:
-    """Where the CUDA compiler's wheels are kept; only the compile worker puts it on its path."""
+    """Where compilers of absent hardware are kept; only the library's compile worker puts it on its path."""
     return folder / "targets"
+
+
+def target_compilers(python: Path) -> list[str]:
+    """Requirements of the compilers of absent hardware: the CUDA plugin of the installed JAX, and the extra's libtpu."""
+    code = "from importlib.metadata import requires; print(*requires('jaxmem_callbacks'), sep='\\n')"
+    lines = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    tpu = [line.split(";")[0].strip() for line in lines if "tpu-targets" in line]
+    version = jax_version(python)
+    return [*tpu, *(f"{name}=={version}" for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt"))]
 
 
 def jax_version(python: Path) -> str:
@@ -207,7 +214,7 @@ def call(folder: Path, command: list[str]) -> int:
     variables["PATH"] = f"{folder / 'bin'}{os.pathsep}{variables.get('PATH', '')}"
     variables.pop("PYTHONHOME", None)
     if targets_folder(folder).exists():
-        variables.setdefault("JAXMEM_CUDA_PLUGIN", str(targets_folder(folder)))
+        variables.setdefault("JAXMEM_TARGET_PATH", str(targets_folder(folder)))
     program = shutil.which(command[0], path=variables["PATH"]) or command[0]
     return subprocess.call([program, *command[1:]], cwd=ROOT, env=variables)
 
