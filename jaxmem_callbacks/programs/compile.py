@@ -1,0 +1,282 @@
+"""A user's step and a target in, what the real compiler says about it out; no such hardware needs to be attached.
+
+The step is traced here (`exporting`), compiled in a worker process (`worker`, `worker_main`), and read back: bytes,
+optimised HLO and, on request, the buffers that make the peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.programs.buffers import peak_buffers
+from jaxmem_callbacks.programs.compiled import program_memory
+from jaxmem_callbacks.programs.compilers import compiler_versions, target_folders
+from jaxmem_callbacks.programs.dumps import dump_options
+from jaxmem_callbacks.programs.exporting import FlatProgram, PortableProgram, export_program, flatten_program
+from jaxmem_callbacks.programs.hlo import count_compiler_remat, without_export_prefix
+from jaxmem_callbacks.programs.refusals import refused_for_memory
+from jaxmem_callbacks.programs.targets import Target, resolve_target
+from jaxmem_callbacks.programs.worker import run_worker
+from jaxmem_callbacks.records.errors import TargetError
+from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
+
+# Settings of the caller's JAX that the compiler, not the tracer, obeys.
+_COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
+_TRITON = "xla_gpu_enable_triton_gemm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetCompilation:
+    """What a target's compiler said about one program.
+
+    Attributes:
+        target: The hardware.
+        memory: Bytes on one device; None where the compiler refused the program for its memory (TPU).
+        fits: Whether it fits into one device's memory: False where a TPU compiler refused it; on a GPU, whose compiler never
+            refuses, the comparison of ``memory.step_bytes`` with the whole device memory. None where that is unknown.
+        needed_bytes: What the program needs, by the refusal or by ``memory``.
+        limit_bytes: What there is, by the refusal or the target.
+        host_temp_bytes: Host memory that the program uses for offloaded values.
+        hlo_text: The optimised program, or None where it was not asked for or not compiled.
+        compile_seconds: Time in the compiler, lowering included; None where it refused.
+        compiler_options: Options the program was compiled with.
+        compiler: Package -> version of the compiler.
+        buffers: What makes the peak, largest first, or None where it was not asked for.
+        warnings: What JAX warned of while lowering, such as donations that are not usable.
+        refusal: The compiler's own words where it refused the program for its memory.
+    """
+
+    target: Target
+    memory: ProgramMemory | None
+    fits: bool | None
+    needed_bytes: int | None
+    limit_bytes: int | None
+    host_temp_bytes: int = 0
+    hlo_text: str | None = None
+    compile_seconds: float | None = None
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    compiler: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[Buffer, ...] | None = None
+    warnings: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: str | Target,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    out_shardings: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    timeout_s: float = 600,
+    want_buffers: bool = False,
+    keep_hlo: bool = True,
+) -> TargetCompilation:
+    """Compile a function for hardware that need not be there.
+
+    Args:
+        function: Any function of pytrees, jitted or not. It is traced in this process and never run.
+        args: Its arguments: arrays, NumPy arrays, numbers or ``jax.ShapeDtypeStruct``, whose ``NamedSharding`` (over any
+            mesh of the right size, an ``AbstractMesh`` too) is kept. Leaves of other types are taken as constants.
+        kwargs: Its keyword arguments, traced alike.
+        target: A name for `resolve_target`, or what it gave.
+        donate_argnums: Positions of donated arguments, as in ``jax.jit``; a jitted function's own donation does not count.
+        donate_argnames: Names of donated arguments.
+        static_argnums: Positions of arguments that are taken as they are.
+        static_argnames: Names of such arguments.
+        out_shardings: As in ``jax.jit``: a tree of shardings, a prefix of the result's tree, None where unstated.
+        compiler_options: Further XLA options of this one compile.
+        timeout_s: Seconds after which the compiler is ended.
+        want_buffers: Also tell what makes the peak; the same compile writes it.
+        keep_hlo: Keep the optimised program's text, which can be large.
+
+    Returns:
+        What the compiler said. A program too large for a TPU is an answer (``fits=False``), not an error.
+
+    Raises:
+        TargetError: an unknown target, one whose compiler is not installed, or one with fewer devices than the shardings.
+        CompileError: the program cannot leave this process, or the compiler failed, crashed or took too long.
+    """
+    where = resolve_target(target) if isinstance(target, str) else target
+    flat = flatten_program(
+        function,
+        args,
+        kwargs or {},
+        donate_argnums=_several(donate_argnums),
+        donate_argnames=_several(donate_argnames),
+        static_argnums=_several(static_argnums),
+        static_argnames=_several(static_argnames),
+        out_shardings=out_shardings,
+    )
+    with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
+        job = _Job(
+            flat=flat,
+            target=where,
+            options=_options(where, compiler_options or {}),
+            folder=pathlib.Path(place),
+            want_buffers=want_buffers,
+            keep_hlo=keep_hlo,
+        )
+        return _compile_here(job) if where.platform == "cpu" else _compile_there(job, timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """One compile: what, for which hardware, how, and where its files go."""
+
+    flat: FlatProgram
+    target: Target
+    options: dict[str, Any]
+    folder: pathlib.Path
+    want_buffers: bool
+    keep_hlo: bool
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        return self.options | (dump_options(self.folder / "dump") if self.want_buffers else {})
+
+
+def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
+    """Compile in a worker and read its answer."""
+    program = export_program(job.flat, job.target.platform)
+    title = f"{job.flat.name} for {job.target.name}"
+    if program.device_count > job.target.device_count:
+        kind = job.target.name.partition(":")[0]
+        msg = (
+            f"{title}: the arguments are sharded over {program.device_count} devices, the target has "
+            f"{job.target.device_count}. Name a larger one: '{kind}:' and its topology or number of GPUs."
+        )
+        raise TargetError(msg)
+    _write_request(program, job)
+    accelerator = "v5litepod-4" if job.target.platform == "tpu" else ""  # any; the topology asked for is what counts
+    answer = run_worker(job.folder, name=title, accelerator_type=accelerator, timeout_s=timeout_s)
+    compiler = compiler_versions(job.target.platform)
+    if "error" in answer:
+        needed, limit = refused_for_memory(title, answer["error"])
+        return TargetCompilation(
+            target=job.target,
+            memory=None,
+            fits=False,
+            needed_bytes=needed,
+            limit_bytes=job.target.memory_bytes if limit is None else limit,
+            compiler_options=job.options,
+            compiler=compiler,
+            warnings=tuple(answer["warnings"]),
+            refusal=answer["error"],
+        )
+    return dataclasses.replace(_read_answer(job, answer), compiler=compiler)
+
+
+def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
+    """What the worker compiled."""
+    text = without_export_prefix((job.folder / "optimised.hlo").read_text("utf-8"))
+    figures = dict(answer["figures"])
+    host = figures.pop("host_temp_bytes")
+    memory = ProgramMemory(
+        name=job.flat.name,
+        platform="gpu" if job.target.platform == "cuda" else job.target.platform,
+        target=job.target.name,
+        compiler_remat=count_compiler_remat(text),
+        **figures,
+    )
+    limit = job.target.memory_bytes
+    names = tuple(job.flat.paths[i] for i in answer["kept"])
+    return TargetCompilation(
+        target=job.target,
+        memory=memory,
+        fits=None if limit is None else memory.step_bytes <= limit,
+        needed_bytes=memory.step_bytes,
+        limit_bytes=limit,
+        host_temp_bytes=host,
+        hlo_text=text if job.keep_hlo else None,
+        compile_seconds=answer["compile_seconds"],
+        compiler_options=job.options,
+        buffers=peak_buffers(job.folder / "dump", job.target.platform, names) if job.want_buffers else None,
+        warnings=tuple(answer["warnings"]),
+    )
+
+
+def _compile_here(job: _Job) -> TargetCompilation:
+    """Compile for the attached CPU, in this process."""
+    flat = job.flat
+    cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    spread = any(leaf.sharding is not None for leaf in flat.leaves)
+    leaves = [leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cpu) for leaf in flat.leaves]
+    out = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered = jax.jit(flat.function, donate_argnums=flat.donated, **out).lower(*leaves)
+        compiled = lowered.compile(compiler_options=job.all_options or None)
+    seconds = time.monotonic() - start
+    text = compiled.as_text()
+    memory = program_memory(compiled, name=flat.name, platform="cpu", target="attached", hlo_text=text)
+    return TargetCompilation(
+        target=job.target,
+        memory=memory,
+        fits=None,
+        needed_bytes=memory.step_bytes,
+        limit_bytes=None,
+        hlo_text=text if job.keep_hlo else None,
+        compile_seconds=seconds,
+        compiler_options=job.options,
+        buffers=_with_user_names(peak_buffers(job.folder / "dump", "cpu"), flat) if job.want_buffers else None,
+        warnings=tuple(str(warning.message) for warning in caught if warning.category is UserWarning),
+    )
+
+
+def _with_user_names(buffers: tuple[Buffer, ...], flat: FlatProgram) -> tuple[Buffer, ...]:
+    """The arguments' own paths in place of the positions that they have in the flat program."""
+
+    def named(buffer: Buffer) -> Buffer:
+        match = re.fullmatch(r"leaves\[(\d+)\]", buffer.operation or "")
+        return dataclasses.replace(buffer, operation=flat.paths[int(match[1])]) if match else buffer
+
+    return tuple(map(named, buffers))
+
+
+def _write_request(program: PortableProgram, job: _Job) -> None:
+    config = {name: getattr(jax.config, name) for name in _COMPILER_CONFIG if hasattr(jax.config, name)}
+    request = {
+        "name": program.name,
+        "platform": job.target.platform,
+        "topology": job.target.topology,
+        "topology_options": dict(job.target.topology_options),
+        "target_config": job.target.target_config,
+        "device_count": program.device_count,
+        "shardings": program.shardings,
+        "out_shardings": program.out_shardings,
+        "donated": program.donated,
+        "compiler_options": job.all_options,
+        "jax_config": {name: value for name, value in config.items() if isinstance(value, (bool, int, float, str))},
+        "folders": target_folders(),
+    }
+    (job.folder / "program.bin").write_bytes(program.blob)
+    (job.folder / "request.json").write_text(json.dumps(request), "utf-8")
+
+
+def _options(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The compile's options. Without a GPU there is nothing to autotune, so Triton's matrix products stay off unless asked."""
+    quiet = target.platform == "cuda" and _TRITON not in os.environ.get("XLA_FLAGS", "")
+    return ({_TRITON: False} if quiet else {}) | dict(said)
+
+
+def _several(one_or_more: Any) -> tuple[Any, ...]:
+    return (one_or_more,) if isinstance(one_or_more, (int, str)) else tuple(one_or_more)

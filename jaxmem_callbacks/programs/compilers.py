@@ -1,0 +1,77 @@
+"""Which compilers of absent hardware are installed, and where: found by package metadata, never by importing them here.
+
+They may be installed beside JAX, or in a folder of their own that only the worker process sees, so that they change
+nothing about the user's JAX: ``JAXMEM_TARGET_PATH`` (folders, separated as in PATH), else ``default_folder()``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import sys
+
+from jaxmem_callbacks.records.errors import TargetError
+
+_VARIABLE = "JAXMEM_TARGET_PATH"
+# Per platform, the packages that belong together; the first complete set is used.
+_PACKAGES = {
+    "tpu": (("libtpu",),),
+    "cuda": (("jax-cuda12-plugin", "jax-cuda12-pjrt"), ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
+}
+
+
+def default_folder() -> pathlib.Path:
+    """Where compilers are looked for besides JAX's own environment; one folder a JAX version, because they must match."""
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return cache / "jaxmem_callbacks" / "targets" / f"jax-{_version('jax', sys.path)}"
+
+
+def target_folders() -> list[str]:
+    """The folders that the worker adds to its own path: those of the variable where it is set, else the default one."""
+    said = os.environ.get(_VARIABLE)
+    folders = said.split(os.pathsep) if said else [str(default_folder())]
+    return [folder for folder in folders if folder and pathlib.Path(folder).is_dir()]
+
+
+def compiler_versions(platform: str) -> dict[str, str]:
+    """Package -> version of the installed compiler for ``tpu`` or ``cuda``; empty where none is installed."""
+    path = [*sys.path, *target_folders()]
+    for packages in _PACKAGES[platform]:
+        found = {name: version for name in packages if (version := _version(name, path)) is not None}
+        if len(found) == len(packages):
+            return found
+    return {}
+
+
+def require_compiler(platform: str, target: str) -> None:
+    """Refuse a target whose compiler is missing or belongs to another JAX.
+
+    Raises:
+        TargetError: in one line, with what to type.
+    """
+    found = compiler_versions(platform)
+    jax = _version("jax", sys.path)
+    if not found:
+        msg = f"Target {target!r} needs a compiler that is not installed. Type: {_install_line(platform, jax)}"
+        raise TargetError(msg)
+    wrong = {name: version for name, version in found.items() if platform == "cuda" and version != jax}
+    if wrong:
+        given = ", ".join(f"{name} {version}" for name, version in wrong.items())
+        msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {_install_line(platform, jax)}"
+        raise TargetError(msg)
+
+
+def _install_line(platform: str, jax: str | None) -> str:
+    if platform == "tpu":
+        return 'pip install "jaxmem_callbacks[tpu-targets]"'
+    return (
+        f"pip install --no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} "
+        f"(no CUDA libraries needed; with --target {default_folder()} your own JAX stays as it is)"
+    )
+
+
+def _version(package: str, path: list[str]) -> str | None:
+    """Version of an installed package, by its metadata on ``path``."""
+    found = next(iter(importlib.metadata.distributions(name=package, path=path)), None)
+    return found.version if found else None

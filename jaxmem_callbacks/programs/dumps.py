@@ -1,0 +1,144 @@
+"""The compiler's buffer dumps in, allocations with their values and live ranges out.
+
+Asked for by ``DUMP_OPTIONS`` at one compile (a per-compile option, no global ``XLA_FLAGS``). The files are text whose
+form is the same on CPU, GPU and TPU; a file that is not there, or has another form, is an error and never an empty list.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxmem_callbacks.records.errors import CompileError
+
+Kind = Literal["argument", "output", "constant", "temporary", "thread-local"]
+
+_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+),(?: color (\d+),)?(.*):$")
+_VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+_RANGE = re.compile(r"^\s+([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+_HOST_COLOR = 5
+
+
+def dump_options(folder: pathlib.Path) -> dict[str, Any]:
+    """Compiler options that make XLA write its buffer assignment into ``folder``."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """One value of an allocation.
+
+    Attributes:
+        name: The instruction that defines it.
+        index: Its place in the instruction's tuple; empty for the whole.
+        bytes: Size, padding included.
+        offset: Place in its allocation.
+        shape: Dtype, shape and layout.
+        first: Position in the flattened schedule where it begins to live, or None where the dump says nothing.
+        last: Position of its last use.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    bytes: int
+    offset: int
+    shape: str
+    first: int | None = None
+    last: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """One stretch of memory that the program asks for, with the values that take turns in it."""
+
+    bytes: int
+    kind: Kind
+    color: int
+    parameter: int | None = None
+    values: tuple[Value, ...] = field(default=())
+
+
+def read_allocations(folder: pathlib.Path) -> tuple[Allocation, ...]:
+    """The allocations of the largest program dumped into ``folder``.
+
+    Raises:
+        CompileError: no such dump there.
+    """
+    ranges = _ranges(dump_file(folder, "-live-range.txt").read_text("utf-8"))
+    found: list[Allocation] = []
+    head: re.Match[str] | None = None
+    values: list[Value] = []
+    for line in [*dump_file(folder, "-buffer-assignment.txt").read_text("utf-8").splitlines(), ""]:
+        if match := _VALUE.match(line):
+            values.append(_value(match, ranges))
+        elif (match := _ALLOCATION.match(line)) or not line:
+            if head is not None:
+                found.append(_allocation(head, values))
+            head, values = match, []
+            if not line and found:
+                break
+    if not found:
+        msg = f"The compiler's buffer assignment in {folder} has an unknown form. Expected 'allocation N: size ...'."
+        raise CompileError(msg)
+    return tuple(found)
+
+
+def dump_file(folder: pathlib.Path, ending: str) -> pathlib.Path:
+    """The dump with this ending; the largest one where a compile dumped several modules.
+
+    Raises:
+        CompileError: there is none.
+    """
+    files = sorted(folder.glob(f"*after_optimizations{ending}"), key=lambda file: file.stat().st_size)
+    if not files:
+        msg = (
+            f"The compiler wrote no '*after_optimizations{ending}', so what makes the peak is unknown for this program."
+        )
+        raise CompileError(msg)
+    return files[-1]
+
+
+def device_allocations(allocations: tuple[Allocation, ...], platform: str) -> tuple[Allocation, ...]:
+    """Those in the device's main memory: not a TPU's on-chip memories, not pinned host memory."""
+    return tuple(
+        allocation
+        for allocation in allocations
+        if (allocation.color == 0 if platform == "tpu" else allocation.color != _HOST_COLOR)
+    )
+
+
+def _allocation(head: re.Match[str], values: list[Value]) -> Allocation:
+    text = head[4]
+    parameter = re.search(r"\bparameter (\d+)", text)
+    kind: Kind = "temporary"
+    for word, named in (("thread-local", "thread-local"), ("constant", "constant"), ("live-out", "output")):
+        kind = named if word in text else kind
+    return Allocation(
+        bytes=int(head[2]),
+        color=int(head[3] or 0),
+        kind="argument" if parameter else kind,
+        parameter=int(parameter[1]) if parameter else None,
+        values=tuple(values),
+    )
+
+
+def _value(match: re.Match[str], ranges: dict[tuple[str, str], tuple[int, int]]) -> Value:
+    index = match[2] or "{}"
+    first, last = ranges.get((match[1], index), (None, None))
+    return Value(
+        name=match[1],
+        index=tuple(int(part) for part in index[1:-1].split(",") if part),
+        bytes=int(match[3]),
+        offset=int(match[4]),
+        shape=match[5],
+        first=first,
+        last=last,
+    )
+
+
+def _ranges(text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    section = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
+    matches = (_RANGE.match(line) for line in section.splitlines())
+    return {(m[1], m[2]): (int(m[3]), int(m[4])) for m in matches if m}

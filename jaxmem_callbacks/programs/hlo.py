@@ -1,0 +1,212 @@
+"""Optimised HLO text in, what it says about each instruction out: the JAX operation, its module path, its source line.
+
+The same text comes from ``compiled.as_text()`` and from the compiler's dumps, on CPU, GPU and TPU.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from dataclasses import dataclass
+
+# `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
+_REMAT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = ", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = .*? ([a-z][a-z0-9\-]*)\(([^)]*)")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_TABLE = re.compile(r"^(\d+) (.*)$")
+_CALLS = re.compile(r"calls=%?([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+# What the worker's own call of a traced program adds in front of the user's names.
+_EXPORTED = re.compile(r"jit\([^()]*\)/call_exported(?:/|(?=\"))")
+_OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+# Instructions that only pass a buffer on; what they hold was made by their first operand.
+_PASSING = {"bitcast", "convert", "copy", "reshape", "transpose", "get-tuple-element", "copy-done", "slice-done"}
+_OURS = str(pathlib.Path(__file__).parents[1])
+_LIBRARIES = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instruction:
+    """One line of HLO.
+
+    Attributes:
+        name: Unique in its module.
+        opcode: Such as ``fusion`` or ``dot``.
+        operands: Names of its operands, or the parameter's number.
+        calls: The fused computation, or None.
+        op_name: JAX's name stack and primitive, or None.
+        source: ``file:line`` of the user's code, or None.
+    """
+
+    name: str
+    opcode: str
+    operands: tuple[str, ...]
+    calls: str | None = None
+    op_name: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Module:
+    """A parsed module: instructions by name, and by computation its root and its parameters."""
+
+    instructions: dict[str, Instruction]
+    roots: dict[str, Instruction]
+    parameters: dict[tuple[str, int], str]
+
+    def origin(self, name: str, index: tuple[int, ...] = ()) -> Instruction | None:
+        """The instruction that says best what a buffer holds.
+
+        A fusion that writes into a larger buffer (how `scan` stacks residuals) is followed to the value written, since
+        that is what the user saved; an instruction that only passes a buffer on is followed to its operand.
+        """
+        found = self.instructions.get(name)
+        if found is None or found.calls is None:
+            return self._maker(found)
+        root = self.roots.get(found.calls)
+        if root is not None and root.opcode == "tuple" and index and index[0] < len(root.operands):
+            root = self.instructions.get(root.operands[index[0]])
+        inner = self._maker(root)
+        if inner is not None and inner.opcode == "parameter":
+            inner = self._maker(self._argument(found, inner))
+        return inner if inner is not None and inner.op_name else found
+
+    def writes_slice(self, name: str) -> bool:
+        """Whether an instruction stores a part of a larger buffer."""
+        found = self.instructions.get(name)
+        if found is None:
+            return False
+        root = self.roots.get(found.calls) if found.calls else found
+        parts = (
+            [root]
+            if root is None or root.opcode != "tuple"
+            else [self.instructions.get(part) for part in root.operands]
+        )
+        return any(part is not None and self._slice_update(part) for part in parts)
+
+    def _slice_update(self, found: Instruction) -> Instruction | None:
+        for _ in range(8):
+            if found.opcode == "dynamic-update-slice":
+                return found
+            following = (
+                self.instructions.get(found.operands[0]) if found.operands and found.opcode in _PASSING else None
+            )
+            if following is None:
+                return None
+            found = following
+        return None
+
+    def _maker(self, found: Instruction | None) -> Instruction | None:
+        """Follow passing instructions and slice updates back to the instruction that made the value."""
+        for _ in range(16):
+            if found is None:
+                return None
+            update = self._slice_update(found)
+            if update is not None and len(update.operands) > 1:
+                following = self.instructions.get(update.operands[1])
+            elif found.opcode in _PASSING and found.operands and _dull(found):
+                following = self.instructions.get(found.operands[0])
+            else:
+                return found
+            if following is None:
+                return found
+            found = following
+        return found
+
+    def _argument(self, fusion: Instruction, parameter: Instruction) -> Instruction | None:
+        number = int(parameter.operands[0]) if parameter.operands and parameter.operands[0].isdigit() else -1
+        return self.instructions.get(fusion.operands[number]) if 0 <= number < len(fusion.operands) else None
+
+
+def _dull(found: Instruction) -> bool:
+    """Whether an instruction's name says only how a value is stacked by a loop, or nothing."""
+    return found.op_name is None or "dynamic_update" in found.op_name
+
+
+def without_export_prefix(text: str) -> str:
+    """HLO text of a program that went through `jax.export`, with the names that a direct compile would have."""
+    return _EXPORTED.sub("", text)
+
+
+def count_compiler_remat(text: str | None) -> int:
+    """Instructions that the compiler chose to compute again by itself, near its memory limit."""
+    return len(_REMAT.findall(text or ""))
+
+
+def parse_module(text: str) -> Module:
+    """Read a module's instructions and source tables; lines that are neither are passed over."""
+    text = without_export_prefix(text)
+    frames = _Frames(text)
+    instructions: dict[str, Instruction] = {}
+    roots: dict[str, Instruction] = {}
+    parameters: dict[tuple[str, int], str] = {}
+    computation = ""
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            match = _COMPUTATION.match(line)
+            computation = match[1] if match else computation
+            continue
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        found = _instruction(match, line, frames)
+        instructions[found.name] = found
+        if match[1]:
+            roots[computation] = found
+        if found.opcode == "parameter":
+            parameters[computation, int(found.operands[0])] = found.name
+    return Module(instructions=instructions, roots=roots, parameters=parameters)
+
+
+def _instruction(match: re.Match[str], line: str, frames: _Frames) -> Instruction:
+    calls, op_name, frame, old = (pattern.search(line) for pattern in (_CALLS, _OP_NAME, _FRAME, _OLD_SOURCE))
+    source = frames.source(int(frame[1])) if frame else (f"{old[1]}:{old[2]}" if old else None)
+    return Instruction(
+        name=match[2],
+        opcode=match[3],
+        operands=tuple(part.strip().rpartition(" ")[2].lstrip("%") for part in match[4].split(",") if part.strip()),
+        calls=calls[1] if calls and match[3] == "fusion" else None,
+        op_name=re.sub(r"\\(.)", r"\1", op_name[1]) if op_name and op_name[1] else None,
+        source=source,
+    )
+
+
+class _Frames:
+    """The module's stack frame tables. An instruction's frame leads through its callers; the user's innermost line is kept."""
+
+    def __init__(self, text: str) -> None:
+        head = text.partition("\n\n\n")[0]
+        tables: dict[str, dict[int, str]] = {}
+        current: dict[int, str] = {}
+        for line in head.splitlines():
+            if line in {"FileNames", "FunctionNames", "FileLocations", "StackFrames"}:
+                current = tables.setdefault(line, {})
+            elif match := _TABLE.match(line):
+                current[int(match[1])] = match[2]
+        self._files = {key: value.strip('"') for key, value in tables.get("FileNames", {}).items()}
+        self._locations = {key: _fields(value) for key, value in tables.get("FileLocations", {}).items()}
+        self._frames = {key: _fields(value) for key, value in tables.get("StackFrames", {}).items()}
+
+    def source(self, frame: int) -> str | None:
+        """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""
+        first: str | None = None
+        seen: set[int] = set()
+        while frame in self._frames and frame not in seen:
+            seen.add(frame)
+            fields = self._frames[frame]
+            location = self._locations.get(fields.get("file_location_id", 0), {})
+            file = self._files.get(location.get("file_name_id", 0))
+            if file is not None:
+                where = f"{file}:{location.get('line', 0)}"
+                if not file.startswith((_OURS, "<")):
+                    if not any(part in file for part in _LIBRARIES):
+                        return where
+                    first = first or where
+            # A parent is written one higher than its id; the outermost frame names itself.
+            frame = fields.get("parent_frame_id", 0) - 1
+        return first
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}

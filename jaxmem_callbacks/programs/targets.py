@@ -1,0 +1,181 @@
+"""Names of hardware to compile for, attached or not: text in, a `Target` with all that its compiler must be told out.
+
+TPU names are ``kind:topology`` (``v5e:2x2``), GPU names ``model:count`` (``h100_sxm:8``), ``cpu`` is the attached CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxmem_callbacks.programs.compilers import require_compiler
+from jaxmem_callbacks.records.errors import TargetError, did_you_mean
+from jaxmem_callbacks.records.units import GIB
+
+_GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Hardware to compile for.
+
+    Attributes:
+        name: The canonical name, such as ``v5e:2x2`` or ``h100_sxm:8``.
+        platform: ``tpu``, ``cuda`` or ``cpu`` (the attached one).
+        device_count: Devices in it, as JAX counts them. A program whose arguments carry no shardings uses one.
+        memory_bytes: Memory of one device. TPU: what the compiler lets a program use. GPU: the whole device memory,
+            of which JAX's allocator takes three quarters unless told otherwise. None where unknown.
+        topology: What the compiler's topology is called there, such as ``v5e:2x2`` or ``1x1x8``.
+        topology_options: Further options of the topology.
+        target_config: The GPU's figures in the compiler's own text format, else None.
+    """
+
+    name: str
+    platform: Literal["tpu", "cuda", "cpu"]
+    device_count: int
+    memory_bytes: int | None = None
+    topology: str = ""
+    topology_options: Mapping[str, str] = field(default_factory=dict)
+    target_config: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tpu:
+    """One TPU generation. ``memory_gib`` is what libtpu 0.0.51 prints as available HBM of one device."""
+
+    smallest: str
+    memory_gib: float
+    devices_per_chip: int = 1
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+# v4 chips have two cores that JAX shows as one device; the compiler must be told so.
+_TPUS = {
+    "v2": _Tpu(smallest="2x2", memory_gib=7.48, devices_per_chip=2),
+    "v3": _Tpu(smallest="2x2", memory_gib=15.48, devices_per_chip=2),
+    "v4": _Tpu(smallest="1x1x1", memory_gib=30.75, options={"chip_config_name": "megacore"}),
+    "v5e": _Tpu(smallest="1x1", memory_gib=15.75),
+    "v5p": _Tpu(smallest="1x1x1", memory_gib=95.73),
+    "v6e": _Tpu(smallest="1x1", memory_gib=31.24),
+    "tpu7x": _Tpu(smallest="1x1x1", memory_gib=94.74, devices_per_chip=2),
+}
+_ALIASES = {
+    "a100": "a100_sxm_80",
+    "a100_80gb": "a100_sxm_80",
+    "a100_40gb": "a100_sxm_40",
+    "h100": "h100_sxm",
+    "h200_sxm": "h200",
+    "rtx_pro_6000": "rtx6000pro",
+    "rtx_a6000": "a6000",
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v6lite": "v6e",
+    "trillium": "v6e",
+    "v7x": "tpu7x",
+    "ironwood": "tpu7x",
+    "attached": "cpu",
+}
+
+
+def target_names() -> tuple[str, ...]:
+    """Every name that `resolve_target` knows, TPU kinds first, without aliases."""
+    return (*_TPUS, *_gpu_figures(), "cpu")
+
+
+def resolve_target(text: str, *, require_installed: bool = True) -> Target:
+    """The hardware that a name stands for.
+
+    Args:
+        text: ``v5e:2x2``, ``v4:2x2x1``, ``h100_sxm:8``, a bare name (the smallest topology, or one GPU) or ``cpu``.
+            Capitals and hyphens do not matter; ``h100``, ``a100``, ``trillium`` and the like are understood.
+        require_installed: Check that its compiler is installed, without importing it.
+
+    Returns:
+        The target; ``name`` is its canonical spelling.
+
+    Raises:
+        TargetError: unknown name (the message lists all, and the nearest), a topology that is not one, or a compiler
+            that is not installed (the message is the line to type).
+    """
+    word, _, shape = str(text).strip().lower().replace("-", "_").partition(":")
+    kind = _ALIASES.get(word, word)
+    if kind in _TPUS:
+        target = _tpu(kind, shape, text)
+    elif kind in _gpu_figures():
+        target = _gpu(kind, shape, text)
+    elif kind == "cpu" and not shape:
+        return Target(name="cpu", platform="cpu", device_count=1)
+    else:
+        hint = did_you_mean(kind, [*target_names(), *_ALIASES])
+        msg = (
+            f"Unknown target {text!r}.{hint} Expected one of: {', '.join(target_names())}; "
+            "with a topology or a count where it has several devices, such as 'v5e:2x2' or 'h100_sxm:8'."
+        )
+        raise TargetError(msg)
+    if require_installed:
+        require_compiler(target.platform, target.name)
+    return target
+
+
+def _tpu(kind: str, shape: str, text: str) -> Target:
+    facts = _TPUS[kind]
+    shape = shape or facts.smallest
+    dimensions = facts.smallest.count("x") + 1
+    if not re.fullmatch("x".join([r"[1-9]\d*"] * dimensions), shape):
+        example = f"{kind}:{'x'.join('2' * dimensions)}"
+        msg = f"Target {text!r}: a {kind} topology has {dimensions} dimensions of chips. Type for example {example!r}."
+        raise TargetError(msg)
+    return Target(
+        name=f"{kind}:{shape}",
+        platform="tpu",
+        device_count=math.prod(map(int, shape.split("x"))) * facts.devices_per_chip,
+        memory_bytes=int(facts.memory_gib * GIB),
+        topology=f"{kind}:{shape}",
+        topology_options=facts.options,
+    )
+
+
+def _gpu(kind: str, shape: str, text: str) -> Target:
+    count = int(shape) if re.fullmatch(r"[1-9]\d{0,6}", shape or "1") and shape else 1
+    if (shape and not shape.isdecimal()) or (count > _GPUS_PER_HOST and count % _GPUS_PER_HOST) or shape == "0":
+        msg = (
+            f"Target {text!r}: expected a number of GPUs, at most {_GPUS_PER_HOST} or a multiple of it "
+            f"(whole hosts). Type for example '{kind}:{_GPUS_PER_HOST}'."
+        )
+        raise TargetError(msg)
+    hosts, per_host = (1, count) if count <= _GPUS_PER_HOST else (count // _GPUS_PER_HOST, _GPUS_PER_HOST)
+    figures = _gpu_figures()[kind]
+    return Target(
+        name=kind if count == 1 else f"{kind}:{count}",
+        platform="cuda",
+        device_count=count,
+        memory_bytes=figures["device_memory_size"],
+        topology=f"1x{hosts}x{per_host}",
+        target_config=_target_config(figures),
+    )
+
+
+@functools.cache
+def _gpu_figures() -> dict[str, dict[str, Any]]:
+    import yaml
+
+    text = importlib.resources.files("jaxmem_callbacks.programs").joinpath("gpu_targets.yaml").read_text("utf-8")
+    return yaml.safe_load(text)
+
+
+def _target_config(figures: Mapping[str, Any]) -> str:
+    """The figures as XLA's ``GpuTargetConfigProto`` in text form."""
+    apart = {"cuda_compute_capability", "feature_extension", "device_description_str"}
+    plain = " ".join(f"{key}: {value}" for key, value in figures.items() if key not in apart)
+    major, minor = figures["cuda_compute_capability"]
+    extension = f" feature_extension: {figures['feature_extension']}" if "feature_extension" in figures else ""
+    return (
+        f"gpu_device_info {{ {plain} cuda_compute_capability {{ major: {major} minor: {minor}{extension} }} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 } '
+        f'device_description_str: "{figures["device_description_str"]}"'
+    )

@@ -1,0 +1,117 @@
+"""The worker's side of a compile for absent hardware: a folder with a request in, the same folder with an answer out.
+
+Started as ``python -m jaxmem_callbacks.programs.worker_main FOLDER`` with the environment that `worker.py` made. Reads
+``request.json`` and ``program.bin``, writes ``answer.json`` and ``optimised.hlo``; the compiler dumps beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+import time
+import warnings
+from typing import Any
+
+
+def main(folder: str) -> None:
+    """Compile the request in ``folder``. An error of the compiler is an answer too; anything else ends in a traceback."""
+    place = pathlib.Path(folder)
+    request = json.loads((place / "request.json").read_text("utf-8"))
+    sys.path.extend(request["folders"])
+    import jax
+
+    for name, value in request["jax_config"].items():
+        jax.config.update(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            answer = _compile(request, place)
+        except jax.errors.JaxRuntimeError as error:
+            answer = {"error": str(error)}
+    answer["warnings"] = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    (place / "answer.json").write_text(json.dumps(answer), "utf-8")
+
+
+def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
+    """Lower the traced program for the topology's devices, compile it and read what the compiler says."""
+    from jaxmem_callbacks.programs.compiled import memory_figures
+
+    start = time.monotonic()
+    lowered, kept = _lower(request, place)
+    compiled = lowered.compile(compiler_options=request["compiler_options"])
+    seconds = time.monotonic() - start
+    (place / "optimised.hlo").write_text(compiled.as_text() or "", "utf-8")
+    return {"figures": memory_figures(compiled), "compile_seconds": seconds, "kept": kept}
+
+
+def _lower(request: dict[str, Any], place: pathlib.Path) -> tuple[Any, list[int]]:
+    """The lowered program, and which of the exported arguments it keeps."""
+    import jax
+    import jax.export
+
+    exported = jax.export.deserialize(bytearray((place / "program.bin").read_bytes()))
+    devices = _devices(request)
+    shardings = [_sharding(text, devices, request["device_count"]) for text in request["shardings"]]
+    kept = list(exported.module_kept_var_idx)
+    avals = exported.in_avals
+
+    # Arguments that JAX would drop in a direct compile are dropped here too, else they would count as memory.
+    def step(*arguments: Any) -> Any:
+        given = dict(zip(kept, arguments, strict=True))
+        fill = [given[i] if i in given else _empty(aval) for i, aval in enumerate(avals)]
+        return exported.call(*fill)
+
+    step.__name__ = request["name"]
+    donated = tuple(kept.index(i) for i in request["donated"] if i in kept)
+    out = request["out_shardings"]
+    options = (
+        {} if out is None else {"out_shardings": [_sharding(text, devices, request["device_count"]) for text in out]}
+    )
+    structs = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype, sharding=shardings[i]) for i in kept]
+    return jax.jit(step, donate_argnums=donated, **options).lower(*structs), kept
+
+
+def _empty(aval: Any) -> Any:
+    """A value for an argument that the program never reads; it leaves no trace in the compiled program."""
+    import jax
+    import jax.numpy as jnp
+
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0, impl=str(jax.random.key_impl(aval))), aval.shape)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _devices(request: dict[str, Any]) -> list[Any]:
+    """The devices of the topology, as the target's compiler knows them."""
+    from jax.experimental import topologies
+
+    options = dict(request["topology_options"])
+    if request["target_config"]:
+        options["target_config"] = request["target_config"]
+    name = {"topology_name": request["topology"]} if request["platform"] == "tpu" else {"topology_name": ""}
+    if request["platform"] == "cuda":
+        options["topology"] = request["topology"]
+    return list(topologies.get_topology_desc(platform=request["platform"], **name, **options).devices)
+
+
+def _sharding(text: dict[str, Any] | None, devices: list[Any], device_count: int) -> Any:
+    """A sharding over the topology's devices. Axes are Auto: the program was partitioned by its own annotations already."""
+    import jax
+    import numpy as np
+
+    kind = text["memory_kind"] if text else None
+    if text is None and device_count > 1:
+        return None
+    if text is None or not text["axes"]:
+        return jax.sharding.SingleDeviceSharding(devices[0], memory_kind=kind)
+    names, sizes = zip(*text["axes"], strict=True)
+    array = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(array, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    spec = jax.sharding.PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in text["spec"]))
+    return jax.sharding.NamedSharding(mesh, spec, memory_kind=kind)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
