@@ -33,7 +33,7 @@ class LeafUse:
         bytes: On one device.
         requested: Whether it was to be donated.
         used: Whether the program takes it at all.
-        aliased: Whether a result reuses its memory.
+        aliased: Whether a result reuses its memory, or None where the program does not tell.
         lost: Why a requested donation is not happening, or None.
         remedy: What to type against it, or None.
     """
@@ -46,7 +46,7 @@ class LeafUse:
     bytes: int
     requested: bool
     used: bool
-    aliased: bool
+    aliased: bool | None
     lost: str | None = None
     remedy: str | None = None
 
@@ -93,7 +93,7 @@ def leaf_uses(
                 kind=leaf.kind,
                 type_text=leaf.type_text,
                 placement=_placement(sharding if sharding is not None else getattr(leaf.value, "sharding", None)),
-                bytes=_device_bytes(leaf, sharding),
+                bytes=leaf_bytes(leaf, sharding),
                 requested=requested,
                 used=sharding is not None,
                 aliased=aliased,
@@ -189,6 +189,7 @@ def _placement(sharding: Any) -> str:
     return "" if sharding is None or len(sharding.device_set) == 1 else _spec(sharding)
 
 
-def _device_bytes(leaf: Leaf, sharding: Any) -> int:
+def leaf_bytes(leaf: Leaf, sharding: Any) -> int:
+    """Bytes of an array on one device."""
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize

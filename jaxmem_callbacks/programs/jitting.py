@@ -86,6 +86,13 @@ def jax_lowered(lowered: Any) -> jax.stages.Lowered:
     return lowered
 
 
+def jax_traced(traced: Any) -> Any:
+    """JAX's own trace inside a framework's."""
+    while hasattr(traced, "traced"):
+        traced = traced.traced
+    return traced
+
+
 def static_arguments(arguments: Sequence[tuple[str, Any]], function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the arguments that no program can take as data: switches, strings, callables, and defaults like them.
 

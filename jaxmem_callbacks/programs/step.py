@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 
@@ -20,7 +20,7 @@ from jaxmem_callbacks.programs import registry
 from jaxmem_callbacks.programs.aliases import donation_message, lost_donations
 from jaxmem_callbacks.programs.compiles import compiles, watch_compiles
 from jaxmem_callbacks.programs.interception import announce
-from jaxmem_callbacks.programs.jitting import Jitted, already_jitted, jax_lowered
+from jaxmem_callbacks.programs.jitting import Jitted, already_jitted, jax_lowered, jax_traced
 from jaxmem_callbacks.programs.leaves import Leaf, call_leaves, named_arguments
 from jaxmem_callbacks.programs.making import Making, make_jit, undonated_names
 from jaxmem_callbacks.programs.program import Program, read_program, without_donation_warning
@@ -67,6 +67,23 @@ def jit_step(
     policy = StepPolicy() if policy_or_preset is None else policy_of(policy_or_preset)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
     return JitStep(train_step, policy, donate_argnames=names, state_shardings=state_shardings)
+
+
+class Judged(NamedTuple):
+    """A call that was compiled and read, and not run. Holds the caller's arrays: not to be kept."""
+
+    program: Program
+    leaves: list[Leaf]
+    lowered: jax.stages.Lowered
+    function: Callable[..., Any]
+
+
+class Traced(NamedTuple):
+    """A call that was traced only."""
+
+    jaxpr: Any
+    leaves: list[Leaf]
+    undonated: tuple[str, ...]
 
 
 class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside
@@ -138,11 +155,24 @@ class JitStep:
         with self._tracing():
             return jitted.lowering.trace(*full_args, **full_kwargs)
 
-    def inspect(self, *args: Any, **kwargs: Any) -> tuple[Program, jax.stages.Lowered]:
+    def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
         """Lower and compile for these arguments without running; the first call then needs no further compile."""
         with self._lock:
-            program, _, lowered = self._judged(args, kwargs)
-            return program, lowered
+            return self._judged(args, kwargs)
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """Trace under the policy for these arguments, for a compiler elsewhere.
+
+        Raises:
+            PolicyError: the policy did nothing.
+        """
+        with self._lock:
+            jitted = self._made(args, kwargs)
+            traced = jax_traced(self.trace(*args, **kwargs))
+            require_used(self._active, self.__wrapped__)
+            arguments, count = self._arguments(jitted, args, kwargs)
+            leaves = call_leaves(arguments, count, traced)
+            return Traced(traced.jaxpr, leaves, undonated_names(arguments, leaves, traced.out_info))
 
     def __repr__(self) -> str:
         return f"jm.jit_step({self.name}, {self.policy})"
@@ -155,9 +185,9 @@ class JitStep:
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 with self._tracing():  # inside somebody else's trace: nothing is compiled or donated here
                     return jitted.call(*args, **kwargs)
-            program, leaves, _ = self._judged(args, kwargs)
-            self._refuse_or_warn(program, executed=False)
-            require_unshared(leaves, jitted.function)
+            judged = self._judged(args, kwargs)
+            self._refuse_or_warn(judged.program, executed=False)
+            require_unshared(judged.leaves, jitted.function)
             self._call = jitted.call
             with self._tracing():
                 return jitted.call(*args, **kwargs)
@@ -193,16 +223,22 @@ class JitStep:
         finally:
             self._judging = before
 
-    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Leaf], jax.stages.Lowered]:
+    def _arguments(
+        self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[str, Any]], int]:
+        """The call's arguments with their names, and how many of them are positional."""
+        full_args, full_kwargs = jitted.full(args, kwargs)
+        return named_arguments(jitted.function, full_args, full_kwargs), len(full_args)
+
+    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
         """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
         jitted = self._made(args, kwargs)
         with self._tracing():
             lowered = jax_lowered(jitted.lower(args, kwargs))
             require_used(self._active, self.__wrapped__)
             compiled = lowered.compile()
-        full_args, full_kwargs = jitted.full(args, kwargs)
-        arguments = named_arguments(jitted.function, full_args, full_kwargs)
-        leaves = call_leaves(arguments, len(full_args), lowered)
+        arguments, count = self._arguments(jitted, args, kwargs)
+        leaves = call_leaves(arguments, count, lowered)
         program = read_program(
             self.name,
             leaves,
@@ -213,7 +249,7 @@ class JitStep:
             undonated=undonated_names(arguments, leaves, lowered.out_info),
         )
         self._register(program)
-        return program, leaves, lowered
+        return Judged(program, leaves, lowered, jitted.function)
 
     def _register(self, program: Program) -> None:
         if program.signature in self._programs:
@@ -253,7 +289,7 @@ class JitStep:
         """
         with self._lock:
             try:
-                program, _, _ = self._judged(args, dict(kwargs))
+                program = self._judged(args, dict(kwargs)).program
             except Exception as error:  # noqa: BLE001 - what only reports must not stop a run that works
                 unknown = f"unknown, because the arguments could not be read again after the call: {error}"
                 registry.record(

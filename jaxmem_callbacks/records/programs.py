@@ -15,7 +15,7 @@ class ArgumentMemory:
         bytes: Bytes of its arrays on one device.
         leaves: Number of arrays.
         donated_bytes: Bytes of its arrays that were marked for donation.
-        alias_bytes: Bytes of those that the compiled program really reuses for outputs.
+        alias_bytes: Bytes of those that the compiled program really reuses for outputs; None where it does not tell.
     """
 
     name: str
@@ -23,7 +23,7 @@ class ArgumentMemory:
     bytes: int
     leaves: int
     donated_bytes: int = 0
-    alias_bytes: int = 0
+    alias_bytes: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

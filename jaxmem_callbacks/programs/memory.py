@@ -1,0 +1,219 @@
+"""A step and its arguments enter, real or abstract; what one step needs leaves, by kind and by argument, from one compile.
+
+The compile is the one that the first call uses. No device memory is touched: arrays are only asked for shape and place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.programs.aliases import LeafUse, lost_donations
+from jaxmem_callbacks.programs.buffers import peak_buffers_attached
+from jaxmem_callbacks.programs.jitting import already_jitted
+from jaxmem_callbacks.programs.kinds import OTHER, STATE
+from jaxmem_callbacks.programs.memory_text import memory_table
+from jaxmem_callbacks.programs.program import Program
+from jaxmem_callbacks.programs.shared_buffers import require_unshared
+from jaxmem_callbacks.programs.step import JitStep, jit_step
+from jaxmem_callbacks.programs.target_program import compile_step_for
+from jaxmem_callbacks.records.errors import CompileError, DonationError
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
+from jaxmem_callbacks.records.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMemory:
+    """What one step needs on one device, as the compiler says. ``print`` it for a table.
+
+    Attributes:
+        program: The compiler's figures.
+        arguments: One row for each argument and kind of content.
+        warnings: What is worth acting on, a sentence each.
+        top: Makes `top_buffers`'s answer.
+    """
+
+    program: ProgramMemory
+    arguments: tuple[ArgumentMemory, ...]
+    warnings: tuple[str, ...] = ()
+    top: Callable[[], tuple[Buffer, ...]] = field(repr=False, compare=False)
+
+    @property
+    def step_bytes(self) -> int:
+        """What the step needs: the runtime's own total where it has one, else argument + output - alias + temp."""
+        return self.program.step_bytes
+
+    @property
+    def argument_bytes(self) -> int:
+        """Arguments that the program keeps."""
+        return self.program.argument_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Results, those that reuse arguments included."""
+        return self.program.output_bytes
+
+    @property
+    def alias_bytes(self) -> int:
+        """Results that reuse a donated argument's memory."""
+        return self.program.alias_bytes
+
+    @property
+    def temp_bytes(self) -> int:
+        """Temporaries: activations, residuals, workspace."""
+        return self.program.temp_bytes
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes of the arrays that were to be donated, whether or not the program reuses them."""
+        return sum(row.donated_bytes for row in self.arguments)
+
+    @property
+    def compiler_remat(self) -> int:
+        """Instructions that the compiler chose to recompute by itself near its memory limit."""
+        return self.program.compiler_remat
+
+    def top_buffers(self, count: int | None = None) -> tuple[Buffer, ...]:
+        """What makes the peak, largest first, with source line and module path.
+
+        Costs one more compile (on every platform: only a compile can be asked to write its buffers down), each time.
+
+        Args:
+            count: How many; None for all.
+
+        Raises:
+            CompileError: the compiler wrote no buffer assignment.
+        """
+        return self.top()[:count]
+
+    def __str__(self) -> str:
+        return memory_table(self)
+
+
+def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> StepMemory:
+    """What one step needs, before it runs.
+
+        print(jm.step_memory(step, state, batch))
+
+    Args:
+        step: What `jm.jit_step` returned, a jitted function (used as it is), or a plain one (then as `jm.jit_step` would
+            make it, its updated arguments donated).
+        *args: The step's arguments: arrays, `jax.ShapeDtypeStruct`, what `jax.eval_shape` gives, NNX objects, abstract too.
+        target: Hardware that need not be there, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
+        **kwargs: The step's keyword arguments.
+
+    Raises:
+        PolicyError: a remat policy on a step that takes no gradient through this library.
+        TargetError: ``target`` is unknown, or its compiler is not installed.
+        CompileError: the compiler failed, or says that the program does not fit into a TPU.
+    """
+    made = _as_step(step)
+    if target is not None:
+        return _for_target(made, args, kwargs, target)
+    judged = made.judge(args, kwargs)
+    if judged.program.memory is None:
+        msg = f"What {made.name} needs is {judged.program.unavailable} Pass target='h100_sxm' for a GPU that is not there."
+        raise CompileError(msg)
+    warnings = _warnings(made, judged.program) + _shared(judged.leaves, judged.function)
+    lowered = judged.lowered
+    return StepMemory(
+        program=judged.program.memory,
+        arguments=argument_rows(judged.program.uses, judged.program.undonated),
+        warnings=warnings,
+        top=lambda: peak_buffers_attached(lowered),
+    )
+
+
+def argument_rows(uses: Sequence[LeafUse], updated: Sequence[str] = ()) -> tuple[ArgumentMemory, ...]:
+    """Arrays added up by argument and kind, in the order of the call. What is updated and has no better word is state."""
+    updated = {*updated, *(use.argument for use in uses if use.requested)}
+    groups: dict[tuple[str, str], list[LeafUse]] = {}
+    for use in uses:
+        kind = STATE if use.kind == OTHER and use.argument in updated else use.kind
+        groups.setdefault((use.argument, kind), []).append(use)
+    return tuple(
+        ArgumentMemory(
+            name=name,
+            kind=kind,
+            bytes=sum(use.bytes for use in group),
+            leaves=len(group),
+            donated_bytes=sum(use.bytes for use in group if use.requested),
+            alias_bytes=_aliased(group),
+        )
+        for (name, kind), group in groups.items()
+    )
+
+
+def _aliased(uses: Sequence[LeafUse]) -> int | None:
+    known = [use.bytes if use.aliased else 0 for use in uses if use.aliased is not None]
+    return sum(known) if len(known) == len(uses) else None
+
+
+def _as_step(step: Callable[..., Any]) -> JitStep:
+    if isinstance(step, JitStep):
+        return step
+    return JitStep(step, StepPolicy()) if already_jitted(step) is not None else jit_step(step)
+
+
+def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str) -> StepMemory:
+    compiled, uses, undonated, again = compile_step_for(step, args, kwargs, target)
+    if compiled.memory is None:
+        msg = (
+            f"{step.name} does not fit into one device of {compiled.target.name}: its compiler needs "
+            f"{format_bytes(compiled.needed_bytes)} and has {format_bytes(compiled.limit_bytes)}. Try "
+            "jm.jit_step(step, jm.StepPolicy(remat='full')), or a larger target."
+        )
+        raise CompileError(msg)
+    program = Program(signature=(), memory=compiled.memory, uses=uses, undonated=undonated)
+    return StepMemory(
+        program=compiled.memory,
+        arguments=argument_rows(uses, undonated),
+        warnings=_warnings(step, program),
+        top=again,
+    )
+
+
+def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
+    """What is worth acting on in a compiled program."""
+    told = [f"{use.path} is donated in vain: {use.lost}. {use.remedy or ''}".strip() for use in lost_donations(program.uses)]
+    if program.undonated and not jax.config.jax_debug_nans:
+        held = format_bytes(sum(use.bytes for use in program.uses if use.argument in program.undonated))
+        told.append(
+            f"{', '.join(program.undonated)} is returned updated and not donated: {held} are held twice. "
+            f"Write donate_argnames={program.undonated!r}."
+        )
+    unused = [name for name, group in itertools.groupby(program.uses, lambda u: u.argument) if not any(u.used for u in group)]
+    told += [f"{name} is never used by {step.name}: JAX drops it from the program." for name in unused]
+    if program.memory is not None and program.memory.compiler_remat:
+        told.append(
+            f"The compiler recomputes {program.memory.compiler_remat} instructions by itself near its memory limit: bytes no "
+            "longer grow with the batch, time does."
+        )
+    if jax.config.jax_debug_nans:
+        told.append("jax_debug_nans is on: JAX donates nothing while it is.")
+    return (*told, *_cross_check(program))
+
+
+def _cross_check(program: Program) -> tuple[str, ...]:
+    """Aliases by argument against the compiler's own sum, where sizes are not padded."""
+    if program.memory is None or program.memory.platform == "tpu" or any(use.aliased is None for use in program.uses):
+        return ()
+    ours, theirs = sum(use.bytes for use in program.uses if use.aliased), program.memory.alias_bytes
+    if abs(ours - theirs) <= theirs // 100 + 64 * len(program.uses):
+        return ()
+    return (
+        f"Aliased by argument adds up to {format_bytes(ours)}, the compiler's own sum is {format_bytes(theirs)}: trust the sum.",
+    )
+
+
+def _shared(leaves: Sequence[Any], function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        require_unshared(leaves, function)
+    except DonationError as error:
+        return (str(error),)
+    return ()

@@ -1,0 +1,89 @@
+"""A step's memory enters, an aligned table in plain text leaves: every number with its unit, meaning and source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
+from jaxmem_callbacks.records.units import format_bytes
+
+
+class HasMemory(Protocol):
+    """What a table is made of."""
+
+    @property
+    def program(self) -> ProgramMemory: ...
+    @property
+    def arguments(self) -> tuple[ArgumentMemory, ...]: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+    @property
+    def donated_bytes(self) -> int: ...
+
+
+def memory_table(memory: HasMemory) -> str:
+    """The whole account of one step."""
+    program = memory.program
+    hardware = f"attached {program.platform}" if program.target == "attached" else program.target
+    lines = [
+        f"What one step of {program.name} needs, in bytes on one device (source: the compiler for {hardware})",
+        "",
+        *_columns(_figures(memory), ("left", "right", "left")),
+        "",
+        *argument_table(memory.arguments),
+    ]
+    if memory.warnings:
+        lines += ["", *(f"! {warning}" for warning in memory.warnings)]
+    return "\n".join(lines)
+
+
+def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:
+    """One line for each argument and kind, and their sums by kind."""
+    head = ("argument", "holds", "arrays", "size", "donated", "really reused")
+    body = [(row.name, row.kind, *_cells([row])) for row in rows]
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    sums = [("", f"all {kind}", *_cells([row for row in rows if row.kind == kind])) for kind in kinds]
+    shown = sums if len(rows) > len(kinds) else []
+    return _columns([head, *body, *shown], ("left", "left", "right", "right", "right", "right"))
+
+
+def buffer_table(buffers: Sequence[Buffer]) -> list[str]:
+    """The buffers of the peak, largest first, with the place in the user's code that they come from."""
+    head = ("size", "kind", "shape", "from", "source")
+    body = [(format_bytes(b.bytes), b.kind, b.shape, b.operation or "unknown", b.source or "unknown") for b in buffers]
+    return _columns([head, *body], ("right", "left", "left", "left", "left"))
+
+
+def _figures(memory: HasMemory) -> list[tuple[str, ...]]:
+    program = memory.program
+    by = "the runtime's own total" if program.total_bytes is not None else "arguments + outputs - aliased + temporaries"
+    donated = f"outputs that reuse donated arguments ({format_bytes(memory.donated_bytes)} donated)"
+    return [
+        ("step", format_bytes(program.step_bytes), by),
+        ("arguments", format_bytes(program.argument_bytes), "what the step is given and uses"),
+        ("outputs", format_bytes(program.output_bytes), "what it returns, reused arguments included"),
+        ("aliased", format_bytes(program.alias_bytes), donated),
+        ("temporaries", format_bytes(program.temp_bytes), "activations, residuals, workspace"),
+        ("recomputed", str(program.compiler_remat), "instructions that the compiler recomputes by its own choice"),
+    ]
+
+
+def _cells(rows: Sequence[ArgumentMemory]) -> tuple[str, str, str, str]:
+    reused = [row.alias_bytes for row in rows]
+    known = [bytes_ for bytes_ in reused if bytes_ is not None]
+    return (
+        str(sum(row.leaves for row in rows)),
+        format_bytes(sum(row.bytes for row in rows)),
+        format_bytes(sum(row.donated_bytes for row in rows)),
+        format_bytes(sum(known) if len(known) == len(reused) else None),
+    )
+
+
+def _columns(rows: Sequence[Sequence[str]], sides: Sequence[str]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
+    lines: list[str] = []
+    for row in rows:
+        cells = [c.rjust(w) if side == "right" else c.ljust(w) for c, w, side in zip(row, widths, sides, strict=True)]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines

@@ -1,0 +1,83 @@
+"""A step, its arguments and a target enter; that target's compiler answers, argument by argument.
+
+The step is traced here under its policy and handed over as a function of arrays only, so that NNX objects, static
+arguments and the user's own jit go the same way as plain trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from jaxmem_callbacks.programs.aliases import LeafUse, leaf_bytes
+from jaxmem_callbacks.programs.compile import TargetCompilation, compile_for_target
+from jaxmem_callbacks.programs.hlo_header import read_header
+from jaxmem_callbacks.programs.leaves import Leaf
+from jaxmem_callbacks.programs.step import JitStep
+from jaxmem_callbacks.records.programs import Buffer
+
+
+def compile_step_for(
+    step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str
+) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], tuple[Buffer, ...]]]:
+    """Compile a step for hardware that need not be there.
+
+    Returns:
+        The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
+        function that compiles once more for the buffers of the peak.
+    """
+    traced = step.traced(args, kwargs)
+    flat = _flat_function(traced.jaxpr, step.name)
+    abstract = [_abstract(leaf) for leaf in traced.leaves]
+    donated = tuple(i for i, leaf in enumerate(traced.leaves) if leaf.donated)
+
+    def compiled(*, want_buffers: bool) -> TargetCompilation:
+        return compile_for_target(flat, abstract, target=target, donate_argnums=donated, want_buffers=want_buffers)
+
+    answer = compiled(want_buffers=False)
+    uses = _uses(traced.leaves, answer.hlo_text or "")
+    return answer, uses, traced.undonated, lambda: compiled(want_buffers=True).buffers or ()
+
+
+def _flat_function(jaxpr: Any, name: str) -> Callable[..., Any]:
+    function = jaxpr_as_fun(jaxpr)
+
+    def step(*leaves: Any) -> Any:
+        return function(*leaves)
+
+    step.__name__ = name
+    return step
+
+
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf.value, "sharding", None)
+    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named)
+
+
+def _uses(leaves: Sequence[Leaf], hlo_text: str) -> tuple[LeafUse, ...]:
+    """What the target's program does with each array; which are reused is known where it takes all of them."""
+    header = read_header(hlo_text)
+    whole = header.parameters == len(leaves)
+    return tuple(
+        LeafUse(
+            argument=leaf.argument,
+            path=leaf.path,
+            kind=leaf.kind,
+            type_text=leaf.type_text,
+            placement="",
+            bytes=leaf_bytes(leaf, getattr(leaf.value, "sharding", None)),
+            requested=leaf.donated,
+            used=True,
+            aliased=(index in header.reused) if whole else None,
+            lost=_lost(leaf, index in header.reused) if whole else None,
+        )
+        for index, leaf in enumerate(leaves)
+    )
+
+
+def _lost(leaf: Leaf, aliased: bool) -> str | None:  # noqa: FBT001 - one fact
+    return "this target's compiler reuses it for no result" if leaf.donated and not aliased else None
