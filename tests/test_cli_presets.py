@@ -101,7 +101,11 @@ def test_a_wrong_option_exits_2(capsys):
     assert "unrecognized arguments: --chekc" in capsys.readouterr().err
 
 
-PROBE = "import sys, json\n{call}\nprint(json.dumps(sorted(name for name in sys.modules if name in {{'jax', 'jaxlib', 'flax'}})))"
+PROBE = """
+import json, sys
+{call}
+print(json.dumps(sorted({{'jax', 'jaxlib', 'flax', 'rich'}} & set(sys.modules))))
+"""
 
 
 def loaded_after(call):
@@ -109,9 +113,9 @@ def loaded_after(call):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("argv", [["presets"], ["presets", "full_remat"], []])
-def test_presets_import_no_jax(argv):
-    assert loaded_after(f"from jaxmem_callbacks.cli.main import main\nmain({argv!r})") == []
+@pytest.mark.parametrize(("argv", "loaded"), [(["presets"], ["rich"]), (["presets", "full_remat"], ["rich"]), ([], [])])
+def test_only_the_command_asked_for_is_imported_and_presets_need_no_jax(argv, loaded):
+    assert loaded_after(f"from jaxmem_callbacks.cli.main import main\nmain({argv!r})") == loaded
 
 
 def test_the_import_probe_can_fail():

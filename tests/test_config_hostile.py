@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
@@ -158,3 +160,45 @@ def test_what_is_no_file(tmp_path):
 @pytest.mark.skipif(not Path("/proc/kallsyms").exists(), reason="needs a large file under /proc that says a size of 0")
 def test_a_file_that_hides_its_size_is_cut_off():
     assert "too large to be a preset" in refused(jm.load_preset, "/proc/kallsyms")
+
+
+SOUP = (
+    r"""policy@monitor@remat@save@limit@full@: @:@\n@\n  @- @? @{@}@[@]@,@'@"@#@&a @*a@!!str @!t @|\n@>-\n"""
+    r"""@---\n@...\n@<<@~@1e9@\x@\u2028@\ufeff"""
+)
+WORDS = [
+    word.replace(r"\n", "\n").replace(r"\u2028", "\u2028").replace(r"\ufeff", "\ufeff") for word in SOUP.split("@")
+]
+YAML_SOUP = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=25).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(YAML_SOUP)
+def test_any_text_is_a_preset_or_a_preset_error(text):
+    try:
+        parse_preset(text)
+    except PresetError as error:
+        assert "Expected: " in str(error) or "Allowed here: " in str(error) or "Said here: " in str(error)  # noqa: PT017 - either way
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(
+    ["remat", "segments", "save", "donate", "limit", "limit_bytes", "every_steps", "jsonl", "on_error", "nope"]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.dictionaries(
+        st.sampled_from(["policy", "monitor", "description", "nope"]), JSON | st.dictionaries(KEYS, JSON, max_size=4)
+    )
+)
+def test_any_override_is_a_preset_or_a_preset_error(overrides):
+    try:
+        jm.load_preset("full_remat", **overrides)
+    except PresetError as error:
+        assert str(error)  # noqa: PT017 - either way

@@ -100,6 +100,7 @@ def test_off_is_a_word_and_means_no_remat(word):
         ("limit: null", "limit_bytes", None),
         ("fragmentation_min: 0", "fragmentation_min_bytes", 0),
         ("every_steps: 1e2", "every_steps", 100),
+        ("every_steps: 2.0", "every_steps", 2),
         ("window_s: 2", "window_s", 2.0),
         ("window_s: .5", "window_s", 0.5),
         ("near_oom_headroom: 1.5e-1", "near_oom_headroom", 0.15),

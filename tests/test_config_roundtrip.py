@@ -61,6 +61,14 @@ def test_the_said_keys_survive_too(names):
     assert parse_preset(preset_to_yaml(preset), f"{preset.name}.yaml") == preset
 
 
+@pytest.mark.parametrize(
+    "text", ["1e3", "off", "null", "", " ", "\x85", "\u2028", "\0", "a\nb", "&a", "- x", "\ufeff", "'\""]
+)
+def test_texts_that_look_like_something_else_stay_texts(text):
+    preset = Preset(name="a", policy=StepPolicy(remat="full", save=(text,)))
+    assert parse_preset(preset_to_yaml(preset), "a.yaml").policy == preset.policy
+
+
 def test_a_preset_that_says_nothing_is_still_a_preset():
     assert preset_to_yaml(Preset(name="a")) == "{}\n"
     assert parse_preset("{}\n", "a.yaml") == Preset(name="a")

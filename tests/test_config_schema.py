@@ -73,6 +73,8 @@ def test_each_shipped_part_is_one_idea_with_a_description(name, validator):
         ("monitor: {limit: 2.5 tb}", True),
         ("monitor: {limit: 0}", False),
         ("monitor: {every_steps: 0}", False),
+        ("monitor: {every_steps: 2.0}", True),
+        ("monitor: {every_steps: 2.5}", False),
         ("monitor: {near_oom_headroom: 1}", False),
         ("monitor: {fragmentation_share: 0}", False),
         ("monitor: {on_error: explode}", False),

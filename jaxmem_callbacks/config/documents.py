@@ -2,7 +2,7 @@
 
 Works on the parser's event stream: no YAML object is ever constructed, aliases, anchors and tags are refused where they stand,
 and depth and number of values are limited while reading. Words follow YAML 1.2: only true and false are booleans (``off``
-and ``no`` are texts), ``0777`` and ``1:30`` are texts, ``1e9`` is the whole number 1000000000.
+and ``no`` are texts), ``0777`` and ``1:30`` are texts, ``1e9`` and ``2.0`` are whole numbers.
 """
 
 from __future__ import annotations
@@ -193,5 +193,4 @@ def plain_value(text: str) -> str | int | float | bool | None:
     number = float(text) if _FLOAT.fullmatch(text) else math.nan
     if not math.isfinite(number):
         return text
-    whole = "e" in text.lower() and number.is_integer() and abs(number) < _EXACT
-    return int(number) if whole else number
+    return int(number) if number.is_integer() and abs(number) < _EXACT else number
