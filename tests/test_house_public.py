@@ -68,12 +68,10 @@ def test_public_name_loads_and_is_documented(name):
 def test_functions_of_public_modules_are_documented(name):
     module = getattr(jm, name)
     assert isinstance(module, ModuleType)
-    owned = [
-        value for value in vars(module).values() if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    public = [value for value in owned if not value.__name__.startswith("_")]
-    assert public
-    assert [line for value in public for line in drift(value)] == []
+    assert module.__all__ == sorted(module.__all__) != []
+    functions = [getattr(module, public) for public in module.__all__]
+    assert [function.__name__ for function in functions if not inspect.getdoc(function)] == []
+    assert [line for function in functions for line in drift(function)] == []
 
 
 def test_every_record_documents_its_fields():

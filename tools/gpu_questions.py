@@ -251,6 +251,7 @@ def hook(*, small: bool) -> dict[str, Any]:
     steps, slow_steps = (60, 4) if small else (800, 12)
     with tempfile.TemporaryDirectory() as logdir:
         bare = loop(quick, steps, lambda *_: None)
+        bare_slow = loop(slow, slow_steps, lambda *_: None)
         with jm.MemoryMonitor(logdir=logdir) as monitor:
             watched = loop(quick, steps, monitor)
             serialised = loop(slow, slow_steps, monitor)
@@ -263,6 +264,7 @@ def hook(*, small: bool) -> dict[str, Any]:
     return {
         "bare_5_ms": bare,
         "watched_5_ms": watched,
+        "bare_slow": bare_slow,
         "watched_slow": serialised,
         "slow_step_ms": 50 if small else 200,
         "overhead_share": round(watched["total_s"] / bare["total_s"] - 1, 5),
