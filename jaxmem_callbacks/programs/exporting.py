@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
-from jax.extend import core
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxmem_callbacks.records.errors import CompileError
@@ -113,7 +112,7 @@ def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
         CompileError: the program has something that cannot leave this process; the message says what to do.
         Exception: whatever the user's own function raises while it is traced, unchanged.
     """
-    options = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
+    options: dict[str, Any] = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
     jitted = jax.jit(flat.function, **options)
     try:
         traced = jitted.trace(*flat.leaves)
@@ -231,7 +230,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         inner = itertools.chain.from_iterable(p if isinstance(p, (list, tuple)) else [p] for p in eqn.params.values())
         for value in inner:
-            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+            if hasattr(value, "eqns"):
                 yield from _equations(getattr(value, "jaxpr", value))
 
 

@@ -112,7 +112,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         TargetError: ``target`` is unknown, or its compiler is not installed.
         CompileError: the compiler failed, or says that the program does not fit into a TPU.
     """
-    made = _as_step(step)
+    made = as_step(step)
     if target is not None:
         return _for_target(made, args, kwargs, target)
     judged = made.judge(args, kwargs)
@@ -154,7 +154,8 @@ def _aliased(uses: Sequence[LeafUse]) -> int | None:
     return sum(known) if len(known) == len(uses) else None
 
 
-def _as_step(step: Callable[..., Any]) -> JitStep:
+def as_step(step: Callable[..., Any]) -> JitStep:
+    """Any step as `jm.jit_step` would make it; a jitted one without any policy."""
     if isinstance(step, JitStep):
         return step
     return JitStep(step, StepPolicy()) if already_jitted(step) is not None else jit_step(step)

@@ -29,7 +29,7 @@ def memory_table(memory: HasMemory) -> str:
     lines = [
         f"What one step of {program.name} needs, in bytes on one device (source: the compiler for {hardware})",
         "",
-        *_columns(_figures(memory), ("left", "right", "left")),
+        *columns(_figures(memory), ("left", "right", "left")),
         "",
         *argument_table(memory.arguments),
     ]
@@ -45,14 +45,14 @@ def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:
     kinds = list(dict.fromkeys(row.kind for row in rows))
     sums = [("", f"all {kind}", *_cells([row for row in rows if row.kind == kind])) for kind in kinds]
     shown = sums if len(rows) > len(kinds) else []
-    return _columns([head, *body, *shown], ("left", "left", "right", "right", "right", "right"))
+    return columns([head, *body, *shown], ("left", "left", "right", "right", "right", "right"))
 
 
 def buffer_table(buffers: Sequence[Buffer]) -> list[str]:
     """The buffers of the peak, largest first, with the place in the user's code that they come from."""
     head = ("size", "kind", "shape", "from", "source")
     body = [(format_bytes(b.bytes), b.kind, b.shape, b.operation or "unknown", b.source or "unknown") for b in buffers]
-    return _columns([head, *body], ("right", "left", "left", "left", "left"))
+    return columns([head, *body], ("right", "left", "left", "left", "left"))
 
 
 def _figures(memory: HasMemory) -> list[tuple[str, ...]]:
@@ -80,7 +80,8 @@ def _cells(rows: Sequence[ArgumentMemory]) -> tuple[str, str, str, str]:
     )
 
 
-def _columns(rows: Sequence[Sequence[str]], sides: Sequence[str]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], sides: Sequence[str]) -> list[str]:
+    """Aligned lines; ``sides`` says for each column whether it is set ``left`` or ``right``."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
     lines: list[str] = []
     for row in rows:

@@ -174,6 +174,14 @@ class JitStep:
             leaves = call_leaves(arguments, count, traced)
             return Traced(traced.jaxpr, leaves, undonated_names(arguments, leaves, traced.out_info))
 
+    def without_policy(self) -> JitStep | None:
+        """The same step without remat and without donation by this library, to compare with; None where it has neither."""
+        if self._own_jit is not None:
+            return JitStep(self.__wrapped__, StepPolicy()) if self.policy.changes_gradients else None
+        if not (self.policy.changes_gradients or self._making.donated or self._making.donate is None):
+            return None
+        return JitStep(self.__wrapped__, StepPolicy(), donate_argnames=(), state_shardings=self._making.state_shardings)
+
     def __repr__(self) -> str:
         return f"jm.jit_step({self.name}, {self.policy})"
 

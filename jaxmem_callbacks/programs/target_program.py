@@ -7,6 +7,7 @@ arguments and the user's own jit go the same way as plain trees.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,7 +40,13 @@ def compile_step_for(
 
     answer = compiled(want_buffers=False)
     uses = _uses(traced.leaves, answer.hlo_text or "")
-    return answer, uses, traced.undonated, lambda: compiled(want_buffers=True).buffers or ()
+    paths = {f"args[{index}]": leaf.path for index, leaf in enumerate(traced.leaves)}
+
+    def buffers() -> tuple[Buffer, ...]:
+        found = compiled(want_buffers=True).buffers or ()
+        return tuple(replace(b, operation=paths.get(b.operation or "", b.operation)) for b in found)
+
+    return answer, uses, traced.undonated, buffers
 
 
 def _flat_function(jaxpr: Any, name: str) -> Callable[..., Any]:

@@ -1,0 +1,123 @@
+"""``jaxmem inspect SCRIPT``: a training script enters, what its step needs leaves, with and without its policy; no step runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, reach_step
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.records.units import format_bytes
+
+_FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "script",
+        metavar="SCRIPT",
+        help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
+        "where name() returns (train_step, args)",
+    )
+    parser.add_argument("script_args", nargs="*", metavar="ARG", help="the script's own arguments, after --")
+    parser.add_argument("--target", metavar="T", help="compile for hardware that is not here, such as h100_sxm or v5e:2x2")
+    parser.add_argument("--top", type=_count, default=10, metavar="N", help="buffers of the peak to show (10; 0: none)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reach the step, compile it, print.
+
+    Returns:
+        0, or 1 where the script itself failed.
+
+    Raises:
+        JaxmemError: as `reach_step` and `jm.step_memory`; the command line turns it into exit code 2.
+    """
+    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+    try:
+        with own_output:
+            reached = reach_step(args.script, args.script_args)
+    except ScriptFailedError as error:
+        sys.stderr.write(f"jaxmem: {error}\n")
+        return _FAILED
+    report = _Report.of(reached, args.target, args.top)
+    sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        msg = f"expected a whole number of buffers, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """What is printed: the step under its policy, the same step without, and the buffers of the peak."""
+
+    policy: StepPolicy
+    memory: Any
+    plain: Any | None
+    buffers: tuple[Buffer, ...]
+
+    @classmethod
+    def of(cls, reached: Reached, target: str | None, top: int) -> _Report:
+        from jaxmem_callbacks.programs.memory import as_step, step_memory
+
+        step = as_step(reached.step)
+        memory = step_memory(step, *reached.args, target=target, **reached.kwargs)
+        without = step.without_policy()
+        plain = step_memory(without, *reached.args, target=target, **reached.kwargs) if without is not None else None
+        return cls(
+            policy=step.policy,
+            memory=memory,
+            plain=plain,
+            buffers=memory.top_buffers(top) if top else (),
+        )
+
+    def as_text(self) -> str:
+        from jaxmem_callbacks.programs.memory_text import buffer_table, columns
+
+        lines = [str(self.memory)]
+        if self.plain is not None:
+            rows = [("", "plain step", "with its policy"), *self._compared()]
+            policy = f"remat={self.policy.remat}, donated {format_bytes(self.memory.donated_bytes)}"
+            lines += ["", f"Against the plain step, without remat and donation (policy: {policy})", ""]
+            lines += columns(rows, ("left", "right", "right"))
+        if self.buffers:
+            lines += ["", "What makes the peak, largest first (source: the compiler's buffer assignment)", ""]
+            lines += buffer_table(self.buffers)
+        return "\n".join(lines)
+
+    def _compared(self) -> list[tuple[str, str, str]]:
+        words = {"step": "step_bytes", "arguments": "argument_bytes", "outputs": "output_bytes"}
+        words |= {"aliased": "alias_bytes", "temporaries": "temp_bytes"}
+        sizes = [(word, *(format_bytes(getattr(m, name)) for m in (self.plain, self.memory))) for word, name in words.items()]
+        return [*sizes, ("recomputed by the compiler", str(self.plain.compiler_remat), str(self.memory.compiler_remat))]  # type: ignore[union-attr]
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes as ints, under the names of the records' fields."""
+        return {
+            "policy": dataclasses.asdict(self.policy),
+            "step": _memory_json(self.memory),
+            "plain_step": None if self.plain is None else _memory_json(self.plain),
+            "top_buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+        }
+
+
+def _memory_json(memory: Any) -> dict[str, Any]:
+    return {
+        "step_bytes": memory.step_bytes,
+        "donated_bytes": memory.donated_bytes,
+        **dataclasses.asdict(memory.program),
+        "arguments": [dataclasses.asdict(row) for row in memory.arguments],
+        "warnings": list(memory.warnings),
+    }

@@ -1,0 +1,141 @@
+"""A user's script enters; its train step and the arguments of the first call leave. The script stops there, no step runs."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+import traceback
+import types
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Never
+
+from jaxmem_callbacks.programs.interception import first_calls_seen_by
+from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
+
+LINE_TO_ADD = "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """What a script was about to run.
+
+    Attributes:
+        step: What `jm.jit_step` returned, or the step that ``SCRIPT.py:name`` gave.
+        args: The arguments of its first call.
+        kwargs: The keyword arguments.
+    """
+
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ScriptFailedError(Exception):
+    """The script raised something of its own, which has been shown; nothing of it is this library's."""
+
+
+class _StopScript(BaseException):
+    """Ends the script at its first step. No Exception, so that the script's own handlers let it pass."""
+
+
+def reach_step(script: str, argv: Sequence[str] = ()) -> Reached:
+    """Run a script up to its first step, or call the function that it names.
+
+    Args:
+        script: ``train.py``, run as ``__main__``, or ``train.py:name``, imported, where ``name()`` returns
+            ``(train_step, args)``.
+        argv: The script's own arguments.
+
+    Raises:
+        ScriptError: no such file or name, or the script ends without calling a step; the message has the line to add.
+        ScriptFailedError: the script itself failed; its traceback is on stderr.
+    """
+    path, name = _split(script)
+    if not path.is_file():
+        msg = f"No such script: {path}. Expected a Python file, as in: jaxmem inspect train.py (or train.py:make_step)."
+        raise ScriptError(msg)
+    with _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module:
+        return _run(path, module) if name is None else _ask(path, module, name)
+
+
+def _split(script: str) -> tuple[pathlib.Path, str | None]:
+    file, colon, name = script.rpartition(":")
+    return (pathlib.Path(file), name) if colon and name.isidentifier() else (pathlib.Path(script), None)
+
+
+@contextlib.contextmanager
+def _as_python_runs(path: pathlib.Path, argv: Sequence[str], name: str) -> Generator[types.ModuleType]:
+    """``sys`` as ``python SCRIPT`` sets it. The module stays alive afterwards: the step's globals are in it."""
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    before = (sys.argv, list(sys.path), sys.modules.get(name))
+    sys.argv = [str(path), *argv]
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[name] = module
+    try:
+        yield module
+    finally:
+        sys.argv, sys.path[:] = before[0], before[1]
+        if before[2] is not None:
+            sys.modules[name] = before[2]
+
+
+def _run(path: pathlib.Path, module: types.ModuleType) -> Reached:
+    """The script until its first step. A script that swallows even the stop is let go on, and stopped at each step."""
+    reached: list[Reached] = []
+
+    def stop(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Never:
+        if not reached:
+            reached.append(Reached(step=step, args=args, kwargs=kwargs))
+        raise _StopScript
+
+    with first_calls_seen_by(stop):
+        try:
+            _execute(path, module)
+        except _StopScript:
+            pass
+        except SystemExit as error:
+            if not reached and error.code not in (None, 0):
+                msg = f"{path} ended by itself with exit code {error.code}, before its first step."
+                raise ScriptFailedError(msg) from error
+    if not reached:
+        msg = f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
+        raise ScriptError(msg)
+    return reached[0]
+
+
+def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
+    _execute(path, module)
+    maker = getattr(module, name, None)
+    if not callable(maker):
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        msg = f"{path} has no function {name!r}.{did_you_mean(name, names)} It has: {', '.join(sorted(names)) or 'none'}."
+        raise ScriptError(msg)
+    with _own_traceback(path):
+        made = maker()
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):  # noqa: PLR2004 - a pair
+        msg = f"{path}:{name}() returned {type(made).__name__}. Expected (train_step, (state, batch, ...))."
+        raise ScriptError(msg)
+    return Reached(step=made[0], args=tuple(made[1]), kwargs={})
+
+
+def _execute(path: pathlib.Path, module: types.ModuleType) -> None:
+    with _own_traceback(path):
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # noqa: S102 - running the user's script is what was asked for
+
+
+@contextlib.contextmanager
+def _own_traceback(path: pathlib.Path) -> Generator[None]:
+    """Show a failure as Python would: the script's own frames, none of this library's before them."""
+    try:
+        yield
+    except Exception as error:
+        place = error.__traceback__
+        while place is not None and place.tb_frame.f_code.co_filename != str(path):
+            place = place.tb_next
+        traceback.print_exception(error.with_traceback(place) if place is not None else error)
+        msg = f"{path} failed before its first step; its own traceback is above."
+        raise ScriptFailedError(msg) from error
