@@ -219,7 +219,7 @@ def _compile_here(job: _Job) -> TargetCompilation:
     cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     spread = any(leaf.sharding is not None for leaf in flat.leaves)
     leaves = [leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cpu) for leaf in flat.leaves]
-    out = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
+    out: dict[str, Any] = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -113,8 +113,12 @@ def _allocation(head: re.Match[str], values: list[Value]) -> Allocation:
     text = head[4]
     parameter = re.search(r"\bparameter (\d+)", text)
     kind: Kind = "temporary"
-    for word, named in (("thread-local", "thread-local"), ("constant", "constant"), ("live-out", "output")):
-        kind = named if word in text else kind
+    if "live-out" in text:
+        kind = "output"
+    elif "constant" in text:
+        kind = "constant"
+    elif "thread-local" in text:
+        kind = "thread-local"
     return Allocation(
         bytes=int(head[2]),
         color=int(head[3] or 0),

@@ -53,7 +53,7 @@ def worker_environment(accelerator_type: str) -> dict[str, str]:
     import jax
 
     # The caller may have found its JAX by a changed sys.path; the worker must find the same one, and this package.
-    roots = [str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(jax.__file__).parents[1])]
+    roots = [str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(str(jax.__file__)).parents[1])]
     path = os.pathsep.join(dict.fromkeys([*roots, *filter(None, [os.environ.get("PYTHONPATH")])]))
     return kept | _SETTINGS | {"TPU_ACCELERATOR_TYPE": accelerator_type, "PYTHONPATH": path}
 

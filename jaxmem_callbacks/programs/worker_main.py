@@ -27,7 +27,7 @@ def main(folder: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            answer = _compile(request, place)
+            answer: dict[str, Any] = _compile(request, place)
         except jax.errors.JaxRuntimeError as error:
             answer = {"error": str(error)}
     answer["warnings"] = [str(warning.message) for warning in caught if warning.category is UserWarning]
@@ -66,7 +66,7 @@ def _lower(request: dict[str, Any], place: pathlib.Path) -> tuple[Any, list[int]
     step.__name__ = request["name"]
     donated = tuple(kept.index(i) for i in request["donated"] if i in kept)
     out = request["out_shardings"]
-    options = (
+    options: dict[str, Any] = (
         {} if out is None else {"out_shardings": [_sharding(text, devices, request["device_count"]) for text in out]}
     )
     structs = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype, sharding=shardings[i]) for i in kept]
