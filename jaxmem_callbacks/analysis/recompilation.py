@@ -1,0 +1,71 @@
+"""Recompilation: a step that was compiled again, and which of its arguments changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from jaxmem_callbacks.analysis.observation import Compiled, Observation
+from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.programs import Compilation
+
+_QUIET_STEPS = 100  # an episode ends after so many steps without another compile for the same arguments
+_SHOWN = 4  # changed arguments spelled out in one message
+
+
+@final
+class RecompilationDetector:
+    """Tells once a program and set of changed arguments; the first compile of a program is no event.
+
+    Args:
+        since_s: Compiles before this moment (seconds since the epoch) are history: they count as first compiles only.
+    """
+
+    def __init__(self, since_s: float = 0.0) -> None:
+        self._since_s = since_s
+        self._compiles: dict[str, int] = {}
+        self._last_step: dict[tuple[str, frozenset[str]], int] = {}
+
+    def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
+        """One event for each compile that begins an episode."""
+        return [
+            _event(compiled, self._compiles[compiled.compilation.program])
+            for compiled in observation.compilations
+            if self._begins(compiled.compilation, compiled.step)
+        ]
+
+    def _begins(self, compilation: Compilation, step: int) -> bool:
+        count = self._compiles.get(compilation.program, 0) + 1
+        self._compiles[compilation.program] = count
+        if compilation.time_s < self._since_s or (count == 1 and not compilation.changed):
+            return False
+        key = (compilation.program, frozenset(change.split(":", 1)[0] for change in compilation.changed))
+        last = self._last_step.get(key)
+        self._last_step[key] = step
+        return last is None or step - last > _QUIET_STEPS
+
+
+def _event(compiled: Compiled, count: int) -> MemoryEvent:
+    compilation = compiled.compilation
+    name = compilation.program
+    registered = compilation.unavailable is None or compilation.memory is not None or bool(compilation.signature)
+    if compilation.changed:
+        why = "; ".join(compilation.changed[:_SHOWN])
+        more = len(compilation.changed) - _SHOWN
+        why += f"; and {more} more" if more > 0 else ""
+        action = "Keep shapes and dtypes constant: drop or pad the last, shorter batch; pass Python numbers as arrays."
+    elif registered:
+        why = "unknown, because no argument changed its shape, dtype or sharding"
+        action = "Look for a cleared cache (jax.clear_caches), a changed jax.config option, or a function made anew each time."
+    else:
+        why = compilation.unavailable or "unknown"
+        action = f"Make the step with jm.jit_step({name}, ...) to learn which argument changed."
+    return MemoryEvent(
+        kind="recompilation",
+        step=compiled.step,
+        time_s=compilation.time_s,
+        device=name,
+        message=f"{name} was compiled again (compile {count}) at step {compiled.step}. Changed: {why}.",
+        action=action,
+        figures={"compiles": count, "changed": "; ".join(compilation.changed) or why},
+    )

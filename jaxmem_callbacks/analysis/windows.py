@@ -1,0 +1,83 @@
+"""Windows: values that arrive at any rate enter, one Window of minimum, mean and maximum a time span leaves.
+
+A window closes when its span is over and a step was completed in it, so that no step has two points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """What one tag did in one window, over all readings and devices: lowest, mean, highest, how many."""
+
+    low: float
+    mean: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """One time window of a run.
+
+    Attributes:
+        step: The last step in it.
+        time_s: When it closed, in seconds since the epoch.
+        spreads: Tag -> what it did; tags without a value in this window are absent.
+        ranged: Tags that had more than one value in some window so far: only these have a range worth showing.
+    """
+
+    step: int
+    time_s: float
+    spreads: Mapping[str, Spread]
+    ranged: frozenset[str] = frozenset()
+
+    def scalars(self) -> dict[str, float]:
+        """Flat tags: the mean under the tag itself, ``tag/min`` and ``tag/max`` beside it for tags that range."""
+        flat: dict[str, float] = {}
+        for tag, spread in self.spreads.items():
+            flat[tag] = spread.mean
+            if tag in self.ranged:
+                flat[f"{tag}/min"] = spread.low
+                flat[f"{tag}/max"] = spread.high
+        return flat
+
+
+@final
+class Windows:
+    """Collects values and closes windows.
+
+    Args:
+        span_s: Seconds of one window.
+    """
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._sums: dict[str, tuple[float, float, float, int]] = {}
+        self._ranged: set[str] = set()
+        self._opened_s: float | None = None
+        self._closed_step: int | None = None
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Count the values into the open window."""
+        for tag, value in values.items():
+            low, total, high, count = self._sums.get(tag, (value, 0.0, value, 0))
+            self._sums[tag] = (min(low, value), total + value, max(high, value), count + 1)
+
+    def close(self, step: int, time_s: float, *, force: bool = False) -> Window | None:
+        """The window, if it is over (or ``force``) and has values; the first one is over at once."""
+        # A clock that was set back counts as "over", or the window would stay open until it catches up.
+        over = self._opened_s is None or not 0 <= time_s - self._opened_s < self._span_s
+        if not self._sums or not (force or (over and step != self._closed_step)):
+            return None
+        self._ranged.update(tag for tag, (*_, count) in self._sums.items() if count > 1)
+        spreads = {
+            tag: Spread(low=low, mean=total / count, high=high, count=count)
+            for tag, (low, total, high, count) in self._sums.items()
+        }
+        self._sums, self._opened_s, self._closed_step = {}, time_s, step
+        return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))

@@ -1,0 +1,64 @@
+"""Faults of the monitor itself: an exception enters, one line on stderr leaves, and the part that failed is switched off.
+
+With `on_error="raise"` (tests) the exception is kept and raised at the next call from the user's own thread instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, final
+
+_Result = TypeVar("_Result")
+
+
+@final
+class Faults:
+    """What went wrong so far, each part told once."""
+
+    def __init__(self, on_error: Literal["warn", "raise"]) -> None:
+        self._raises = on_error == "raise"
+        self._off: set[str] = set()
+        self.pending: Exception | None = None
+
+    def attempt(self, part: str, action: Callable[..., _Result], *args: Any, default: _Result) -> _Result:
+        """Run one part of the monitor; ``default`` where it fails now or has failed before."""
+        if part in self._off:
+            return default
+        try:
+            return action(*args)
+        except Exception as error:  # noqa: BLE001 - whatever a part raises, the user's training goes on
+            self.report(part, error)
+            return default
+
+    def report(self, part: str, error: Exception) -> None:
+        """Switch a part off and say so, once."""
+        if part in self._off:
+            return
+        self._off.add(part)
+        if self._raises:
+            self.pending = self.pending or error
+        else:
+            self.say(f"{part} is switched off for the rest of the run: {type(error).__name__}: {error}")
+
+    def note(self, key: str, message: str) -> None:
+        """Say something once that switches nothing off."""
+        if key not in self._off:
+            self._off.add(key)
+            self.say(message)
+
+    def is_off(self, part: str) -> bool:
+        """Whether this part has failed."""
+        return part in self._off
+
+    def say(self, message: str) -> None:
+        """One line on stderr; a closed stderr is no reason to disturb the run."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"jaxmem: {' '.join(message.split())}\n")
+
+    def raise_pending(self) -> None:
+        """With ``on_error="raise"``: raise the first fault, once."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            raise pending

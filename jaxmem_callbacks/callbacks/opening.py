@@ -1,0 +1,104 @@
+"""Opening a run's writers: settings, a folder and the user's own loggers enter; the writers of this process leave.
+
+The one place that decides which process writes: process 0. The others sample, detect and write nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.protocol import Writer
+
+JSONL_NAME = "memory.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What to open when the first sample is there.
+
+    Attributes:
+        settings: Which files are wanted.
+        logdir: Their folder, or None for no files.
+        writers: The user's own.
+        faults: Told of a folder that cannot be written.
+        run_id: Names the run in file names and lines.
+    """
+
+    settings: MonitorSettings
+    logdir: Path | None
+    writers: Sequence[Writer]
+    faults: Faults
+    run_id: str = field(default_factory=lambda: f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
+
+    def open(self) -> list[Writer]:
+        """The writers of this process; none in any process but the first."""
+        if jax.process_index() != 0:
+            return []
+        return [*self.writers, *self._files()]
+
+    def _files(self) -> list[Writer]:
+        if self.logdir is None:
+            return []
+        part = f"writing to {self.logdir}"
+        lock = self.faults.attempt(part, _lock, self.logdir, default=None)
+        if lock is None:
+            return []
+        wanted: list[tuple[bool, str, Callable[[], Writer | None]]] = [
+            (self.settings.tensorboard, "TensorBoard", self._tensorboard),
+            (self.settings.jsonl, "JSONL", self._jsonl),
+        ]
+        opened = [
+            self.faults.attempt(f"{name} in {self.logdir}", make, default=None) for want, name, make in wanted if want
+        ]
+        return [*(writer for writer in opened if writer is not None), lock]
+
+    def _tensorboard(self) -> Writer | None:
+        from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
+
+        return TensorBoardWriter(self._folder, self.run_id)
+
+    def _jsonl(self) -> Writer | None:
+        from jaxmem_callbacks.writers.jsonl import JsonlWriter
+
+        return JsonlWriter(self._folder / JSONL_NAME, self.run_id)
+
+    @property
+    def _folder(self) -> Path:
+        return self.logdir or Path()
+
+
+class _Lock(Writer):
+    """Holds a folder for one monitor; the system lets go of it when the process dies, however it dies."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, record: object) -> None:
+        """A lock writes nothing."""
+
+    def close(self) -> None:
+        """Let another monitor have the folder."""
+        os.close(self._descriptor)
+
+
+def _lock(folder: Path) -> Writer:
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        msg = "another monitor writes to this folder; close it first (monitor.close()) or give this one another logdir"
+        raise RuntimeError(msg) from error
+    return _Lock(descriptor)

@@ -1,0 +1,153 @@
+"""Recorder: observations and events enter; windows, tables, a figure and the events go to the writers.
+
+Runs on the monitor's own thread only. A writer that raises is switched off by itself; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from jaxmem_callbacks.analysis.figures import values_of
+from jaxmem_callbacks.analysis.history import History
+from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
+from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.analysis.windows import Windows
+from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.units import GIB
+from jaxmem_callbacks.writers.over_time import draw_over_time
+from jaxmem_callbacks.writers.protocol import Record, Table, Writer
+
+KNOWN_TAG = "memory/known_here"
+_FIGURE_S = 600.0  # a run that is killed keeps a figure at most so old
+
+
+@final
+class Recorder:
+    """Keeps the story of a run and writes it down.
+
+    Args:
+        settings: Window length and the preset's limit.
+        open_writers: Called at the first record.
+        faults: Told of writers that raise.
+    """
+
+    def __init__(self, settings: MonitorSettings, open_writers: Callable[[], list[Writer]], faults: Faults) -> None:
+        self._settings = settings
+        self._open_writers = open_writers
+        self._faults = faults
+        self._writers: list[Writer] | None = None
+        self._windows = Windows(settings.window_s)
+        self._history = History()
+        self._known = KnownHere(settings.limit_bytes)
+        self._known_shape: object = None
+        self._unavailable: set[Unavailable] = set()
+        self._latest: dict[tuple[str, str], Reading] = {}
+        self._needs: dict[str, int] = {}
+        self._limit = settings.limit_bytes
+        self._figure_s: float | None = None
+        self.events: tuple[MemoryEvent, ...] = ()
+
+    def record(self, observation: Observation, events: Sequence[MemoryEvent], *, last: bool = False) -> None:
+        """Take in one observation; ``last`` closes the open window and draws the figure."""
+        self.events += tuple(events)
+        self._learn(observation)
+        for record in (*self._raw(observation), *events):
+            self._write(record)
+        window = self._windows.close(observation.step, observation.time_s, force=last)
+        if window is not None:
+            self._history.add(window)
+            self._write(window)
+        self._write_table(observation)
+        self._write_figure(observation.time_s, last=last)
+        if window is not None or events:
+            self._each("flush", Writer.flush)
+
+    def latest(self, fresh: Sequence[Reading] = ()) -> dict[str, float]:
+        """Tag -> value now: the latest reading of every probe and device, ``fresh`` ones first."""
+        readings = self._latest | {(each.source, each.device): each for each in fresh}
+        pool = Windows(0.0)
+        for reading in readings.values():
+            pool.add(values_of(reading))
+        pool.add(self._constants())
+        window = pool.close(0, 0.0, force=True)
+        return window.scalars() if window is not None else {}
+
+    def close(self) -> None:
+        """Close the writers."""
+        self._each("close", Writer.close)
+        self._writers = []
+
+    def _learn(self, observation: Observation) -> None:
+        self._known.learn(observation)
+        for reading in observation.readings:
+            self._windows.add(values_of(reading))
+            self._latest[reading.source, reading.device] = reading
+            if reading.limit_bytes is not None:
+                self._limit = min(reading.limit_bytes, self._settings.limit_bytes or reading.limit_bytes)
+        for metrics in observation.metrics:
+            self._windows.add({f"train/{name}": value for name, value in metrics.values.items()})
+        for compiled in observation.compilations:
+            if compiled.compilation.memory is not None:
+                self._needs[compiled.compilation.program] = compiled.compilation.memory.step_bytes
+        if observation.readings:
+            self._windows.add(self._constants())
+
+    def _constants(self) -> dict[str, float]:
+        values = {f"memory/program_gib/{name}": need / GIB for name, need in dict(self._needs).items()}
+        if self._settings.limit_bytes is not None:
+            values["memory/preset_limit_gib"] = self._settings.limit_bytes / GIB
+        return values
+
+    def _raw(self, observation: Observation) -> list[Record]:
+        """What is written as it is: of many readings of one device between two looks, the last and the highest."""
+        kept: dict[tuple[str, str], list[Reading]] = {}
+        for reading in observation.readings:
+            pair = kept.setdefault((reading.source, reading.device), [reading, reading])
+            pair[0] = max(pair[0], reading, key=lambda each: each.in_use_bytes or 0)
+            pair[1] = reading
+        readings = [each for high, end in kept.values() for each in ([end] if high is end else [high, end])]
+        new = [each for each in observation.unavailable if each not in self._unavailable]
+        self._unavailable.update(new)
+        compilations = [compiled.compilation for compiled in observation.compilations]
+        return [*readings, *new, *compilations, *observation.metrics]
+
+    def _write_table(self, observation: Observation) -> None:
+        shape = self._known.shape()
+        if shape == self._known_shape:
+            return
+        self._known_shape = shape
+        rows = [(row.figure, row.latest, row.source, row.text) for row in self._known.rows()]
+        self._write(Table(tag=KNOWN_TAG, step=observation.step, time_s=observation.time_s, columns=COLUMNS, rows=rows))
+
+    def _write_figure(self, time_s: float, *, last: bool) -> None:
+        if self._figure_s is None:
+            self._figure_s = time_s
+        due = last or not 0 <= time_s - self._figure_s < _FIGURE_S
+        if not due or not any(writer.takes_pictures for writer in self._opened()):
+            return
+        self._figure_s = time_s
+        picture = self._faults.attempt("the memory figure", self._draw, default=None)
+        if picture is not None:
+            self._write(picture)
+
+    def _draw(self) -> Record | None:
+        return draw_over_time(self._history.points, self.events, limit_bytes=self._limit, needs=self._needs)
+
+    def _opened(self) -> list[Writer]:
+        if self._writers is None:
+            self._writers = self._faults.attempt("opening the writers", self._open_writers, default=[])
+        return self._writers
+
+    def _write(self, record: Record) -> None:
+        self._each("write", lambda writer: writer.write(record))
+
+    def _each(self, verb: str, action: Callable[[Writer], None]) -> None:
+        for writer in tuple(self._opened()):
+            part = f"the writer {type(writer).__name__}"
+            self._faults.attempt(part, action, writer, default=None)
+            if self._faults.is_off(part) and verb != "close":
+                self._opened().remove(writer)

@@ -1,0 +1,184 @@
+"""Sampler: stamps of the training thread and the probes' readings enter, Observations leave.
+
+`stamp` is all that ever runs on the training thread: it appends to a bounded ring. `collect` runs on the monitor's own thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
+from jaxmem_callbacks.callbacks import metrics as user_metrics
+from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.probes.allocator import AllocatorProbe, Snapshot
+from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.probes.protocol import Probe
+from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.settings import MonitorSettings
+
+_RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
+_HELD = 2  # steps whose metric scalars are held
+_AHEAD = 4  # steps before a look from which on they are held
+_LAST_WAIT_S = 0.5  # at close, for the metrics of steps still running
+
+
+# Serial of the stamp, step, time and the unread scalars of one step.
+Held = tuple[int, int, float, dict[str, Any]]
+
+
+@final
+class Sampler:
+    """Collects what there is to see.
+
+    Args:
+        settings: Cadences.
+        allocator: Read on the training thread, or None for no such reading.
+        probes: Dearer ones, read on the monitor's thread.
+        programs: Where compiles are learnt from.
+        faults: Told of probes that raise.
+        look_s: Seconds between two calls of ``collect``.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts are given by name, in one place
+        self,
+        settings: MonitorSettings,
+        *,
+        allocator: AllocatorProbe | None,
+        probes: Sequence[Probe],
+        programs: ProgramsProbe,
+        faults: Faults,
+        look_s: float,
+    ) -> None:
+        self._settings = settings
+        self._allocator = allocator
+        self._probes = tuple(probes)
+        self._programs = programs
+        self._faults = faults
+        self._look_s = look_s
+        self._ring: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
+        self._held: deque[Held] = deque(maxlen=_HELD)
+        self._skipped: set[str] = set()
+        self._marks: list[tuple[float, int]] = []  # time and step of the latest stamps taken
+        self._waiting: list[Compilation] = []
+        self._stamped = self._taken = self._read_serial = 0
+        self._step = -1
+        self._next_scan_s = self._hold_from_s = 0.0
+
+    def stamp(self, step: Any, metrics: Any) -> None:
+        """Note that a step was dispatched; microseconds, waits for nothing, reads no device value."""
+        now = time.time()
+        number = step if type(step) is int else self._number(step)
+        allocator = self._allocator
+        snapshot: Snapshot = ()
+        if allocator is not None and allocator.reports and self._stamped % self._settings.every_steps == 0:
+            snapshot = allocator.snapshot()
+        self._stamped += 1
+        self._step = number
+        self._ring.append((number, now, snapshot))
+        if metrics is not None and now >= self._hold_from_s:
+            self._held.append((self._stamped, number, now, user_metrics.scalars_of(metrics, self._skipped)))
+        elif self._held:
+            self._held.popleft()
+
+    def collect(self, *, scan: bool = False) -> Observation:
+        """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
+        stamps = self._drain()
+        self._hold_from_s = _hold_from(stamps, self._look_s)
+        seen: list[Reading | Unavailable] = []
+        for step, time_s, snapshot in stamps:
+            if snapshot and self._allocator is not None:
+                seen.extend(self._allocator.readings(step, time_s, snapshot))
+        if scan or time.monotonic() >= self._next_scan_s:
+            self._next_scan_s = time.monotonic() + self._settings.scan_s
+            seen.extend(self._scan())
+        return Observation(
+            step=self._step,
+            time_s=time.time(),
+            readings=[each for each in seen if isinstance(each, Reading)],
+            unavailable=[each for each in seen if isinstance(each, Unavailable)],
+            compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
+            metrics=self._ready_metrics(),
+            dropped=self._stamped - self._taken - len(self._ring),
+        )
+
+    def now(self) -> list[Reading]:
+        """Allocator readings of this moment, where there are any; a few microseconds a device."""
+        seen = self._allocator.read(self._step) if self._allocator is not None else ()
+        return [each for each in seen if isinstance(each, Reading)]
+
+    def wait_for_metrics(self) -> None:
+        """At the end of a run, give the metrics of running steps a moment, by looking at them; no device is waited for."""
+        deadline = time.monotonic() + _LAST_WAIT_S
+        while time.monotonic() < deadline and not all(
+            user_metrics.all_ready(values) for *_, values in tuple(self._held)
+        ):
+            time.sleep(0.005)
+
+    def let_go(self) -> None:
+        """Hold no metric any longer."""
+        self._held.clear()
+
+    def _number(self, step: Any) -> int:
+        if hasattr(step, "is_ready"):
+            self._faults.note(
+                "step",
+                "the step was given as a jax.Array, and reading it would wait for the device; the monitor counts calls instead. "
+                "Give it a Python int: monitor(i, metrics).",
+            )
+            return self._step + 1
+        return int(step)
+
+    def _drain(self) -> list[tuple[int, float, Snapshot]]:
+        # The length is taken once: what comes meanwhile is for the next look.
+        stamps = [self._ring.popleft() for _ in range(len(self._ring))]
+        self._taken += len(stamps)
+        self._marks = (self._marks + [(time_s, step) for step, time_s, _ in stamps])[-_RING:]
+        return stamps
+
+    def _scan(self) -> list[Reading | Unavailable]:
+        seen: list[Reading | Unavailable] = []
+        if self._allocator is not None and not self._allocator.reports:
+            seen.extend(self._allocator.readings(self._step, time.time(), ()))
+        for probe in self._probes:
+            part = f"the probe {type(probe).__name__}"
+            seen.extend(self._faults.attempt(part, probe.read, self._step, default=()))
+        return seen
+
+    def _compiled(self, scan: bool) -> list[Compiled]:  # noqa: FBT001 - passed on by Faults.attempt
+        """Compiles whose step is known: the one that is stamped next. With ``scan`` also those that no stamp followed."""
+        self._waiting.extend(self._programs.drain(settle_s=0.0) if scan else self._programs.drain())
+        stamped_s = self._marks[-1][0] if self._marks else 0.0
+        ready = [each for each in self._waiting if scan or each.time_s <= stamped_s]
+        self._waiting = [each for each in self._waiting if each not in ready]
+        return [Compiled(step=self._step_at(each.time_s), compilation=each) for each in ready]
+
+    def _step_at(self, time_s: float) -> int:
+        at = bisect.bisect_left(self._marks, (time_s, -1))
+        return self._marks[at][1] if at < len(self._marks) else self._step
+
+    def _ready_metrics(self) -> list[Metrics]:
+        found: list[Metrics] = []
+        for serial, step, time_s, values in tuple(self._held):
+            if serial > self._read_serial and user_metrics.all_ready(values):
+                self._read_serial = serial
+                floats = user_metrics.read(values, self._skipped)
+                found.append(Metrics(step=step, time_s=time_s, values=floats))
+        for name in tuple(self._skipped):
+            self._faults.note(f"metric {name}", f"the metric {name} is not shown: only scalars are kept.")
+        return found
+
+
+def _hold_from(stamps: Sequence[tuple[int, float, Snapshot]], look_s: float) -> float:
+    """From when on the hook holds metrics: shortly before the next look, or always where steps are long or their pace is unknown.
+
+    Letting go of an array frees it on the training thread; at a fast pace only the few steps that will be read pay for that.
+    """
+    if len(stamps) <= _AHEAD:
+        return 0.0
+    pace_s = (stamps[-1][1] - stamps[0][1]) / (len(stamps) - 1)
+    return time.time() + look_s - _AHEAD * pace_s

@@ -1,0 +1,82 @@
+"""What the user asked for: a preset, a folder and loggers in any accepted form enter; settings, a path and writers leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.protocol import Writer
+from jaxmem_callbacks.writers.shapes import as_writer
+
+
+def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSettings:
+    """The monitor's settings, from a preset, a preset's name, settings, or None for the defaults.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: a number that makes no sense; a name that is no preset (``PresetError``).
+    """
+    if preset is None:
+        return MonitorSettings()
+    if isinstance(preset, str):
+        from jaxmem_callbacks.config.presets import load_preset
+
+        preset = load_preset(preset)
+    settings: Any = preset.monitor if isinstance(preset, Preset) else preset
+    if not isinstance(settings, MonitorSettings):
+        msg = (
+            f"MemoryMonitor got {type(preset).__name__} as preset. Expected a Preset, a preset's name, MonitorSettings or None: "
+            "jm.MemoryMonitor(jm.load_preset('monitor_only'))."
+        )
+        raise TypeError(msg)
+    _check(settings)
+    return settings
+
+
+def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
+    """The folder for the run's files.
+
+    Raises:
+        ValueError: an address that is no local folder.
+    """
+    if logdir is None:
+        return None
+    text = os.fspath(logdir)
+    if "://" in text:
+        msg = (
+            f"logdir={text!r} is no local folder, and JSON lines cannot be appended there. Give a local folder and copy it, or "
+            "pass the framework's own writer: jm.MemoryMonitor(writer=...)."
+        )
+        raise ValueError(msg)
+    return Path(text)
+
+
+def writers_of(writer: Any) -> tuple[Writer, ...]:
+    """The user's loggers as writers: none, one, or a list or tuple of them."""
+    if writer is None:
+        return ()
+    each = cast("Sequence[Any]", writer) if isinstance(writer, list | tuple) else (writer,)
+    return tuple(as_writer(one) for one in each)
+
+
+def _check(settings: MonitorSettings) -> None:
+    """Numbers that would stop the monitor are refused at construction, not at step time."""
+    wrong = [
+        f"{name}={getattr(settings, name)!r} (expected {expected})"
+        for name, expected, right in (
+            ("every_steps", "at least 1", settings.every_steps >= 1),
+            ("window_s", "more than 0 seconds", settings.window_s > 0),
+            ("scan_s", "more than 0 seconds", settings.scan_s > 0),
+            ("limit_bytes", "more than 0 bytes, or None", settings.limit_bytes is None or settings.limit_bytes > 0),
+            ("near_oom_headroom", "a share from 0 to under 1", 0 <= settings.near_oom_headroom < 1),
+            ("fragmentation_share", "a share above 0, at most 1", 0 < settings.fragmentation_share <= 1),
+        )
+        if not right
+    ]
+    if wrong:
+        msg = f"MonitorSettings: {'; '.join(wrong)}. The defaults are MonitorSettings()."
+        raise ValueError(msg)

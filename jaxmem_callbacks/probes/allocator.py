@@ -1,0 +1,116 @@
+"""Allocator statistics of the local devices: `Device.memory_stats()` enters, Readings leave; the runtime's 0 and -1 become None.
+
+Measured: bytes at the moment of reading; on GPU they follow dispatch, on TPU temporaries are `reserved`. Backends: GPU (BFC,
+cuda_async in part) and TPU; CPU reports nothing. Cost: about a microsecond a device, so it may run on the training thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import jax
+
+from jaxmem_callbacks.probes.protocol import Device, device_label
+from jaxmem_callbacks.records.readings import Reading, Unavailable
+
+Stats = Mapping[str, int]
+Snapshot = tuple[Stats | None, ...]
+
+_REASONS = {
+    "cpu": "the CPU client of JAX keeps no allocator statistics; live arrays are counted instead",
+    "gpu": "this allocator reports no statistics; XLA_PYTHON_CLIENT_ALLOCATOR=default (BFC) does",
+}
+
+
+@final
+class AllocatorProbe:
+    """Reads what the allocators of this process's devices say.
+
+    Args:
+        devices: The devices to read; by default ``jax.local_devices()``, asked at the first read, so that making a probe
+            starts no backend.
+    """
+
+    def __init__(self, devices: Sequence[Device] | None = None) -> None:
+        self._devices = None if devices is None else tuple(devices)
+        self.reports = True  # until the first look says otherwise
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that are read."""
+        if self._devices is None:
+            self._devices = tuple(jax.local_devices())
+        return self._devices
+
+    def snapshot(self) -> Snapshot:
+        """The raw statistics, one entry a device; empty once it is known that no device here reports any."""
+        if not self.reports:
+            return ()
+        taken = tuple(_stats(device) for device in self.devices)
+        # An allocator that reports nothing at first never does; not asking again saves the hook those microseconds.
+        self.reports = any(stats is not None for stats in taken)
+        return taken if self.reports else ()
+
+    def readings(self, step: int, time_s: float, snapshot: Snapshot) -> list[Reading | Unavailable]:
+        """Turn a snapshot into readings; off the training thread, because building records costs more than reading."""
+        if not snapshot:
+            return [_unavailable(device) for device in self.devices]
+        return [
+            _unavailable(device) if stats is None else reading_of(device, stats, step, time_s)
+            for device, stats in zip(self.devices, snapshot, strict=True)
+        ]
+
+    def read(self, step: int) -> Sequence[Reading | Unavailable]:
+        """One reading a device, now."""
+        return self.readings(step, time.time(), self.snapshot())
+
+
+def reading_of(device: Device, stats: Stats, step: int, time_s: float) -> Reading:
+    """One device's statistics as a Reading.
+
+    The runtime writes -1, and for some keys 0, where it knows nothing: BFC never fills ``bytes_reserved``, cuda_async leaves
+    ``bytes_limit`` 0 without preallocation, and jaxlib before 0.11 leaves ``largest_free_block_bytes`` 0 on GPU.
+    """
+    in_use = _at_least(stats, "bytes_in_use", 0)
+    reserved = _at_least(stats, "bytes_reserved", 1 if device.platform == "gpu" else 0)
+    limit = _at_least(stats, "bytes_limit", 1)
+    pool = _at_least(stats, "pool_bytes", in_use or 0)
+    return Reading(
+        source="allocator",
+        device=device_label(device),
+        step=step,
+        time_s=time_s,
+        in_use_bytes=in_use,
+        reserved_bytes=reserved,
+        peak_bytes_since_start=_at_least(stats, "peak_bytes_in_use", in_use or 0),
+        limit_bytes=limit,
+        pool_bytes=pool,
+        largest_free_bytes=_largest_free(stats, pool if pool is not None else limit, in_use, reserved),
+    )
+
+
+def _largest_free(stats: Stats, whole: int | None, in_use: int | None, reserved: int | None) -> int | None:
+    """The largest free block; a 0 beside free memory is "not reported", never "100 % fragmented"."""
+    block = _at_least(stats, "largest_free_block_bytes", 0)
+    if block == 0 and (whole is None or in_use is None or whole - in_use - (reserved or 0) > 0):
+        return None
+    return block
+
+
+def _at_least(stats: Stats, key: str, least: int) -> int | None:
+    value = stats.get(key)
+    return None if value is None or value < least else int(value)
+
+
+def _stats(device: Device) -> Stats | None:
+    try:
+        return device.memory_stats()
+    except jax.errors.JaxRuntimeError:  # an allocator that refuses to answer is one that reports nothing
+        return None
+
+
+def _unavailable(device: Device) -> Unavailable:
+    reason = _REASONS.get(device.platform, "Device.memory_stats() returns None on this platform")
+    return Unavailable(figure="allocator", device=device_label(device), reason=reason)

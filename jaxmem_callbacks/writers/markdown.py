@@ -1,0 +1,44 @@
+"""Events and tables as markdown, for TensorBoard's text page and for loggers that take text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxmem_callbacks.records.events import EventKind, MemoryEvent
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.protocol import Table
+
+EVENT_TITLES: dict[EventKind, str] = {
+    "near_oom": "Near out of memory",
+    "fragmentation": "Fragmentation",
+    "recompilation": "Recompilation",
+}
+
+
+def event_markdown(event: MemoryEvent) -> str:
+    """One event: what, since when, what to do, and its figures."""
+    figures = [(name.replace("_", " "), _figure(name, value)) for name, value in event.figures.items()]
+    head = f"**{EVENT_TITLES[event.kind]}** at step {event.step} ({event.device})"
+    return f"{head}\n\n{event.message}\n\n**What to do:** {event.action}\n\n{_table(('figure', 'value'), figures)}"
+
+
+def table_markdown(table: Table) -> str:
+    """A table."""
+    return _table(table.columns, table.rows)
+
+
+def _figure(name: str, value: float | str) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{format_bytes(value)} ({value} B)"
+    if name.endswith("_share") and isinstance(value, int | float):
+        return f"{value:.1%}"
+    return str(value)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,103 @@
+"""Memory over time: the highs of a run's windows, limits, programs' needs and events enter, one drawn PNG leaves.
+
+matplotlib is imported when the first figure is drawn; each drawing has its own Figure and canvas, so pyplot's state is untouched.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.records.events import EventKind, MemoryEvent
+from jaxmem_callbacks.records.units import GIB, MIB
+from jaxmem_callbacks.writers.markdown import EVENT_TITLES
+from jaxmem_callbacks.writers.protocol import Picture
+
+TAG = "memory/over_time"
+_SIZE = (960, 540)  # pixels; TensorBoard shows images at about this width
+_DPI = 100
+_DEVICE_LINES = {
+    "memory/in_use_gib": ("bytes in use", "#1f77b4"),
+    "memory/pool_gib": ("pool taken from the driver", "#9ecae1"),
+    "memory/live_arrays_gib": ("live arrays", "#2ca02c"),
+}
+_HOST = "memory/host_gib"
+_EVENT_COLOURS: dict[EventKind, str] = {"near_oom": "#d62728", "fragmentation": "#9467bd", "recompilation": "#ff7f0e"}
+
+
+def draw_over_time(
+    points: Sequence[Point],
+    events: Sequence[MemoryEvent],
+    *,
+    limit_bytes: int | None = None,
+    needs: Mapping[str, int] | None = None,
+) -> Picture | None:
+    """Draw device memory above host memory, by step.
+
+    Args:
+        points: Highest values of each window, oldest first.
+        events: Marked at their steps.
+        limit_bytes: Drawn as a line, in bytes.
+        needs: Program name -> bytes of one step by its compiler; drawn as lines.
+
+    Returns:
+        The picture, or None when there is nothing to draw.
+    """
+    if not points:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_SIZE[0] / _DPI, _SIZE[1] / _DPI), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    device, host = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    _draw_device(device, points, limit_bytes, needs or {})
+    _draw_line(host, points, _HOST, GIB, label="host, resident", color="#7f7f7f")
+    _mark_events(device, host, events)
+    _name_axes(figure, device, host)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    last = points[-1]
+    return Picture(tag=TAG, step=last.step, time_s=last.time_s, png=file.getvalue(), width=_SIZE[0], height=_SIZE[1])
+
+
+def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, needs: Mapping[str, int]) -> None:
+    highest = max((point.highs.get(tag, 0.0) * GIB for point in points for tag in _DEVICE_LINES), default=0.0)
+    unit = GIB if max(highest, limit_bytes or 0, *needs.values(), 0) >= GIB else MIB
+    for tag, (label, colour) in _DEVICE_LINES.items():
+        _draw_line(axes, points, tag, unit, label=label, color=colour)
+    for number, (name, need) in enumerate(needs.items()):
+        axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{name} needs, by its compiler")
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes / unit, linestyle="--", color="#d62728", label="limit")
+    axes.set_ylabel("device, GiB" if unit == GIB else "device, MiB")
+
+
+def _draw_line(axes: Any, points: Sequence[Point], tag: str, unit: int, **style: Any) -> None:
+    known = [(max(point.step, 0), point.highs[tag] * GIB / unit) for point in points if tag in point.highs]
+    if known:
+        steps, values = zip(*known, strict=True)
+        axes.plot(steps, values, linewidth=1.6, marker="." if len(known) == 1 else None, **style)
+
+
+def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:
+    named: set[EventKind] = set()
+    for event in events:
+        label = None if event.kind in named else EVENT_TITLES[event.kind].lower()
+        named.add(event.kind)
+        for axes in (device, host):
+            style = {"color": _EVENT_COLOURS[event.kind], "linewidth": 1.2, "alpha": 0.8}
+            axes.axvline(max(event.step, 0), label=label if axes is device else None, **style)
+
+
+def _name_axes(figure: Any, device: Any, host: Any) -> None:
+    host.set_ylabel("host, GiB")
+    host.set_xlabel("step")
+    for axes in (device, host):
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+    handles, labels = device.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize="small")

@@ -1,0 +1,72 @@
+"""Writer: where records go. Enters: one record at a time, on the monitor's own thread; leaves: files, pages, other loggers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.readings import Reading, Unavailable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A text table.
+
+    Attributes:
+        tag: Where it is shown, such as ``memory/known_here``.
+        step: The step that had just completed.
+        time_s: Seconds since the epoch.
+        columns: Headings.
+        rows: Cells, as many a row as there are headings.
+    """
+
+    tag: str
+    step: int
+    time_s: float
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A drawn figure.
+
+    Attributes:
+        tag: Where it is shown, such as ``memory/over_time``.
+        step: The step that had just completed.
+        time_s: Seconds since the epoch.
+        png: The file's bytes.
+        width: Pixels.
+        height: Pixels.
+    """
+
+    tag: str
+    step: int
+    time_s: float
+    png: bytes
+    width: int
+    height: int
+
+
+Record = Reading | Unavailable | Compilation | Metrics | Window | MemoryEvent | Table | Picture
+
+
+class Writer(abc.ABC):
+    """Takes records and ignores the kinds it has no place for. Called from one thread at a time."""
+
+    takes_pictures = False  # drawing costs a fraction of a second, so nothing is drawn for writers that show none
+
+    @abc.abstractmethod
+    def write(self, record: Record) -> None:
+        """Write one record."""
+
+    def flush(self) -> None:  # noqa: B027 - most writers keep nothing back
+        """Hand over what is buffered."""
+
+    def close(self) -> None:  # noqa: B027 - nor hold anything
+        """Write what is left and let go of files; the writer is not used again."""

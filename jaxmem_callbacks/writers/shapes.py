@@ -1,0 +1,167 @@
+"""as_writer: the user's own logger enters, a Writer leaves; loggers are recognised by their methods, never imported.
+
+Calls come from the monitor's own thread, once a window. The logger stays the user's: it is flushed where it can be, never closed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
+from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
+from jaxmem_callbacks.writers.tensorboard import EVENTS_TAG
+
+SendScalars = Callable[[int, Mapping[str, float]], object]
+SendText = Callable[[int, str, str], object]
+SendPicture = Callable[[Picture], object]
+
+
+@final
+class ForwardingWriter(Writer):
+    """Forwards windows as scalars, and events, tables and pictures where the logger has a place for them."""
+
+    def __init__(
+        self,
+        scalars: SendScalars,
+        *,
+        text: SendText | None = None,
+        picture: SendPicture | None = None,
+        flush: Callable[[], object] | None = None,
+    ) -> None:
+        self._scalars = scalars
+        self._text = text
+        self._picture = picture
+        self._flush = flush
+        self.takes_pictures = picture is not None
+
+    def write(self, record: Record) -> None:
+        """Forward one record."""
+        match record:
+            case Window():
+                self._scalars(record.step, record.scalars())
+            case MemoryEvent() if self._text:
+                self._text(record.step, EVENTS_TAG, event_markdown(record))
+            case Table() if self._text:
+                self._text(record.step, record.tag, table_markdown(record))
+            case Picture() if self._picture:
+                self._picture(record)
+            case _:
+                pass
+
+    def flush(self) -> None:
+        """Ask the logger to flush, where it can."""
+        if self._flush is not None:
+            self._flush()
+
+    def close(self) -> None:
+        """Flush; the logger is the user's to close."""
+        self.flush()
+
+
+def as_writer(obj: Any) -> Writer:
+    """Make a writer of a logger that the training loop already has.
+
+    Recognised, in this order, by method: a ``Writer`` of this library; ``write_scalars(step, scalars)`` (clu, Kauldron);
+    ``add_scalar(tag, value, global_step)`` (tensorboardX, PyTorch); ``scalar(tag, value, step)`` (Flax);
+    ``log_scalar(name, value, step=)`` (metrax); ``measure(name, value)`` (big_vision); ``log(scalars, step=)`` (Weights &
+    Biases, Levanter); any callable ``f(step, scalars)``.
+
+    Args:
+        obj: The logger.
+
+    Raises:
+        TypeError: none of these; the message lists them.
+
+    Example:
+        >>> seen = []
+        >>> writer = as_writer(lambda step, scalars: seen.append((step, dict(scalars))))
+    """
+    if isinstance(obj, Writer):
+        return obj
+    if not isinstance(obj, logging.Logger):  # its log() takes a level, not scalars
+        for method, make in _SHAPES.items():
+            if callable(getattr(obj, method, None)):
+                return make(obj)
+        if callable(obj) and not isinstance(obj, type):
+            return ForwardingWriter(obj)
+    methods = ", ".join(f"{method}()" for method in _SHAPES)
+    msg = (
+        f"{type(obj).__name__} is no writer. Expected a Writer of jaxmem_callbacks, an object with one of {methods}, or a "
+        "callable f(step, scalars). Wrap it: writer=lambda step, scalars: your_logger(...)."
+    )
+    raise TypeError(msg)
+
+
+def _clu(obj: Any) -> Writer:
+    texts = getattr(obj, "write_texts", None)
+    send_text = None if texts is None else lambda step, tag, text: texts(step, {tag: text})
+    return ForwardingWriter(
+        lambda step, scalars: obj.write_scalars(step, dict(scalars)), text=send_text, flush=_flush_of(obj)
+    )
+
+
+def _tensorboardx(obj: Any) -> Writer:
+    def picture(drawn: Picture) -> None:
+        obj.add_image(drawn.tag, _pixels(drawn), global_step=max(drawn.step, 0), dataformats="HWC")
+
+    text = getattr(obj, "add_text", None)
+    return ForwardingWriter(
+        _each(lambda tag, value, step: obj.add_scalar(tag, value, global_step=step)),
+        text=None if text is None else lambda step, tag, words: text(tag, words, global_step=max(step, 0)),
+        picture=picture if hasattr(obj, "add_image") else None,
+        flush=_flush_of(obj),
+    )
+
+
+def _flax(obj: Any) -> Writer:
+    text = getattr(obj, "text", None)
+    send_text = None if text is None else lambda step, tag, words: text(tag, words, step)
+    return ForwardingWriter(_each(obj.scalar), text=send_text, flush=_flush_of(obj))
+
+
+def _metrax(obj: Any) -> Writer:
+    return ForwardingWriter(_each(lambda tag, value, step: obj.log_scalar(tag, value, step=step)))
+
+
+def _big_vision(obj: Any) -> Writer:
+    return ForwardingWriter(_each(lambda tag, value, _step: obj.measure(tag, value)))
+
+
+def _wandb(obj: Any) -> Writer:
+    return ForwardingWriter(lambda step, scalars: obj.log(dict(scalars), step=step))
+
+
+_SHAPES: dict[str, Callable[[Any], Writer]] = {
+    "write_scalars": _clu,
+    "add_scalar": _tensorboardx,
+    "scalar": _flax,
+    "log_scalar": _metrax,
+    "measure": _big_vision,
+    "log": _wandb,
+}
+
+
+def _each(send: Callable[[str, float, int], object]) -> SendScalars:
+    def scalars(step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            send(tag, value, step)
+
+    return scalars
+
+
+def _flush_of(obj: Any) -> Callable[[], object] | None:
+    flush = getattr(obj, "flush", None)
+    return flush if callable(flush) else None
+
+
+def _pixels(picture: Picture) -> Any:
+    """The picture as height x width x colours of uint8."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    return np.asarray(imread(io.BytesIO(picture.png), format="png") * 255).round().astype(np.uint8)
