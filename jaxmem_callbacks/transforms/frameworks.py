@@ -39,7 +39,7 @@ _KNOWN = {"flax.nnx": "jaxmem_callbacks.integrations.flax_nnx"}
 
 def framework_of(*trees: Any) -> Framework | None:
     """The framework that owns an object anywhere in ``trees``, or None for plain pytrees of arrays."""
-    nodes = jax.tree.leaves(trees, is_leaf=_owner)
+    nodes = jax.tree.leaves(trees, is_leaf=lambda node: _owner(node) is not None)
     return next((found for node in nodes if (found := _owner(node)) is not None), None)
 
 
