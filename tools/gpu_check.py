@@ -240,7 +240,7 @@ def main(arguments: list[str]) -> int:
         return 0
     present = ask("presence", "default", QUESTION_LIMIT_S, preflight=options.preflight)
     platform = (present["answer"] or {}).get("platform")
-    if platform != ("cpu" if options.preflight else "gpu"):
+    if platform not in (("cpu",) if options.preflight else ("gpu", "cuda")):
         print(
             f"JAX in {sys.executable} sees {platform or 'nothing'}, not the GPU. It said:\n{present.get('stderr_end', '')}"
         )
