@@ -85,6 +85,7 @@ def leaf_uses(
     for leaf, sharding, number in zip(leaves, shardings, numbers, strict=True):
         requested = leaf.donated or leaf.argument in requested_names
         aliased = number is not None and number in reused
+        placed = sharding if sharding is not None else getattr(leaf.value, "sharding", None)
         lost, remedy = (None, None) if aliased or not requested else _why_lost(leaf, sharding, results)
         uses.append(
             LeafUse(
@@ -92,8 +93,8 @@ def leaf_uses(
                 path=leaf.path,
                 kind=leaf.kind,
                 type_text=leaf.type_text,
-                placement=_placement(sharding if sharding is not None else getattr(leaf.value, "sharding", None)),
-                bytes=leaf_bytes(leaf, sharding),
+                placement=_placement(placed),
+                bytes=leaf_bytes(leaf, placed),
                 requested=requested,
                 used=sharding is not None,
                 aliased=aliased,

@@ -1,0 +1,438 @@
+"""`jm.jit_step`: one compile shared with the first call, nothing added to the others, every kind of step a user has."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
+
+_compiled: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def listener():
+    def listen(event, _duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            _compiled.append(str(details.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextmanager
+def compiles_of(name: str) -> Generator[list[str]]:
+    start = len(_compiled)
+    inside: list[str] = []
+    yield inside
+    inside.extend(n for n in _compiled[start:] if n == f"jit({name})")
+
+
+def new_records(cursor: int):
+    return registry.since(cursor)[0]
+
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def loss_fn(params, batch):
+    return ((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - 1.0) ** 2).mean()
+
+
+def plain_data(rows=8):
+    params = {"w": jnp.linspace(0.0, 1.0, 64).reshape(8, 8), "v": jnp.ones((8, 1))}
+    return params, OPTIMIZER.init(params), {"x": jnp.linspace(0.0, 1.0, rows * 8).reshape(rows, 8)}
+
+
+def make_plain(name="train_step", gradients=jm.value_and_grad):
+    traces = []
+
+    def train_step(params, opt_state, batch):
+        traces.append(1)
+        loss, grads = gradients(loss_fn)(params, batch)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    train_step.__name__ = name
+    return train_step, traces
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_first_call_traces_once_and_compiles_once(remat):
+    train_step, traces = make_plain(f"once_{remat}")
+    step = jm.jit_step(train_step, jm.StepPolicy(remat=remat))
+    params, opt_state, batch = plain_data()
+    cursor = registry.since(0)[1]
+    with compiles_of(f"once_{remat}") as compiled:
+        new_params, new_opt_state, _ = step(params, opt_state, batch)
+        step(new_params, new_opt_state, batch)
+    assert (len(compiled), len(traces)) == (1, 1)
+    assert params["w"].is_deleted()
+    assert opt_state[0].mu["w"].is_deleted()
+    assert not batch["x"].is_deleted()
+    (record,) = new_records(cursor)
+    assert record.program == f"once_{remat}"
+    assert ("batch['x']", "float32[8,8]") in record.signature
+    assert record.changed == ()
+    assert record.memory.alias_bytes == 3 * (64 + 8) * 4 + 4  # weights, both moments, the count
+
+
+@pytest.mark.core
+def test_results_are_those_of_the_plain_step():
+    train_step, _ = make_plain("equal")
+    params, opt_state, batch = plain_data()
+    wanted = jax.jit(train_step)(params, opt_state, batch)
+    wanted = jax.jit(train_step)(*wanted[:2], batch)
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
+    got = step(*step(params, opt_state, batch)[:2], batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, wanted)
+
+
+@pytest.mark.core
+def test_new_shape_is_compiled_once_before_it_runs_and_told():
+    train_step, traces = make_plain("shapes")
+    step = jm.jit_step(train_step)
+    params, opt_state, batch = plain_data()
+    params, opt_state, _ = step(params, opt_state, batch)
+    cursor = registry.since(0)[1]
+    short = plain_data(rows=5)[2]
+    with compiles_of("shapes") as compiled:
+        params, opt_state, _ = step(params, opt_state, short)
+        step(params, opt_state, batch)
+    assert (len(compiled), len(traces)) == (1, 2)
+    (record,) = new_records(cursor)
+    assert record.changed == ("batch['x']: float32[8,8] -> float32[5,8]",)
+
+
+@pytest.mark.core
+def test_new_sharding_alone_is_noticed():
+    step = jm.jit_step(lambda state, x: state * x.sum(), donate_argnames=())
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    state, x = jnp.ones(16), jnp.ones(4)
+    step(state, x)
+    cursor = registry.since(0)[1]
+    step(jax.device_put(state, sharding), jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())))
+    (record,) = new_records(cursor)
+    assert "state: float32[16] -> float32[16] P('data',)" in record.changed
+
+
+@pytest.mark.core
+def test_users_own_jit_keeps_its_compiles_donation_and_static_arguments():
+    @functools.partial(jax.jit, static_argnames=("train",), donate_argnames=("state",))
+    def own(state, batch, train):
+        return state + batch.sum() * (2 if train else 1), batch
+
+    own(jnp.ones(8), jnp.ones(4), train=True)
+    step = jm.jit_step(own)
+    state = jnp.ones(8)
+    cursor = registry.since(0)[1]
+    with compiles_of("own") as compiled:
+        result, _ = step(state, jnp.ones(4), train=True)
+    assert compiled == []
+    assert state.is_deleted()
+    np.testing.assert_array_equal(result, np.full(8, 9.0))
+    assert [path for path, _ in new_records(cursor)[0].signature] == ["state", "batch"]
+
+
+@pytest.mark.core
+def test_users_own_jit_tells_a_later_signature_after_it_ran():
+    own = jax.jit(lambda state, batch: state + batch.sum(), donate_argnums=0)
+    step = jm.jit_step(own)
+    state = step(jnp.ones(8), jnp.ones(4))
+    cursor = registry.since(0)[1]
+    state = step(state, jnp.ones(3))
+    (record,) = new_records(cursor)
+    assert record.changed == ("batch: float32[4] -> float32[3]",)
+
+
+@pytest.mark.core
+def test_users_jit_is_traced_anew_under_a_policy():
+    train_step, _ = make_plain("own_jit")
+    own = jax.jit(train_step, donate_argnums=(0, 1))
+    params, opt_state, batch = plain_data()
+    own(*plain_data())
+    step = jm.jit_step(own, jm.StepPolicy(remat="full"))
+    assert "remat2" in str(step.trace(params, opt_state, batch).jaxpr)
+    assert "remat2" not in str(own.trace(params, opt_state, batch).jaxpr)
+    step(params, opt_state, batch)
+    assert params["w"].is_deleted()
+
+
+@pytest.mark.core
+def test_partial_of_a_jit_is_lowered_with_the_arguments_it_holds():
+    own = jax.jit(lambda scale, state, batch: state * scale + batch.sum(), donate_argnames=("state",))
+    step = jm.jit_step(functools.partial(own, jnp.float32(2)))
+    state = jnp.ones(8)
+    cursor = registry.since(0)[1]
+    np.testing.assert_array_equal(step(state, jnp.ones(4)), np.full(8, 6.0))
+    assert state.is_deleted()
+    assert [path for path, _ in new_records(cursor)[0].signature] == ["scale", "state", "batch"]
+
+
+@pytest.mark.core
+def test_switches_strings_and_callables_are_static():
+    seen = []
+
+    def train_step(state, batch, activation, *, train=True, mode="sum"):
+        seen.append((train, mode))
+        return activation(state + getattr(batch, mode)()), train
+
+    step = jm.jit_step(train_step)
+    np.testing.assert_array_equal(step(jnp.ones(4), jnp.ones(2), jnp.negative, train=False)[0], np.full(4, -3.0))
+    cursor = registry.since(0)[1]
+    step(jnp.ones(4), jnp.ones(2), jnp.negative, train=True, mode="mean")
+    assert seen == [(False, "sum"), (True, "mean")]
+    assert new_records(cursor)[0].changed == ("train: static False -> static True", "mode: new, static 'mean'")
+
+
+def test_a_value_that_is_no_array_inside_a_tree_is_refused():
+    step = jm.jit_step(lambda state: state["w"] + 1)
+    with pytest.raises(TypeError, match=re.escape("state['name'] of <lambda> is a str, expected an array or a number")):
+        step({"w": jnp.ones(3), "name": "layer"})
+
+
+def test_a_switch_in_star_args_is_refused():
+    step = jm.jit_step(lambda *trees: trees[0])
+    with pytest.raises(TypeError, match=re.escape("args[1] of <lambda> is 'sum', which is no array")):
+        step(jnp.ones(3), "sum")
+
+
+@pytest.mark.core
+def test_star_args_are_donated_by_place():
+    step = jm.jit_step(lambda *trees: (jax.tree.map(lambda x: x + trees[1].sum(), trees[0]), 0.0))
+    state = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    step(state, jnp.ones(5))
+    assert state["a"].is_deleted()
+
+
+@pytest.mark.core
+def test_keyword_arguments_are_donated_too():
+    step = jm.jit_step(lambda state, batch: (jax.tree.map(lambda x: x + batch.sum(), state), 0.0))
+    state = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    step(batch=jnp.ones(5), state=state)
+    assert state["a"].is_deleted()
+
+
+@pytest.mark.core
+def test_position_only_arguments_are_donated():
+    def train_step(state, batch, /):
+        return jax.tree.map(lambda x: x + batch.sum(), state), 0.0
+
+    state = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    jm.jit_step(train_step)(state, jnp.ones(5))
+    assert state["a"].is_deleted()
+
+
+@pytest.mark.core
+def test_train_state_with_a_python_step_counter():
+    params, _, batch = plain_data()
+    state = TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
+
+    def train_step(state, batch):
+        loss, grads = jm.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
+    with compiles_of("train_step") as compiled:
+        state, _ = step(state, batch)
+        first = state
+        state, _ = step(state, batch)
+    assert len(compiled) == 1
+    assert int(state.step) == 2
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.outer = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(self.norm(self.inner(x))))
+
+
+def nnx_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda m: ((m(batch["x"]) - 1) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def nnx_data():
+    model = Classifier(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), {"x": plain_data()[2]["x"]}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [lambda f: f, nnx.jit, functools.partial(nnx.jit, donate_argnames=("model", "optimizer"))])
+def test_nnx_objects_change_as_without_the_library(make):
+    wanted_model, wanted_optimizer, batch = nnx_data()
+    wanted = [float(nnx.jit(nnx_step)(wanted_model, wanted_optimizer, batch)) for _ in range(2)]
+    model, optimizer, batch = nnx_data()
+    kernel = model.inner.kernel.get_value()
+    step = jm.jit_step(make(nnx_step))
+    cursor = registry.since(0)[1]
+    with compiles_of("nnx_step") as compiled:
+        got = [float(step(model, optimizer, batch)) for _ in range(2)]
+    assert len(compiled) == 1
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_allclose(model.norm.mean.get_value(), wanted_model.norm.mean.get_value(), rtol=1e-6)
+    assert kernel.is_deleted() == (make is not nnx.jit)
+    assert ("model.inner.kernel", "float32[8,16]") in new_records(cursor)[0].signature
+
+
+@pytest.mark.core
+def test_nnx_cached_partial_runs_as_it_is():
+    model, optimizer, batch = nnx_data()
+    jitted = nnx.jit(nnx_step, donate_argnames=("model", "optimizer"))
+    step = jm.jit_step(nnx.cached_partial(jitted, model, optimizer))
+    with compiles_of("nnx_step") as compiled:
+        first, second = float(step(batch)), float(step(batch))
+    assert second != first
+    assert len(compiled) == 1
+
+
+@pytest.mark.core
+def test_a_step_inside_another_trace_is_only_traced():
+    step = jm.jit_step(lambda state, batch: (jax.tree.map(lambda x: x + batch.sum(), state), 0.0))
+    state = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    shapes = jax.eval_shape(step, state, jnp.ones(5))
+    assert shapes[0]["a"].shape == (3,)
+    state, _ = step(state, jnp.ones(5))
+    looped, _ = jax.lax.scan(lambda s, x: (step(s, x)[0], None), state, jnp.ones((2, 5)))
+    np.testing.assert_array_equal(looped["a"], np.full(3, 16.0))
+
+
+@pytest.mark.core
+def test_ordinary_calls_flatten_nothing_and_read_nothing():
+    flattened = []
+
+    @jax.tree_util.register_pytree_node_class
+    class Counted:
+        def __init__(self, value):
+            self.value = value
+
+        def tree_flatten(self):
+            flattened.append(1)
+            return (self.value,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    def train_step(state, batch):
+        return Counted(state.value + batch.sum()), 0.0
+
+    step, bare = jm.jit_step(train_step, donate_argnames=()), jax.jit(train_step)
+    state, batch = Counted(jnp.ones(4)), jnp.ones(3)
+    counts = []
+    for call in (step, bare):
+        call(state, batch)
+        flattened.clear()
+        with jax.transfer_guard("disallow"):
+            call(state, batch)
+        counts.append(len(flattened))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.core
+def test_ordinary_calls_do_not_wait_for_the_device():
+    def train_step(state, batch):
+        return jax.lax.fori_loop(0, 300, lambda _, w: jnp.tanh(w @ batch), state), 0.0
+
+    step = jm.jit_step(train_step, donate_argnames=())
+    state, batch = jnp.ones((512, 512)), jnp.ones((512, 512))
+    jax.block_until_ready(step(state, batch))
+    with jax.transfer_guard("disallow"):
+        result, _ = step(state, batch)
+    assert not result.is_ready()
+
+
+def test_policy_without_effect_is_refused_and_nothing_ran():
+    train_step, _ = make_plain("no_effect", gradients=jax.value_and_grad)
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
+    params, opt_state, batch = plain_data()
+    for _ in range(2):
+        with pytest.raises(PolicyError, match="no_effect never calls jm.value_and_grad"):
+            step(params, opt_state, batch)
+    assert not params["w"].is_deleted()
+
+
+def test_settings_that_only_the_users_jit_can_keep_are_refused():
+    with pytest.raises(DonationError, match=re.escape("Write it where it is jitted: jax.jit(<lambda>, donate_argnames=('s',))")):
+        jm.jit_step(jax.jit(lambda s: s), donate_argnames="s")
+    with pytest.raises(DonationError, match="state_shardings was given for <lambda>, which is already jitted"):
+        jm.jit_step(jax.jit(lambda s: s), state_shardings=1)
+    step = jm.jit_step(jax.jit(lambda s: s), jm.StepPolicy(donate=("s",)))
+    with pytest.raises(DonationError, match="is already jitted and does not donate s"):
+        step(jnp.ones(3))
+    step = jm.jit_step(jax.jit(lambda s: s * 2), jm.StepPolicy(donate="auto"))
+    with pytest.warns(DonationWarning, match="returns s updated without donating"):
+        step(jnp.ones(3))
+    step(jnp.ones(3))
+
+
+def test_names_that_are_no_arguments_are_refused():
+    step = jm.jit_step(lambda state, batch: state + batch, donate_argnames=("stat",))
+    message = "donate_argnames has 'stat', which is no argument of <lambda>. Did you mean `state`? Arguments of this call"
+    with pytest.raises(DonationError, match=re.escape(message)):
+        step(jnp.ones(3), jnp.ones(3))
+
+
+def sharded(spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+
+@pytest.mark.core
+def test_pinned_state_stays_where_it_is_and_is_never_moved():
+    def train_step(state, batch):
+        return jax.tree.map(lambda w: w + batch["x"].sum(), state), batch["x"].mean()
+
+    where = {"w": sharded(("data",)), "b": sharded(())}
+    state = jax.device_put({"w": jnp.ones((16, 2)), "b": jnp.ones(2)}, where)
+    batch = jax.device_put({"x": jnp.ones((8, 2))}, sharded(("data",)))
+    step = jm.jit_step(train_step, state_shardings=where)
+    before = state
+    state, _ = step(state, batch)
+    assert before["w"].is_deleted()
+    assert state["w"].sharding == where["w"]
+    elsewhere = jax.device_put({"w": jnp.ones((16, 2)), "b": jnp.ones(2)}, sharded(()))
+    fresh = jm.jit_step(train_step, state_shardings=where)
+    for call in (fresh, step):
+        with pytest.raises(PolicyError, match=re.escape("state = jax.device_put(state, state_shardings)")):
+            call(elsewhere, batch)
+    assert not elsewhere["w"].is_deleted()
+
+
+def test_pinning_something_that_is_no_argument_is_refused():
+    step = jm.jit_step(lambda state, batch: state, state_shardings={"w": sharded(())})
+    with pytest.raises(PolicyError, match=r"no argument of <lambda> has it \(arguments: state, batch\)"):
+        step(jnp.ones(3), jnp.ones(3))
+    step = jm.jit_step(lambda state, batch: (state + batch.sum(), 0.0), state_shardings=sharded(()))
+    with pytest.raises(PolicyError, match="state_shardings pins arguments by position, and batch came by keyword"):
+        step(jax.device_put(jnp.ones(3), sharded(())), batch=jnp.ones(3))
+
+
+def test_it_looks_like_the_users_step():
+    train_step, _ = make_plain("looks")
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
+    assert (step.__name__, step.__wrapped__, step.policy.remat) == ("looks", train_step, "full")
+    assert repr(step).startswith("jm.jit_step(looks, StepPolicy(remat='full'")
+    assert "looks" in step.lower(*plain_data()).as_text()
