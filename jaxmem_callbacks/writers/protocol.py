@@ -12,6 +12,8 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
+EVENTS_TAG = "memory/events"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:

@@ -13,8 +13,7 @@ from typing import Any, final
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
-from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
-from jaxmem_callbacks.writers.tensorboard import EVENTS_TAG
+from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
 
 SendScalars = Callable[[int, Mapping[str, float]], object]
 SendText = Callable[[int, str, str], object]

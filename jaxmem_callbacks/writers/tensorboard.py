@@ -21,9 +21,8 @@ from tensorboardX.summary import text
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
-from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
+from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
 
-EVENTS_TAG = "memory/events"
 _RGBA = 4  # TensorBoard's number for the colours of a PNG with transparency
 
 
