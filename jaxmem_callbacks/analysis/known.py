@@ -47,8 +47,10 @@ class KnownHere:
         for unavailable in observation.unavailable:
             self._why[unavailable.figure] = unavailable.reason
         for compilation in (compiled.compilation for compiled in observation.compilations):
+            known = self._programs.get(compilation.program)
             if compilation.memory is not None:
-                self._programs[compilation.program] = compilation.memory
+                larger = max(compilation.memory, known or compilation.memory, key=lambda memory: memory.step_bytes)
+                self._programs[compilation.program] = larger
             elif compilation.program not in self._programs:
                 self._unknown_programs[compilation.program] = compilation.unavailable or "unknown"
         self._dropped = observation.dropped

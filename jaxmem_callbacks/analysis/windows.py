@@ -28,7 +28,7 @@ class Window:
         step: The last step in it.
         time_s: When it closed, in seconds since the epoch.
         spreads: Tag -> what it did; tags without a value in this window are absent.
-        ranged: Tags that had more than one value in some window so far: only these have a range worth showing.
+        ranged: Tags that had different values in some window so far: only these have a range worth showing.
     """
 
     step: int
@@ -58,6 +58,7 @@ class Windows:
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._sums: dict[str, tuple[float, float, float, int]] = {}
+        self._constants: dict[str, float] = {}
         self._ranged: set[str] = set()
         self._opened_s: float | None = None
         self._closed_step: int | None = None
@@ -68,16 +69,21 @@ class Windows:
             low, total, high, count = self._sums.get(tag, (value, 0.0, value, 0))
             self._sums[tag] = (min(low, value), total + value, max(high, value), count + 1)
 
+    def keep(self, values: Mapping[str, float]) -> None:
+        """Show these in every window from now on, such as limits: they have no spread."""
+        self._constants.update(values)
+
     def close(self, step: int, time_s: float, *, force: bool = False) -> Window | None:
         """The window, if it is over (or ``force``) and has values; the first one is over at once."""
         # A clock that was set back counts as "over", or the window would stay open until it catches up.
         over = self._opened_s is None or not 0 <= time_s - self._opened_s < self._span_s
         if not self._sums or not (force or (over and step != self._closed_step)):
             return None
-        self._ranged.update(tag for tag, (*_, count) in self._sums.items() if count > 1)
+        self._ranged.update(tag for tag, (low, _, high, _) in self._sums.items() if low < high)
         spreads = {
             tag: Spread(low=low, mean=total / count, high=high, count=count)
             for tag, (low, total, high, count) in self._sums.items()
         }
+        spreads |= {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in self._constants.items()}
         self._sums, self._opened_s, self._closed_step = {}, time_s, step
         return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))

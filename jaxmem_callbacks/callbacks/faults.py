@@ -48,10 +48,6 @@ class Faults:
             self._off.add(key)
             self.say(message)
 
-    def is_off(self, part: str) -> bool:
-        """Whether this part has failed."""
-        return part in self._off
-
     def say(self, message: str) -> None:
         """One line on stderr; a closed stderr is no reason to disturb the run."""
         with contextlib.suppress(OSError, ValueError, AttributeError):

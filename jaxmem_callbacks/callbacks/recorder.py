@@ -64,7 +64,7 @@ class Recorder:
         self._write_table(observation)
         self._write_figure(observation.time_s, last=last)
         if window is not None or events:
-            self._each("flush", Writer.flush)
+            self._each(lambda writer: writer.flush())
 
     def latest(self, fresh: Sequence[Reading] = ()) -> dict[str, float]:
         """Tag -> value now: the latest reading of every probe and device, ``fresh`` ones first."""
@@ -72,13 +72,13 @@ class Recorder:
         pool = Windows(0.0)
         for reading in readings.values():
             pool.add(values_of(reading))
-        pool.add(self._constants())
+        pool.keep(self._constants())
         window = pool.close(0, 0.0, force=True)
         return window.scalars() if window is not None else {}
 
     def close(self) -> None:
         """Close the writers."""
-        self._each("close", Writer.close)
+        self._each(lambda writer: writer.close())
         self._writers = []
 
     def _learn(self, observation: Observation) -> None:
@@ -91,10 +91,10 @@ class Recorder:
         for metrics in observation.metrics:
             self._windows.add({f"train/{name}": value for name, value in metrics.values.items()})
         for compiled in observation.compilations:
-            if compiled.compilation.memory is not None:
-                self._needs[compiled.compilation.program] = compiled.compilation.memory.step_bytes
-        if observation.readings:
-            self._windows.add(self._constants())
+            name, memory = compiled.compilation.program, compiled.compilation.memory
+            if memory is not None:  # of several compiles the largest counts: all of them may run again
+                self._needs[name] = max(memory.step_bytes, self._needs.get(name, 0))
+        self._windows.keep(self._constants())
 
     def _constants(self) -> dict[str, float]:
         values = {f"memory/program_gib/{name}": need / GIB for name, need in dict(self._needs).items()}
@@ -143,11 +143,8 @@ class Recorder:
         return self._writers
 
     def _write(self, record: Record) -> None:
-        self._each("write", lambda writer: writer.write(record))
+        self._each(lambda writer: writer.write(record))
 
-    def _each(self, verb: str, action: Callable[[Writer], None]) -> None:
-        for writer in tuple(self._opened()):
-            part = f"the writer {type(writer).__name__}"
-            self._faults.attempt(part, action, writer, default=None)
-            if self._faults.is_off(part) and verb != "close":
-                self._opened().remove(writer)
+    def _each(self, action: Callable[[Writer], None]) -> None:
+        for number, writer in enumerate(self._opened(), start=1):
+            self._faults.attempt(f"writer {number} ({type(writer).__name__})", action, writer, default=None)

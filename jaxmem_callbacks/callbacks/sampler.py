@@ -82,7 +82,7 @@ class Sampler:
         self._ring.append((number, now, snapshot))
         if metrics is not None and now >= self._hold_from_s:
             self._held.append((self._stamped, number, now, user_metrics.scalars_of(metrics, self._skipped)))
-        elif self._held:
+        elif self._held and self._held[0][0] <= self._stamped - _HELD:
             self._held.popleft()
 
     def collect(self, *, scan: bool = False) -> Observation:

@@ -19,7 +19,7 @@ Stats = Mapping[str, int]
 Snapshot = tuple[Stats | None, ...]
 
 _REASONS = {
-    "cpu": "the CPU client of JAX keeps no allocator statistics; live arrays are counted instead",
+    "cpu": "JAX's CPU client keeps no allocator statistics",
     "gpu": "this allocator reports no statistics; XLA_PYTHON_CLIENT_ALLOCATOR=default (BFC) does",
 }
 

@@ -96,7 +96,7 @@ def _name_axes(figure: Any, device: Any, host: Any) -> None:
     host.set_ylabel("host, GiB")
     host.set_xlabel("step")
     for axes in (device, host):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         axes.grid(visible=True, alpha=0.3)
     handles, labels = device.get_legend_handles_labels()
     if handles:

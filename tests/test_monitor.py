@@ -1,0 +1,274 @@
+"""MemoryMonitor: a real run is watched, judged and written down; what it was given in error is refused by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.sampler import Sampler
+from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.protocol import Picture, Table
+
+STEPS, SHORT_AT = 40, 30
+RARE = MonitorSettings(window_s=3600.0, scan_s=3600.0, on_error="raise")
+
+
+def watched_step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    loss, gradient = jm.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(weights)
+    return weights - 0.1 * gradient, {"loss": loss}
+
+
+class Run:
+    """One short real run, its files read back."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = MonitorSettings(window_s=0.02, scan_s=0.02, limit_bytes=300_000, on_error="raise")
+        self.folder, self.double = folder, jm.CollectingWriter()
+        step = jm.jit_step(watched_step, jm.StepPolicy())
+        weights, batch = jnp.full((64, 64), 0.1), jnp.ones((512, 64))
+        self.losses = []
+        with jm.MemoryMonitor(settings, logdir=folder, writer=self.double) as monitor:
+            for index in range(STEPS):
+                weights, metrics = step(weights, batch if index != SHORT_AT else batch[:100])
+                monitor(index, metrics)
+                self.losses.append(float(metrics["loss"]))
+                time.sleep(0.02)
+        self.events = monitor.events
+        self.page = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
+        self.page.Reload()
+        self.lines = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("runs") / "new" / "folder")
+
+
+@pytest.mark.core
+def test_a_run_has_one_event_file_and_json_lines(run: Run):
+    names = sorted(path.name for path in run.folder.iterdir())
+    assert len(names) == 2
+    assert names[0].startswith("events.out.tfevents.")
+    assert names[1] == "memory.jsonl"
+
+
+@pytest.mark.core
+def test_a_run_shows_memory_by_step(run: Run):
+    tags = run.page.Tags()["scalars"]
+    assert {"memory/live_arrays_gib", "memory/host_gib", "memory/program_gib/watched_step", "train/loss"} <= set(tags)
+    points = run.page.Scalars("memory/live_arrays_gib")
+    assert len(points) >= STEPS // 3
+    steps = [point.step for point in points]
+    assert steps[0] <= 1, "the first sample is written at once"
+    assert steps[-1] == STEPS - 1, "the open window is written at close"
+    assert steps == sorted(steps)
+    assert all(point.value > 0 for point in points)
+
+
+def test_a_runs_metrics_are_the_steps_own(run: Run):
+    metrics = run.double.of(Metrics)
+    assert len(metrics) > STEPS // 3
+    assert all(each.values == {"loss": pytest.approx(run.losses[each.step])} for each in metrics)
+    assert metrics[-1].step == STEPS - 1
+
+
+@pytest.mark.core
+def test_a_run_tells_each_event_once_with_its_step(run: Run):
+    assert [(event.kind, event.step) for event in run.events] == [("near_oom", 0), ("recompilation", SHORT_AT)]
+    near, again = run.events
+    assert "watched_step alone needs" in near.message
+    assert near.figures["limit_bytes"] == 300_000
+    assert "float32[512,64]" in again.message
+    assert "float32[100,64]" in again.message
+    assert run.double.events == list(run.events)
+    assert [line["event"] for line in run.lines if line["kind"] == "event"] == ["near_oom", "recompilation"]
+
+
+def test_a_run_tells_events_in_tensorboard_as_text(run: Run):
+    texts = [entry.tensor_proto.string_val[0].decode() for entry in run.page.Tensors("memory/events/text_summary")]
+    assert ["Near out of memory" in texts[0], "Recompilation" in texts[1], len(texts)] == [True, True, 2]
+
+
+def test_a_run_says_what_is_known_here(run: Run):
+    table = run.double.of(Table)[0]
+    rows = {row[0]: row for row in table.rows}
+    assert rows["memory/in_use_gib"][3] == "unknown, because JAX's CPU client keeps no allocator statistics"
+    assert rows["memory/live_arrays_gib"][1] != "unknown"
+    assert rows["need of watched_step"][2] == "compiler"
+    assert len(run.double.of(Table)) <= 2, "written again only when what is known changes"
+    assert run.page.Tensors("memory/known_here/text_summary")
+
+
+def test_a_run_ends_with_its_figure(run: Run):
+    (picture,) = run.double.of(Picture)
+    assert picture.step == STEPS - 1
+    assert run.page.Images("memory/over_time")[0].encoded_image_string == picture.png
+    assert run.double.closed
+
+
+def test_every_line_of_a_run_carries_its_id(run: Run):
+    assert len({line["run"] for line in run.lines}) == 1
+    readings = [line for line in run.lines if line["kind"] == "reading"]
+    assert {line["source"] for line in readings} == {"live_arrays", "host"}
+    assert all(isinstance(line["live_array_bytes"], int) for line in readings if line["source"] == "live_arrays")
+
+
+# Ways to call it
+
+
+def test_a_plain_hook_writes_the_first_sample_at_once_and_the_rest_at_close():
+    double = jm.CollectingWriter()
+    monitor = jm.MemoryMonitor(RARE, writer=double)
+    monitor(0)
+    deadline = time.monotonic() + 20
+    while not double.of(Window) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [window.step for window in double.of(Window)] == [0]
+    monitor(1)
+    monitor.close()
+    assert [window.step for window in double.of(Window)] == [0, 1]
+    written = len(double.records)
+    monitor.close()
+    monitor(2)
+    monitor.flush()
+    assert len(double.records) == written, "after close, nothing"
+
+
+@pytest.mark.core
+def test_sample_returns_tags_for_writers_elsewhere():
+    with jm.MemoryMonitor(RARE) as monitor:
+        sample = monitor.sample(0)
+        assert sample["memory/host_gib"] > 0.01
+        assert sample["memory/live_arrays_gib"] >= 0
+        assert all(isinstance(value, float) for value in sample.values())
+        assert "memory/in_use_gib" not in sample, "unknown is absent, not 0"
+        assert monitor.sample(1).keys() == sample.keys()
+
+
+def test_levanters_shape():
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(RARE, writer=double) as monitor:
+        monitor.on_step(SimpleNamespace(step=4, loss=jnp.float32(2.0)))
+        monitor.on_step(SimpleNamespace(step=5), force=True)
+        monitor.flush()
+    assert [(each.step, each.values) for each in double.of(Metrics)] == [(4, {"loss": 2.0})]
+    assert double.of(Window)[-1].step == 5
+
+
+def test_metrics_may_be_nested_numpy_or_plain_and_need_not_be_finite():
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(RARE, writer=double) as monitor:
+        monitor(0, {"a": {"b": 1.5, "c": jnp.nan}, "n": jnp.int32(3), "done": True})
+        monitor.flush()
+    (metrics,) = double.of(Metrics)
+    assert repr(metrics.values) == "{'a/b': 1.5, 'a/c': nan, 'n': 3.0, 'done': 1.0}"
+
+
+def test_a_preset_is_taken_by_value_or_by_name():
+    scripted = Reading(source="host", device="host", step=0, time_s=0.0, resident_bytes=2**30)
+    for preset in (None, "monitor_only", jm.load_preset("monitor_only"), MonitorSettings()):
+        with jm.MemoryMonitor(preset, probes=[jm.ScriptedProbe([scripted])]) as monitor:
+            assert monitor.sample(0)["memory/host_gib"] == 1.0
+
+
+def test_scripted_readings_go_the_whole_way():
+    full = [
+        Reading(source="allocator", device="gpu:0", step=step, time_s=float(step), in_use_bytes=used, limit_bytes=1000)
+        for step, used in enumerate([100, 980, 960, 100])
+    ]
+    with jm.MemoryMonitor(RARE, probes=[jm.ScriptedProbe(full)]) as monitor:
+        monitor(0)
+        for _ in full:
+            monitor.flush()
+    assert [(event.kind, event.step) for event in monitor.events if event.device == "gpu:0"] == [("near_oom", 1)]
+
+
+def test_without_a_folder_and_writer_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with jm.MemoryMonitor() as monitor:
+        monitor(0, {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+    assert monitor.events == ()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_only_the_files_that_the_settings_want_are_made(tmp_path: Path):
+    with jm.MemoryMonitor(MonitorSettings(tensorboard=False), logdir=tmp_path) as monitor:
+        monitor(0)
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.jsonl"]
+
+
+# What is refused
+
+
+def test_a_preset_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"MemoryMonitor got StepPolicy as preset\. Expected a Preset.*jm\.load_preset"):
+        jm.MemoryMonitor(jm.StepPolicy())  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"every_steps": 0}, r"every_steps=0 \(expected at least 1\)"),
+        ({"scan_s": 0.0}, r"scan_s=0\.0 \(expected more than 0 seconds\)"),
+        ({"window_s": -1.0, "limit_bytes": 0}, r"window_s=-1\.0 .*; limit_bytes=0"),
+        ({"near_oom_headroom": 1.0}, "near_oom_headroom=1.0"),
+        ({"fragmentation_share": 0.0}, "fragmentation_share=0.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_at_construction(settings: dict[str, Any], text: str):
+    with pytest.raises(ValueError, match=text):
+        jm.MemoryMonitor(MonitorSettings(**settings))
+
+
+def test_a_remote_folder_is_refused():
+    with pytest.raises(ValueError, match=r"logdir='gs://bucket/run' is no local folder.*writer="):
+        jm.MemoryMonitor(logdir="gs://bucket/run")
+
+
+# The ring
+
+
+def sampler() -> Sampler:
+    return Sampler(
+        MonitorSettings(),
+        allocator=None,
+        probes=(),
+        programs=ProgramsProbe(since=lambda cursor: ((), cursor)),
+        faults=Faults("raise"),
+        look_s=0.1,
+    )
+
+
+def test_the_ring_is_bounded_and_what_it_loses_is_counted():
+    ring = sampler()
+    for step in range(4096 + 7):
+        ring.stamp(step, None)
+    observation = ring.collect()
+    assert (observation.step, observation.dropped) == (4102, 7)
+    ring.stamp(4103, None)
+    assert ring.collect().dropped == 7
+
+
+def test_at_a_fast_pace_metrics_are_held_only_shortly_before_a_look():
+    fast = sampler()
+    for step in range(20):
+        fast.stamp(step, {"loss": 1.0})
+        time.sleep(0.001)
+    assert [each.step for each in fast.collect().metrics] == [18, 19]
+    fast.stamp(20, {"loss": 1.0})
+    assert fast.collect().metrics == [], "the next look is a tenth of a second away"

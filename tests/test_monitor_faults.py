@@ -1,0 +1,153 @@
+"""Faults of the monitor: one line on stderr, that part is off, training and the other parts go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.protocol import Record, Writer
+
+FAST = MonitorSettings(window_s=0.01, scan_s=0.01)
+
+
+class BrokenProbe:
+    def read(self, step: int) -> Sequence[Reading]:
+        msg = f"driver gone\nat step {step}"
+        raise OSError(msg)
+
+
+class BrokenWriter(Writer):
+    def write(self, record: Record) -> None:
+        del record
+        msg = "disk full"
+        raise OSError(msg)
+
+
+def drive(monitor: jm.MemoryMonitor, steps: int = 5) -> None:
+    with monitor:
+        for step in range(steps):
+            monitor(step, {"loss": 1.0})
+            monitor.flush()
+
+
+def test_a_probe_that_raises_is_named_once_and_the_others_go_on(capfd):
+    double = jm.CollectingWriter()
+    drive(jm.MemoryMonitor(FAST, writer=double, probes=[BrokenProbe(), HostProbe()]))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "jaxmem: the probe BrokenProbe is switched off for the rest of the run: OSError: driver gone at step"
+    )
+    assert len([record for record in double.records if isinstance(record, Reading)]) >= 5
+
+
+def test_a_writer_that_raises_is_named_once_and_the_others_go_on(capfd):
+    double = jm.CollectingWriter()
+    drive(jm.MemoryMonitor(FAST, writer=[BrokenWriter(), double]))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "jaxmem: writer 1 (BrokenWriter) is switched off for the rest of the run: OSError: disk full"
+    assert double.of(Window)
+    assert double.closed
+
+
+def test_in_tests_it_raises_on_the_users_own_thread():
+    settings = MonitorSettings(window_s=60.0, scan_s=60.0, on_error="raise")
+    with pytest.raises(OSError, match="driver gone"):
+        drive(jm.MemoryMonitor(settings, probes=[BrokenProbe()]), steps=1)
+
+
+def test_a_hook_that_fails_is_switched_off_and_training_goes_on(capfd):
+    with jm.MemoryMonitor(FAST, probes=[]) as monitor:
+        monitor("twelve")
+        monitor(1)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("jaxmem: the hook is switched off for the rest of the run: ValueError: invalid literal")
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path: Path, capfd):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    full = Reading(source="allocator", device="gpu:0", step=0, time_s=0.0, in_use_bytes=99, limit_bytes=100)
+    monitor = jm.MemoryMonitor(FAST, logdir=blocked / "run", probes=[jm.ScriptedProbe([full])])
+    drive(monitor)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"jaxmem: writing to {blocked / 'run'} is switched off for the rest of the run: ")
+    assert "gpu:0" in [event.device for event in monitor.events], "it still watches"
+
+
+def test_two_monitors_on_one_folder_do_not_mix(tmp_path: Path, capfd):
+    with jm.MemoryMonitor(FAST, logdir=tmp_path) as first:
+        first(0)
+        first.flush()
+        drive(jm.MemoryMonitor(FAST, logdir=tmp_path))
+        first(1)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert (
+        "another monitor writes to this folder; close it first (monitor.close()) or give this one another logdir"
+        in line
+    )
+    assert len(list(tmp_path.glob("events.*"))) == 1
+    drive(jm.MemoryMonitor(FAST, logdir=tmp_path))
+    assert len(list(tmp_path.glob("events.*"))) == 2, "closed, it is free again"
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_no_scalar_is_said_once_and_not_held(capfd):
+    double = jm.CollectingWriter()
+    monitor = jm.MemoryMonitor(FAST, writer=double, probes=[])
+    with monitor:
+        for step in range(3):
+            monitor(step, {"loss": 1.0, "logits": jnp.ones((4, 4))})
+            monitor(step, [1, 2])
+            monitor.flush()
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == [
+        "jaxmem: the metric list (expected a mapping of names to scalars) is not shown: only scalars are kept.",
+        "jaxmem: the metric logits is not shown: only scalars are kept.",
+    ]
+
+
+def test_a_step_on_the_device_is_never_read(capfd):
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(FAST, writer=double, probes=[HostProbe()]) as monitor:
+        for step in range(3):
+            monitor(jnp.int32(100 + step))
+        monitor.flush()
+    assert double.of(Window)[-1].step == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the monitor counts calls instead. Give it a Python int: monitor(i, metrics)." in line
+
+
+def test_a_metric_deleted_meanwhile_is_left_out(capfd):
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(FAST, writer=double, probes=[HostProbe()]) as monitor:
+        gone = jnp.float32(1.0) + 0
+        gone.delete()
+        monitor(0, {"gone": gone, "kept": 2.0})
+        monitor.flush()
+    assert "train/gone" not in double.of(Window)[0].spreads
+    assert double.of(Window)[0].spreads["train/kept"].mean == 2.0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_users_exception_passes_unchanged():
+    problem = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    double = jm.CollectingWriter()
+
+    def train() -> None:
+        with jm.MemoryMonitor(FAST, writer=[BrokenWriter(), double]) as monitor:
+            monitor(0)
+            raise problem
+
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    assert caught.value is problem
+    assert caught.value.__context__ is None
+    assert double.closed

@@ -1,0 +1,225 @@
+"""Probes: what the runtime says becomes readings, and what it does not say becomes a reason, never a 0 or -1."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
+from jaxmem_callbacks.probes.allocator import AllocatorProbe, reading_of
+from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
+from jaxmem_callbacks.probes.programs import NOT_REGISTERED, ProgramsProbe
+from jaxmem_callbacks.probes.scripted import ScriptedProbe
+from jaxmem_callbacks.records.readings import Reading, Unavailable
+
+GIB = 2**30
+
+
+class Card(NamedTuple):
+    """A device as probes see one, with the statistics a real one gave."""
+
+    platform: str
+    stats: dict[str, int] | None
+    id: int = 0
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
+
+    def default_memory(self) -> Any:
+        return None
+
+
+# As jaxlib 0.12 on an H100 with BFC gives them, after some steps.
+GPU = {
+    "num_allocs": 120,
+    "bytes_in_use": 10 * GIB,
+    "peak_bytes_in_use": 30 * GIB,
+    "largest_alloc_size": GIB,
+    "bytes_limit": 60 * GIB,
+    "bytes_reserved": 0,
+    "peak_bytes_reserved": 0,
+    "largest_free_block_bytes": 40 * GIB,
+    "pool_bytes": 60 * GIB,
+    "peak_pool_bytes": 60 * GIB,
+}
+# As reported for a TPU in jax issue 1491, with reserved memory as in Enzyme-JAX issue 2422.
+TPU = {
+    "bytes_in_use": 3 * GIB,
+    "bytes_limit": 31 * GIB,
+    "bytes_reservable_limit": 29 * GIB,
+    "bytes_reserved": 27 * GIB,
+    "largest_free_block_bytes": GIB,
+    "num_allocs": 1,
+    "peak_bytes_in_use": 3 * GIB,
+}
+
+
+def read_one(card: Card) -> Reading:
+    (reading,) = AllocatorProbe([card]).read(3)
+    assert isinstance(reading, Reading)
+    return reading
+
+
+@pytest.mark.core
+def test_gpu_statistics_become_a_reading():
+    reading = read_one(Card("gpu", GPU, id=5))
+    assert (reading.source, reading.device, reading.step) == ("allocator", "gpu:5", 3)
+    assert reading.in_use_bytes == 10 * GIB
+    assert reading.peak_bytes_since_start == 30 * GIB
+    assert reading.limit_bytes == reading.pool_bytes == 60 * GIB
+    assert reading.largest_free_bytes == 40 * GIB
+    assert reading.reserved_bytes is None, "BFC never writes it, so its 0 says nothing"
+
+
+def test_tpu_keeps_what_is_reserved_for_temporaries():
+    reading = read_one(Card("tpu", TPU))
+    assert (reading.reserved_bytes, reading.pool_bytes, reading.largest_free_bytes) == (27 * GIB, None, GIB)
+
+
+def test_a_largest_block_of_zero_beside_free_memory_is_unknown_not_full_fragmentation():
+    """jaxlib before 0.11 leaves it 0 on GPU."""
+    old = read_one(Card("gpu", {**GPU, "largest_free_block_bytes": 0}))
+    assert old.largest_free_bytes is None
+    full = read_one(Card("gpu", {**GPU, "bytes_in_use": 60 * GIB, "largest_free_block_bytes": 0}))
+    assert full.largest_free_bytes == 0
+
+
+def test_cuda_async_without_preallocation_has_no_limit_and_no_largest_block():
+    stats = {
+        "num_allocs": 3,
+        "bytes_in_use": 5,
+        "peak_bytes_in_use": 9,
+        "bytes_limit": 0,
+        "largest_free_block_bytes": 0,
+    }
+    reading = read_one(Card("gpu", stats))
+    assert (reading.in_use_bytes, reading.limit_bytes, reading.largest_free_bytes) == (5, None, None)
+
+
+KEYS = sorted(GPU | TPU)
+
+
+@given(
+    stats=st.dictionaries(st.sampled_from(KEYS), st.sampled_from([-1, 0, 1, GIB, 7 * GIB, 60 * GIB])),
+    platform=st.sampled_from(["gpu", "tpu"]),
+)
+def test_unknown_never_comes_through_as_a_number(stats: dict[str, int], platform: str):
+    reading = reading_of(Card(platform, stats), stats, 1, 0.0)
+    figures = [getattr(reading, name) for name in Reading.__slots__ if name.endswith("_bytes")]
+    assert all(figure is None or figure >= 0 for figure in figures)
+    assert reading.limit_bytes != 0
+    found = fragmentation_of(reading)
+    if isinstance(found, Fragmentation):
+        assert 0 <= found.share <= 1
+        assert stats.get("largest_free_block_bytes", -1) >= 0
+    else:
+        assert found.reason
+
+
+@pytest.mark.core
+def test_cpu_says_that_it_knows_nothing_and_why_and_is_not_asked_again():
+    probe = AllocatorProbe()
+    entries = probe.read(0)
+    assert len(entries) == len(jax.local_devices()) == 8
+    assert all(isinstance(entry, Unavailable) for entry in entries)
+    assert entries[3].device == "cpu:3"
+    assert "CPU client keeps no allocator statistics" in entries[3].reason
+    assert probe.reports is False
+    assert probe.snapshot() == ()
+
+
+def test_a_gpu_allocator_without_statistics_names_one_that_has_them():
+    (entry,) = AllocatorProbe([Card("gpu", None)]).read(0)
+    assert isinstance(entry, Unavailable)
+    assert "XLA_PYTHON_CLIENT_ALLOCATOR" in entry.reason
+
+
+def by_device(step: int = 0) -> dict[str, Reading]:
+    return {entry.device: entry for entry in LiveArraysProbe().read(step) if isinstance(entry, Reading)}
+
+
+@pytest.mark.core
+def test_live_arrays_are_counted_per_device():
+    gc.collect()
+    before = by_device()
+    mesh = Mesh(jax.devices(), ("data",))
+    single = jax.device_put(jnp.ones((1024,), jnp.float32), jax.devices()[2])
+    sharded = jax.device_put(jnp.ones((8, 1024), jnp.float32), NamedSharding(mesh, P("data")))
+    replicated = jax.device_put(jnp.ones((1024,), jnp.float32), NamedSharding(mesh, P()))
+    jax.block_until_ready((single, sharded, replicated))
+    after = by_device(7)
+    grown = {name: after[name].live_array_bytes - before[name].live_array_bytes for name in after}
+    assert grown["cpu:2"] == 3 * 4096, "its own array, a shard, and the replica"
+    assert grown["cpu:5"] == 2 * 4096
+    assert after["cpu:5"].live_array_count - before["cpu:5"].live_array_count == 2
+    assert after["cpu:5"].step == 7
+
+
+def test_live_arrays_keeps_none_alive_and_survives_deletion_meanwhile():
+    arrays = [jnp.full((4,), float(index)) for index in range(300)]
+    first = weakref.ref(arrays[0])
+
+    def delete() -> None:
+        for array in arrays:
+            array.delete()
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    for _ in range(5):
+        assert len(LiveArraysProbe().read(0)) == 8
+    thread.join()
+    arrays.clear()
+    gc.collect()
+    assert first() is None
+
+
+def test_host_reads_resident_bytes():
+    (reading,) = HostProbe().read(2)
+    assert isinstance(reading, Reading)
+    assert reading.device == "host"
+    assert reading.resident_bytes > 50 * 2**20
+
+
+def test_scripted_replays_and_then_says_nothing():
+    reading = Reading(source="host", device="host", step=1, time_s=1.0, resident_bytes=5)
+    why = Unavailable(figure="host", device="host", reason="scripted")
+    probe = ScriptedProbe([reading, [reading, why]])
+    assert probe.read(0) == (reading,)
+    assert probe.read(1) == (reading, why)
+    assert probe.read(2) == ()
+
+
+def uncommon_step(x: jax.Array) -> jax.Array:
+    return x * 3
+
+
+@pytest.mark.core
+def test_unregistered_compiles_are_heard_while_listening_and_jax_own_operations_are_not():
+    probe = ProgramsProbe(since=lambda cursor: ((), cursor))
+    step = jax.jit(uncommon_step)
+    short, long, longer = jnp.ones(3), jnp.ones(11), jnp.ones(13)
+    step(short)
+    probe.start()
+    step(long)
+    jax.random.normal(jax.random.key(0), (19,)).sum() + jnp.ones((17,)).mean()
+    assert probe.drain() == (), "they settle first, so that a registered step can enter the registry"
+    compiled = probe.drain(settle_s=0.0)
+    assert [each.program for each in compiled] == ["uncommon_step"]
+    assert compiled[0].unavailable == NOT_REGISTERED
+    assert abs(compiled[0].time_s - time.time()) < 60
+    probe.stop()
+    step(longer)
+    assert probe.drain(settle_s=0.0) == ()
+    probe.stop()  # a second time is harmless

@@ -1,0 +1,211 @@
+"""Writers: what is written is read back by the reader it is meant for."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.analysis.windows import Spread, Window
+from jaxmem_callbacks.records.readings import Unavailable
+from jaxmem_callbacks.writers.collecting import CollectingWriter
+from jaxmem_callbacks.writers.console import ConsoleWriter
+from jaxmem_callbacks.writers.jsonl import JsonlWriter
+from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
+from jaxmem_callbacks.writers.over_time import draw_over_time
+from jaxmem_callbacks.writers.protocol import Picture, Record, Table
+from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
+from tests.sample_records import COMPILED, EVENT, MIB, READING, TABLE, WINDOW, points
+
+
+@pytest.fixture(scope="module")
+def picture() -> Picture:
+    drawn = draw_over_time(points(), [EVENT], limit_bytes=2**30, needs={"train_step": 700 * MIB})
+    assert drawn is not None
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, picture: Picture) -> tuple[Path, EventAccumulator]:
+    folder = tmp_path_factory.mktemp("run")
+    writer = TensorBoardWriter(folder, "run1")
+    for record in (WINDOW, EVENT, TABLE, picture, READING, COMPILED):
+        writer.write(record)
+    writer.flush()
+    read_back = EventAccumulator(str(folder))
+    read_back.Reload()
+    writer.close()
+    return folder, read_back
+
+
+@pytest.mark.core
+def test_tensorboard_writes_one_file_that_is_on_disk_after_flush(page):
+    folder, read_back = page
+    (file,) = folder.iterdir()
+    assert file.name.startswith("events.out.tfevents.")
+    assert file.name.endswith(".run1")
+    assert sorted(read_back.Tags()["scalars"]) == [
+        "memory/in_use_gib",
+        "memory/in_use_gib/max",
+        "memory/in_use_gib/min",
+        "train/loss",
+    ]
+
+
+def test_tensorboard_scalars_carry_step_and_time(page):
+    (scalar,) = page[1].Scalars("memory/in_use_gib")
+    assert (scalar.step, scalar.wall_time, scalar.value) == (7, 1700000000.25, 2.0)
+    assert page[1].Scalars("memory/in_use_gib/max")[0].value == 4.0
+
+
+def test_tensorboard_events_are_markdown_text(page):
+    (entry,) = page[1].Tensors("memory/events/text_summary")
+    text = entry.tensor_proto.string_val[0].decode()
+    assert entry.step == 12
+    assert "**Near out of memory** at step 12 (gpu:0)" in text
+    assert "**What to do:** Take a smaller batch." in text
+    assert "| limit bytes | 100 MiB (104857600 B) |" in text
+    assert "| headroom share | 3.0% |" in text
+
+
+def test_tensorboard_shows_the_table_of_what_is_known(page):
+    (entry,) = page[1].Tensors("memory/known_here/text_summary")
+    assert "| pool | unknown, because \\| so |" in entry.tensor_proto.string_val[0].decode()
+
+
+def test_tensorboard_shows_the_figure(page, picture: Picture):
+    (image,) = page[1].Images("memory/over_time")
+    assert (image.width, image.height) == (picture.width, picture.height)
+    assert Image.open(io.BytesIO(image.encoded_image_string)).size == (960, 540)
+
+
+def test_a_point_before_the_first_step_is_shown_at_zero(tmp_path: Path):
+    writer = TensorBoardWriter(tmp_path, "early")
+    writer.write(Window(step=-1, time_s=1.0, spreads={"memory/host_gib": Spread(low=1.0, mean=1.0, high=1.0, count=1)}))
+    writer.close()
+    read_back = EventAccumulator(str(tmp_path))
+    read_back.Reload()
+    assert read_back.Scalars("memory/host_gib")[0].step == 0
+
+
+def test_cells_with_bars_and_line_ends_stay_in_their_cell():
+    assert "a\\|b" in event_markdown(EVENT)
+    table = Table(tag="t", step=0, time_s=0.0, columns=("x",), rows=[("one\ntwo",)])
+    assert table_markdown(table).splitlines()[-1] == "| one two |"
+
+
+# The figure
+
+
+def colours(drawn: Picture) -> set[tuple[int, ...]]:
+    image = Image.open(io.BytesIO(drawn.png)).convert("RGB")
+    return {colour for _, colour in image.getcolors(maxcolors=2**24)}
+
+
+def test_the_figure_shows_limit_line_and_events():
+    with_event = draw_over_time(points(), [EVENT], limit_bytes=2**30)
+    without = draw_over_time(points(), [])
+    red = (0xD6, 0x27, 0x28)
+    assert red in colours(with_event)
+    assert red not in colours(without)
+
+
+def test_the_figure_leaves_pyplot_alone():
+    import sys
+
+    before = sys.modules.get("matplotlib.pyplot")
+    draw_over_time(points(), [])
+    if before is None:
+        assert "matplotlib.pyplot" not in sys.modules
+    else:
+        assert before.get_fignums() == []
+
+
+def test_without_points_there_is_no_figure():
+    assert draw_over_time([], [EVENT]) is None
+
+
+# JSON lines
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.core
+def test_jsonl_has_bytes_as_ints_under_jax_own_names(tmp_path: Path):
+    writer = JsonlWriter(tmp_path / "m.jsonl", "r1")
+    writer.write(READING)
+    first, reading = lines(tmp_path / "m.jsonl"), None
+    (start, reading) = first
+    assert start["kind"] == "run"
+    assert reading == {
+        "run": "r1",
+        "kind": "reading",
+        "source": "allocator",
+        "device": "gpu:1",
+        "step": 4,
+        "time_s": 1.5,
+        "bytes_in_use": 5,
+        "bytes_limit": 2**40,
+        "largest_free_block_bytes": 3,
+    }
+    writer.close()
+
+
+def test_jsonl_lines_are_on_disk_before_close_for_every_raw_record(tmp_path: Path):
+    writer = JsonlWriter(tmp_path / "m.jsonl", "r1")
+    metrics = Metrics(step=1, time_s=0.0, values={"loss": math.nan, "up": math.inf})
+    why = Unavailable(figure="allocator", device="cpu:0", reason="none here")
+    for record in (EVENT, metrics, why, COMPILED, WINDOW, TABLE):
+        writer.write(record)
+    kinds = [line["kind"] for line in lines(tmp_path / "m.jsonl")]
+    assert kinds == ["run", "event", "metrics", "unavailable", "compilation"], "derived records are left out"
+    _, event, values, _, compiled = lines(tmp_path / "m.jsonl")
+    assert event["event"] == "near_oom"
+    assert event["figures"]["limit_bytes"] == 100 * MIB
+    assert values["values"] == {"loss": "nan", "up": "inf"}, "JSON has no NaN"
+    assert compiled["memory"]["temp_bytes"] == 3
+    writer.close()
+
+
+def test_jsonl_appends_after_a_run_that_was_killed_in_the_middle_of_a_line(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"run":"old","kind":"run"}\n{"run":"old","kin')
+    writer = JsonlWriter(path, "new")
+    writer.write(READING)
+    writer.close()
+    old, broken, start, reading = path.read_text().splitlines()
+    assert json.loads(old)["run"] == "old"
+    assert broken == '{"run":"old","kin'
+    assert json.loads(start)["run"] == json.loads(reading)["run"] == "new"
+
+
+# Console and the double
+
+
+def test_console_prints_one_line_an_event():
+    stream = io.StringIO()
+    writer = ConsoleWriter(Console(file=stream, width=40))
+    for record in (EVENT, WINDOW, READING):
+        writer.write(record)
+    assert stream.getvalue() == "[memory] Near out of memory: gpu:0 holds 97 MiB of a limit of 100 MiB.\n"
+
+
+def test_the_collecting_double_keeps_everything_in_order():
+    writer = CollectingWriter()
+    records: list[Record] = [READING, EVENT, WINDOW]
+    for record in records:
+        writer.write(record)
+    writer.close()
+    assert writer.records == records
+    assert writer.events == [EVENT]
+    assert writer.of(Window) == [WINDOW]
+    assert writer.closed
