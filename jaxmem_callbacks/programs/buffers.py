@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def peak_buffers_attached(lowered: Any) -> tuple[Buffer, ...]:
 
     with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
         folder = pathlib.Path(place)
-        lowered.compile(compiler_options=dump_options(folder))
+        lowered.compile(compiler_options=dump_options(folder) | _past_the_cache())
         return peak_buffers(folder, jax.default_backend())
 
 
@@ -66,6 +67,17 @@ def peak_buffers(folder: pathlib.Path, platform: str, argument_names: Sequence[s
         if allocation.kind in {"argument", "output", "constant"}
     ]
     return tuple(sorted([*_alive(temporaries, module), *held], key=lambda buffer: -buffer.bytes))
+
+
+def _past_the_cache() -> dict[str, Any]:
+    """An option without effect on the program that makes JAX's persistent cache, where one is on, compile it anew.
+
+    Dump options are no part of that cache's key, so a program found there is never compiled and never dumped.
+    """
+    import jax
+
+    on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    return {"xla_debug_buffer_assignment_show_max": time.monotonic_ns() % 2**31} if on else {}
 
 
 def _alive(temporaries: Sequence[Allocation], module: Module) -> Iterable[Buffer]:

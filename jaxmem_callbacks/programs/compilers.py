@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import pathlib
 import sys
+from collections.abc import Sequence
 
 from jaxmem_callbacks.records.errors import TargetError
 
@@ -34,9 +35,14 @@ def target_folders() -> list[str]:
     return [folder for folder in folders if folder and pathlib.Path(folder).is_dir()]
 
 
-def compiler_versions(platform: str) -> dict[str, str]:
-    """Package -> version of the installed compiler for ``tpu`` or ``cuda``; empty where none is installed."""
-    path = [*sys.path, *target_folders()]
+def compiler_versions(platform: str, path: Sequence[str] | None = None) -> dict[str, str]:
+    """Package -> version of the installed compiler for ``tpu`` or ``cuda``; empty where none is installed.
+
+    Args:
+        platform: ``tpu`` or ``cuda``.
+        path: Folders to look in; by default where JAX is found, then `target_folders`.
+    """
+    path = [*sys.path, *target_folders()] if path is None else path
     for packages in _PACKAGES[platform]:
         found = {name: version for name in packages if (version := _version(name, path)) is not None}
         if len(found) == len(packages):
@@ -44,13 +50,18 @@ def compiler_versions(platform: str) -> dict[str, str]:
     return {}
 
 
-def require_compiler(platform: str, target: str) -> None:
+def require_compiler(platform: str, target: str, path: Sequence[str] | None = None) -> None:
     """Refuse a target whose compiler is missing or belongs to another JAX.
+
+    Args:
+        platform: ``tpu`` or ``cuda``.
+        target: The target's name, for the message.
+        path: As for `compiler_versions`.
 
     Raises:
         TargetError: in one line, with what to type.
     """
-    found = compiler_versions(platform)
+    found = compiler_versions(platform, path)
     jax = _version("jax", sys.path)
     if not found:
         msg = f"Target {target!r} needs a compiler that is not installed. Type: {_install_line(platform, jax)}"
@@ -71,7 +82,7 @@ def _install_line(platform: str, jax: str | None) -> str:
     )
 
 
-def _version(package: str, path: list[str]) -> str | None:
+def _version(package: str, path: Sequence[str]) -> str | None:
     """Version of an installed package, by its metadata on ``path``."""
-    found = next(iter(importlib.metadata.distributions(name=package, path=path)), None)
+    found = next(iter(importlib.metadata.distributions(name=package, path=list(path))), None)
     return found.version if found else None

@@ -123,7 +123,8 @@ def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
     try:
         blob, device_count = _serialised(jitted, flat.leaves, platform)
     except Exception as error:
-        callbacks = sorted({eqn.primitive.name for eqn in _equations(traced.jaxpr) if "callback" in eqn.primitive.name})
+        names = {eqn.primitive.name for eqn in _equations(traced.jaxpr)}
+        callbacks = sorted(name for name in names if "callback" in name or name == "debug_print")
         raise _refusal(flat.name, platform, error, ", ".join(callbacks)) from error
     return PortableProgram(
         name=flat.name,

@@ -187,6 +187,8 @@ class _Frames:
         self._files = {key: value.strip('"') for key, value in tables.get("FileNames", {}).items()}
         self._locations = {key: _fields(value) for key, value in tables.get("FileLocations", {}).items()}
         self._frames = {key: _fields(value) for key, value in tables.get("StackFrames", {}).items()}
+        # What stands for "no parent": 1 where parents are written one higher than their ids, else 0.
+        self._no_parent = min((frame.get("parent_frame_id", 0) for frame in self._frames.values()), default=0)
 
     def source(self, frame: int) -> str | None:
         """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""
@@ -203,8 +205,7 @@ class _Frames:
                     if not any(part in file for part in _LIBRARIES):
                         return where
                     first = first or where
-            # A parent is written one higher than its id; the outermost frame names itself.
-            frame = fields.get("parent_frame_id", 0) - 1
+            frame = fields.get("parent_frame_id", 0) - self._no_parent
         return first
 
 

@@ -15,6 +15,10 @@ import warnings
 from typing import Any
 
 
+# Typed keys by the names of their dtypes; JAX tells a key's implementation only of an array.
+_KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
 def main(folder: str) -> None:
     """Compile the request in ``folder``. An error of the compiler is an answer too; anything else ends in a traceback."""
     place = pathlib.Path(folder)
@@ -79,7 +83,8 @@ def _empty(aval: Any) -> Any:
     import jax.numpy as jnp
 
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0, impl=str(jax.random.key_impl(aval))), aval.shape)
+        key = jax.random.key(0, impl=_KEY_KINDS[str(aval.dtype)])
+        return jnp.broadcast_to(key, aval.shape)
     return jnp.zeros(aval.shape, aval.dtype)
 
 

@@ -35,7 +35,8 @@ class Buffer:
         shape: Dtype, shape and layout as the compiler prints them.
         operation: The JAX operation with its module path, such as ``jit(step)/Block_3/dot_general``, or None.
         source: ``file.py:line`` of the user's code, or None where the compiler kept none.
-        kind: ``temporary``, ``argument``, ``output`` or ``constant``.
+        kind: ``temporary``, ``argument``, ``output``, ``constant``, or ``gap``: memory that the plan leaves between the
+            temporaries alive at the peak.
     """
 
     bytes: int
