@@ -1,0 +1,143 @@
+"""Records, units and names: what passes between rooms says what it means, and refuses what means nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmem_callbacks.records import errors
+from jaxmem_callbacks.records.errors import JaxmemError, PolicyError, did_you_mean
+from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
+from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.records.programs import ProgramMemory
+from jaxmem_callbacks.records.units import GIB, MIB, format_bytes, parse_bytes
+
+
+def program(**figures: int) -> ProgramMemory:
+    sizes = {"argument_bytes": 100, "output_bytes": 60, "alias_bytes": 50, "temp_bytes": 7}
+    return ProgramMemory(name="step", platform="tpu", target="v5e:1x1", **{**sizes, **figures})
+
+
+def test_a_step_needs_what_the_runtime_says_else_the_sum_without_what_is_reused():
+    assert program().step_bytes == 100 + 60 - 50 + 7
+    assert program(total_bytes=99).step_bytes == 99
+    assert program(total_bytes=0).step_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("72GiB", 72 * GIB),
+        ("1.5 GB", 1_500_000_000),
+        ("4096 B", 4096),
+        ("4096", 4096),
+        ("512mib", 512 * MIB),
+        ("1kB", 1000),
+        ("0", 0),
+        (12, 12),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["72 gigs", "GiB", "", "1e3", "-1 B", "1.2.3 B", True, 1.5, None])
+def test_what_is_no_size_is_refused_with_one_that_is(text):
+    with pytest.raises(ValueError, match=r"Not a size: .*for example '72GiB' or '512MiB'"):
+        parse_bytes(text)
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match=r"A size is not negative: got -1\. Expected bytes as an int"):
+        parse_bytes(-1)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_printed_size_is_the_size_to_one_decimal(count):
+    assert abs(parse_bytes(format_bytes(count)) - count) <= max(1, count * 0.051)
+
+
+def test_unknown_bytes_are_unknown_and_not_zero():
+    assert format_bytes(None) == "unknown"
+    assert [format_bytes(count) for count in (0, 1536, 102400, 3 * 2**40)] == ["0 B", "1.5 KiB", "100 KiB", "3.0 TiB"]
+
+
+@given(st.sampled_from([(name, word) for name, words in REMAT_SYNONYMS.items() for word in (name, *words)]))
+def test_every_synonym_has_one_canonical_spelling(pair):
+    name, word = pair
+    assert canonical_remat(f" {word.upper()} ") == name
+
+
+def test_no_remat_and_saving_everything_are_different_programs():
+    words = [word for synonyms in REMAT_SYNONYMS.items() for word in (synonyms[0], *synonyms[1])]
+    assert len(words) == len(set(words))
+    assert canonical_remat("off") == "none"
+    assert canonical_remat("save_all") == "everything_saveable"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("ful", "Unknown remat policy 'ful'. Did you mean `full`? Expected one of: none, full, everything_saveable"),
+        ("minimal", "'minimal' is MaxText's list of tensor names, not a JAX policy. Name the tensors instead"),
+        (7, "Unknown remat policy 7."),
+    ],
+)
+def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
+    with pytest.raises(PolicyError, match=re.escape(message)):
+        canonical_remat(word)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"remat": "full", "save": "context"},
+            "save='context' is one text, expected a tuple of names: save=('context',).",
+        ),
+        ({"remat": "full", "offload": "x"}, "offload='x' is one text"),
+        ({"donate": "state"}, "donate='state': expected 'auto', a tuple of argument names such as ('state',), or ()."),
+        ({"remat": "full", "segments": 0}, "segments=0: expected a whole number of at least 1, or None"),
+        ({"remat": "full", "segments": True}, "segments=True: expected a whole number"),
+        ({"segments": 3}, "remat='none' leaves the loss untouched, so segments, save and offload would do nothing."),
+        ({"save": ("x",)}, "Use remat='full'."),
+        ({"remat": "save_names"}, "remat='save_only_these_names' needs the names to keep: save=('context', ...)"),
+    ],
+)
+def test_a_policy_that_contradicts_itself_is_refused(options, message):
+    with pytest.raises(PolicyError, match=re.escape(message)):
+        StepPolicy(**options)
+
+
+def test_a_policy_is_frozen_and_canonical():
+    policy = StepPolicy(remat="dots", save=["a"], donate=["state"])
+    assert (policy.remat, policy.save, policy.donate) == ("dots_saveable", ("a",), ("state",))
+    assert policy.changes_gradients
+    assert not StepPolicy().changes_gradients
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.remat = "none"
+
+
+def test_a_policy_comes_out_of_a_preset_or_is_one():
+    policy = StepPolicy(remat="full")
+    assert policy_of(policy) is policy
+    assert policy_of(Preset(name="mine", policy=policy)) is policy
+    with pytest.raises(TypeError, match=re.escape("got str. Write jm.load_preset('full_remat').")):
+        policy_of("full_remat")
+    with pytest.raises(TypeError, match=r"Expected a StepPolicy or a Preset, got int\.$"):
+        policy_of(3)
+
+
+def test_every_error_is_the_librarys_and_of_a_kind_that_python_knows():
+    own = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, JaxmemError)]
+    assert len(own) >= 8
+    assert all(value is JaxmemError or issubclass(value, (ValueError, RuntimeError)) for value in own)
+
+
+def test_a_hint_is_given_only_for_what_is_near():
+    assert did_you_mean("remta", ["remat", "donate"]) == " Did you mean `remat`?"
+    assert did_you_mean("xyz", ["remat", "donate"]) == ""
