@@ -60,11 +60,11 @@ def checkpoint_template(policy: Callable[..., Any] | None, *, prevent_cse: bool)
     return open_jaxpr(traced).eqns[0]
 
 
-def checkpoint_equation(template: Any, jaxpr: Any) -> Any:
-    """An equation that computes ``jaxpr``, whose own variables are its operands and results, under a checkpoint."""
+def checkpoint_equation(template: Any, jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """An equation that computes ``jaxpr`` of ``invars`` under a checkpoint."""
     return template.replace(
-        invars=list(jaxpr.invars),
-        outvars=list(jaxpr.outvars),
+        invars=list(invars),
+        outvars=list(outvars),
         params={**template.params, "jaxpr": jaxpr},
         effects=jaxpr.effects,
     )

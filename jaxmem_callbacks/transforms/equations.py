@@ -39,12 +39,12 @@ class Equations:
 
 def is_variable(atom: Any) -> bool:
     """Whether an operand is a variable, not a literal."""
-    return not isinstance(atom, core.Literal)
+    return type(atom) is not core.Literal
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among operands, each once, in order."""
-    return list(dict.fromkeys(atom for atom in atoms if is_variable(atom)))
+    """The variables among operands, in order."""
+    return [atom for atom in atoms if type(atom) is not core.Literal]
 
 
 def flatten(closed: Any) -> Equations:

@@ -7,7 +7,7 @@ what brings its own checkpoint (a scan over layers, the user's own remat) and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxmem_callbacks._compat.jaxprs import (
@@ -19,6 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import (
 )
 from jaxmem_callbacks.transforms.equations import Equations, flatten, is_movable, refuse_effects, variables
 from jaxmem_callbacks.transforms.residuals import scan_step_bytes
+from jaxmem_callbacks.transforms.sharing import Sharing
 
 _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 
@@ -48,7 +49,8 @@ def checkpoint_body(eqn: Any, policy: Callable[..., Any] | None) -> Any:
     assert not flat.consts, "the body of a traced scan takes its constants as operands"
     reports = [inner for inner in flat.eqns if is_movable(inner)]
     inner = Segment(flat.eqns, set(), {})
-    eqns = inner.checkpointed(flat, flat.outvars, checkpoint_template(policy, prevent_cse=False))
+    results = set(variables(flat.outvars))
+    eqns = inner.checkpointed(flat, results.__contains__, checkpoint_template(policy, prevent_cse=False), Sharing())
     derived = derive(body, invars=flat.invars, outvars=flat.outvars, eqns=[*eqns, *reports])
     return eqn.replace(params={**eqn.params, "jaxpr": close(derived)})
 
@@ -59,36 +61,46 @@ class Segment:
     def __init__(self, eqns: Sequence[Any], sunk: set[Any], maker: dict[Any, Any]) -> None:
         self._reports = [eqn for eqn in eqns if is_movable(eqn)]
         own = [eqn for eqn in eqns if not is_movable(eqn) and not sunk.issuperset(eqn.outvars)]
-        self._eqns = [*_makers(own, sunk, maker), *own]
-        self.report_makers = _makers(self._reports, sunk, maker)
+        self._sunk = sunk
+        self._eqns = [*_makers(_operands(own), sunk, maker), *own]
+        self._report_makers = _makers(_operands(self._reports), sunk, maker)
 
     @property
     def eqns(self) -> list[Any]:
         """The equations as they are, reports included."""
-        return [*self._eqns, *self.report_makers, *self._reports]
+        return [*self._eqns, *self._report_makers, *self._reports]
 
-    def checkpointed(self, flat: Equations, used_later: Sequence[Any], template: Any) -> list[Any]:
+    def checkpointed(
+        self, flat: Equations, is_used_later: Callable[[Any], bool], template: Any, sharing: Sharing
+    ) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
 
         Args:
             flat: The function being cut.
-            used_later: Variables that equations after this segment, or the function's results, use.
+            is_used_later: Whether an equation after this segment, or the function's results, use a variable.
             template: A checkpoint equation to fill in.
+            sharing: The segments made before, for one that is equal.
         """
         made = dict.fromkeys(var for eqn in self._eqns for var in eqn.outvars)
-        wanted = {*variables(used_later), *variables(atom for eqn in self._reports for atom in eqn.invars)}
-        invars = [v for v in variables(atom for eqn in self._eqns for atom in eqn.invars) if v not in made]
-        outvars = [var for var in made if var in wanted]
+        reported = _operands(self._reports)
+        invars = [var for var in _operands(self._eqns) if var not in made]
+        outvars = [var for var in made if var not in self._sunk and (var in reported or is_used_later(var))]
         if not outvars:
-            return [*self.report_makers, *self._reports]
+            return [*self._report_makers, *self._reports]
         jaxpr = derive(flat.template, invars=invars, outvars=outvars, eqns=self._eqns)
-        return [checkpoint_equation(template, jaxpr), *self.report_makers, *self._reports]
+        one = checkpoint_equation(template, sharing.shared(jaxpr), invars, outvars)
+        return [one, *self._report_makers, *self._reports]
 
 
-def _makers(eqns: Sequence[Any], sunk: set[Any], maker: dict[Any, Any]) -> list[Any]:
-    """The equations that make the sunk values which ``eqns`` use, in order."""
+def _operands(eqns: Sequence[Any]) -> dict[Any, None]:
+    """The variables that equations use, each once, in order."""
+    return dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
+
+
+def _makers(wanted: Iterable[Any], sunk: set[Any], maker: dict[Any, Any]) -> list[Any]:
+    """The equations that make the sunk values among ``wanted``, in order."""
     found: dict[int, Any] = {}
-    pending = [var for eqn in eqns for var in variables(eqn.invars) if var in sunk]
+    pending = [var for var in wanted if var in sunk]
     while pending:
         index, eqn = maker[pending.pop()]
         if index not in found:
@@ -111,43 +123,29 @@ def cut(
     """
     bounds = [0, *places, len(flat.eqns)]
     maker = {var: (index, eqn) for index, eqn in enumerate(flat.eqns) for var in eqn.outvars}
-    later = _used_from(flat, bounds, sunk, maker)
+    last = _last_segment_of(flat, bounds, sunk, maker)
     eqns: list[Any] = []
-    known: set[Any] = set()
+    sharing = Sharing()
     for position, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         segment = Segment(flat.eqns[start:end], sunk, maker)
         if plain(start, end):
-            added = segment.eqns
+            eqns += segment.eqns
         else:
-            added = segment.checkpointed(flat, later[position + 1], template)
-        # The same sunk value may be needed by two stretches outside any checkpoint: it is made there once.
-        for eqn in added:
-            if known.isdisjoint(eqn.outvars) or not eqn.outvars:
-                eqns.append(eqn)
-                known.update(eqn.outvars)
-    results = _makers_of(flat.outvars, sunk, maker)
-    eqns.extend(eqn for eqn in results if known.isdisjoint(eqn.outvars))
-    return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
+            eqns += segment.checkpointed(flat, lambda var, here=position: last.get(var, -1) > here, template, sharing)
+    eqns += _makers(variables(flat.outvars), sunk, maker)
+    # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
+    once = {id(eqn): eqn for eqn in eqns}
+    return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
 
 
-def _makers_of(outvars: Sequence[Any], sunk: set[Any], maker: dict[Any, Any]) -> list[Any]:
-    wanted = [var for var in variables(outvars) if var in sunk]
-    eqns = [maker[var][1] for var in wanted]
-    index = {id(eqn): maker[var][0] for var, eqn in zip(wanted, eqns, strict=True)}
-    before = _makers(eqns, sunk, maker)
-    index |= {id(eqn): maker[eqn.outvars[0]][0] for eqn in before}
-    return sorted({id(eqn): eqn for eqn in [*before, *eqns]}.values(), key=lambda eqn: index[id(eqn)])
-
-
-def _used_from(
+def _last_segment_of(
     flat: Equations, bounds: Sequence[int], sunk: set[Any], maker: dict[Any, Any]
-) -> dict[int, list[Any]]:
-    """For each bound, the variables that are used at or after it, or are results; sunk values stand for what they use."""
-    used: dict[Any, None] = dict.fromkeys(variables(flat.outvars))
-    found = {len(bounds) - 1: list(used)}
-    for position in range(len(bounds) - 2, -1, -1):
-        segment = flat.eqns[bounds[position] : bounds[position + 1]]
-        for eqn in [*_makers(segment, sunk, maker), *segment]:
-            used.update(dict.fromkeys(variables(eqn.invars)))
-        found[position] = list(used)
-    return found
+) -> dict[Any, int]:
+    """The last segment that uses each variable; results count as used behind the last, sunk values by what they use."""
+    last: dict[Any, int] = {}
+    for position, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        segment = flat.eqns[start:end]
+        operands = _operands(segment)
+        last.update(dict.fromkeys(operands, position))
+        last.update(dict.fromkeys(_operands(_makers(operands, sunk, maker)), position))
+    return last | dict.fromkeys(variables(flat.outvars), len(bounds))
