@@ -68,7 +68,9 @@ def test_each_result_is_claimed_once_and_no_batch_ever(sizes, order):
     taken = [trees[name][0].shape for name in donated]
     assert len(taken) == len(set(taken))
     assert not any(name.startswith("batch") for name in donated)
-    assert {trees[n][0].shape for n, _ in arguments if n.startswith("state")} & {r[0].shape for r in results} == set(taken)
+    assert {trees[n][0].shape for n, _ in arguments if n.startswith("state")} & {r[0].shape for r in results} == set(
+        taken
+    )
 
 
 def test_a_header_is_read_whatever_its_form():
@@ -78,7 +80,8 @@ def test_a_header_is_read_whatever_its_form():
         "->(f32[3]{0}, f32[])}, x={true}\nbody"
     )
     assert (read_header(line).reused, read_header(line).parameters) == ({2: 1, 0: 0}, 4)
-    packed = "HloModule t, input_output_alias={ {0}: (0, {7}, may-alias) }, entry_computation_layout={((f32[2]{0}, s32[]))->f32[]}"
+    packed = "HloModule t, input_output_alias={ {0}: (0, {7}, may-alias) }, "
+    packed += "entry_computation_layout={((f32[2]{0}, s32[]))->f32[]}"
     assert (read_header(packed).reused, read_header(packed).parameters) == ({7: 0}, 2)
     assert (read_header("HloModule empty, entry_computation_layout={()->f32[]}").parameters) == 0
     assert read_header("").reused == {}
@@ -98,7 +101,7 @@ def other_sharding(state, batch):
     return {"w": w, "n": state["n"] + 1}, batch.sum()
 
 
-def unused(state, batch):
+def unused(state, batch):  # noqa: ARG001 - that is the case
     return batch.sum()
 
 
@@ -110,8 +113,16 @@ def reduced(state, batch):
 @pytest.mark.parametrize(
     ("train_step", "reason", "remedy"),
     [
-        (other_width, "state['w'] float32[16,8]: it comes as float32 and is returned as bfloat16", ".astype('float32')"),
-        (other_sharding, "it comes as P('data',) and is returned as P(", "state_shardings=jax.tree.map(lambda x: x.sharding"),
+        (
+            other_width,
+            "state['w'] float32[16,8]: it comes as float32 and is returned as bfloat16",
+            ".astype('float32')",
+        ),
+        (
+            other_sharding,
+            "it comes as P('data',) and is returned as P(",
+            "state_shardings=jax.tree.map(lambda x: x.sharding",
+        ),
         (unused, "the step never uses it, so JAX drops it from the program", "delete the argument 'state'"),
         (reduced, "no result that is left has its shape and dtype", "Leave 'state' out of donate_argnames"),
     ],
@@ -124,7 +135,9 @@ def test_a_donation_asked_for_and_lost_is_an_error_before_anything_runs(train_st
     for _ in range(2):
         with pytest.raises(DonationError) as caught:
             step(state, batch)
-    assert f"Donation of state to {train_step.__name__} is not happening for 1 array(s), 64 B on each device" in str(caught.value)
+    assert f"Donation of state to {train_step.__name__} is not happening for 1 array(s), 64 B on each device" in str(
+        caught.value
+    )
     assert reason in str(caught.value)
     assert remedy in str(caught.value)
     assert "state['n']" not in str(caught.value)
@@ -136,7 +149,7 @@ def test_debug_nans_is_named_as_the_reason():
         return state + batch.sum()
 
     state = jnp.ones(8)
-    with jax.debug_nans(True):  # noqa: FBT003 - JAX's signature
+    with jax.debug_nans(True):
         with pytest.raises(DonationError, match="jax_debug_nans is on, and JAX donates nothing while it is"):
             jm.jit_step(train_step, donate_argnames="state")(state, jnp.ones(3))
         with pytest.warns(DonationWarning, match="jax_debug_nans is on"):
@@ -156,7 +169,10 @@ def test_an_inferred_donation_that_is_lost_warns_once_and_jax_not_at_all():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step(dict(state), jax.device_put(jnp.ones(8), mesh_sharding()))
-        step(jax.device_put(jax.tree.map(jnp.ones_like, state), mesh_sharding()), jax.device_put(jnp.ones(4), mesh_sharding()))
+        step(
+            jax.device_put(jax.tree.map(jnp.ones_like, state), mesh_sharding()),
+            jax.device_put(jnp.ones(4), mesh_sharding()),
+        )
     assert [w.category for w in caught] == [DonationWarning]
     assert "state['w'] float32[16,8]: it comes as P('data',) and is returned as P(" in str(caught[0].message)
 
@@ -194,7 +210,9 @@ def test_tied_buffers_are_named_before_anything_runs():
     step = jm.jit_step(train_step)
     with pytest.raises(DonationError) as caught:
         step(params, params, jnp.ones(2))
-    assert "params['embed'] and ema['embed'] of train_step are one and the same buffer (float32[4,4])" in str(caught.value)
+    assert "params['embed'] and ema['embed'] of train_step are one and the same buffer (float32[4,4])" in str(
+        caught.value
+    )
     assert "aliased twice: both are donated" in str(caught.value)
     assert "ema = jax.tree.map(jnp.copy, ema)" in str(caught.value)
     assert not params["embed"].is_deleted()
@@ -206,7 +224,9 @@ def test_tied_buffers_are_named_before_anything_runs():
 def test_a_buffer_donated_and_read_is_named():
     step = jm.jit_step(lambda state, old: (state * 2 - old["w"].sum(), 0.0), donate_argnames="state")
     w = jax.device_put(jnp.ones((16, 4)), mesh_sharding("data"))
-    with pytest.raises(DonationError, match=re.escape("state and old['w'] of <lambda> are one and the same buffer")) as caught:
+    with pytest.raises(
+        DonationError, match=re.escape("state and old['w'] of <lambda> are one and the same buffer")
+    ) as caught:
         step(w, {"w": w})
     assert "donated in one place and passed undonated in another" in str(caught.value)
 

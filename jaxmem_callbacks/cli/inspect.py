@@ -25,10 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
         "where name() returns (train_step, args)",
     )
-    parser.add_argument("script_args", nargs="*", metavar="ARG", help="the script's own arguments, after --")
-    parser.add_argument("--target", metavar="T", help="compile for hardware that is not here, such as h100_sxm or v5e:2x2")
+    parser.add_argument(
+        "--target", metavar="T", help="compile for hardware that is not here, such as h100_sxm or v5e:2x2"
+    )
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="buffers of the peak to show (10; 0: none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--args",
+        dest="script_args",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="ARG",
+        help="the script's own arguments: all that follows",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +109,9 @@ class _Report:
     def _compared(self) -> list[tuple[str, str, str]]:
         words = {"step": "step_bytes", "arguments": "argument_bytes", "outputs": "output_bytes"}
         words |= {"aliased": "alias_bytes", "temporaries": "temp_bytes"}
-        sizes = [(word, *(format_bytes(getattr(m, name)) for m in (self.plain, self.memory))) for word, name in words.items()]
+        sizes = [
+            (word, *(format_bytes(getattr(m, name)) for m in (self.plain, self.memory))) for word, name in words.items()
+        ]
         return [*sizes, ("recomputed by the compiler", str(self.plain.compiler_remat), str(self.memory.compiler_remat))]  # type: ignore[union-attr]
 
     def as_json(self) -> dict[str, Any]:

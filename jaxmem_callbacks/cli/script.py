@@ -14,7 +14,9 @@ from typing import Any, Never
 from jaxmem_callbacks.programs.interception import first_calls_seen_by
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 
-LINE_TO_ADD = "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
+LINE_TO_ADD = (
+    "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,9 @@ def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
     maker = getattr(module, name, None)
     if not callable(maker):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        msg = f"{path} has no function {name!r}.{did_you_mean(name, names)} It has: {', '.join(sorted(names)) or 'none'}."
+        msg = (
+            f"{path} has no function {name!r}.{did_you_mean(name, names)} It has: {', '.join(sorted(names)) or 'none'}."
+        )
         raise ScriptError(msg)
     with _own_traceback(path):
         made = maker()

@@ -116,8 +116,7 @@ def donation_message(function: Callable[..., Any], lost: Sequence[LeafUse]) -> s
     names = ", ".join(dict.fromkeys(use.argument for use in lost))
     total = format_bytes(sum(use.bytes for use in lost))
     lines = [
-        f"Donation of {names} to {step} is not happening for {len(lost)} array(s), {total} on each device; JAX says nothing"
-        " of it at run time, the arrays simply stay.",
+        f"Donation of {names} to {step} is not happening for {len(lost)} array(s), {total} on each device:",
         *(f"  {use.path} {use.type_text}: {use.lost}." for use in lost[:_SHOWN]),
         *([f"  ... and {len(lost) - _SHOWN} more."] if len(lost) > _SHOWN else []),
         *dict.fromkeys(use.remedy for use in lost if use.remedy),
@@ -177,8 +176,7 @@ def _why_same_type(leaf: Leaf, sharding: Any, other: _Result) -> tuple[str, str]
         )
     return (
         f"it comes as {_spec(sharding)} and is returned as {_spec(other.sharding)}",
-        "Pin what the step returns: jm.jit_step(..., state_shardings=jax.tree.map(lambda x: x.sharding, state)), "
-        "or out_shardings in your own jax.jit.",
+        "Pin what it returns: jm.jit_step(..., state_shardings=jax.tree.map(lambda x: x.sharding, state)).",
     )
 
 

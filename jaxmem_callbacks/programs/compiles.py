@@ -29,7 +29,6 @@ def watch_compiles() -> None:
     jax.monitoring.register_event_duration_secs_listener(_count)
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
-    del duration
+def _count(event: str, duration_secs: float, **_: Any) -> None:  # noqa: ARG001 - JAX's signature
     if event == _COMPILED:
         compiles.count += 1

@@ -78,11 +78,13 @@ def check_names(names: Sequence[str], arguments: Sequence[tuple[str, Any]], func
 
 def _shape_of(tree: Any) -> Shape:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((tuple(jax.numpy.shape(leaf)), _dtype(leaf)) for leaf in leaves)
+    return structure, tuple((tuple(getattr(leaf, "shape", ())), _dtype(leaf)) for leaf in leaves)
 
 
 def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    return jax.dtypes.result_type(leaf) if isinstance(leaf, bool | int | float | complex) else type(leaf)
 
 
 def _is_single_array(shape: Shape) -> bool:

@@ -104,7 +104,9 @@ def static_arguments(arguments: Sequence[tuple[str, Any]], function: Callable[..
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         parameters = ()
-    static += [p.name for p in parameters if p.default is not p.empty and p.default is not None and _is_static(p.default)]
+    static += [
+        p.name for p in parameters if p.default is not p.empty and p.default is not None and _is_static(p.default)
+    ]
     names = [*parameter_names(function), *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
     for name, value in arguments:
         if name in static and name not in names and name.startswith("args["):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -92,8 +92,8 @@ def call_leaves(arguments: Sequence[tuple[str, Any]], positional: int, lowered: 
     infos = lowered.in_tree.flatten_up_to(lowered.args_info)
     aligned = _dynamic_arguments(arguments, positional, lowered.in_tree)
     if aligned is None:
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]]
-        return [_from_info("argument", jax.tree_util.keystr(p), "other", i) for p, i in zip(paths, infos, strict=True)]
+        every = [leaf for name, value in arguments for leaf in user_leaves(name, value) if is_dynamic(leaf.value)]
+        return _named("argument", every, infos)
     leaves: list[Leaf] = []
     for name, value, count in aligned:
         part = infos[len(leaves) : len(leaves) + count]
@@ -115,11 +115,16 @@ def _dynamic_arguments(
         rest_defs = len(defs) - len(aligned)
         if rest_defs and (len(given) - i == rest_defs or _fits(value, defs[len(aligned)])):
             aligned.append((name, value, defs[len(aligned)].num_leaves))
-    if len(aligned) != len(defs):
+    if len(aligned) != len(defs) or not all(_is_taken_whole(value, count) for _, value, count in aligned):
         return None
     keys = (by_name.node_data() or (dict, ()))[1]
     named = dict(arguments[positional:])
     return aligned + [(k, named[k], d.num_leaves) for k, d in zip(keys, by_name.children(), strict=True)]
+
+
+def _is_taken_whole(value: Any, count: int) -> bool:
+    """Whether a program that takes ``count`` arrays at a value's place can take all of it (Equinox splits arguments)."""
+    return framework_of(value) is not None or len(jax.tree.leaves(value)) == count
 
 
 def _fits(value: Any, treedef: Any) -> bool:
@@ -141,30 +146,21 @@ def _named(name: str, own: list[Leaf], infos: Iterable[Any]) -> list[Leaf]:
     """Program leaves under the user's names: by order where shapes agree, else the first unused of that shape."""
     infos = list(infos)
     if [leaf.shape for leaf in own] == [tuple(info.shape) for info in infos]:
-        return [_from_info(name, leaf.path, leaf.kind, i, leaf.value) for leaf, i in zip(own, infos, strict=True)]
-    left = list(own)
+        return [_from_info(leaf, info) for leaf, info in zip(own, infos, strict=True)]
+    waiting: dict[Any, list[Leaf]] = {}
+    for leaf in reversed(own):
+        waiting.setdefault((leaf.shape, str(leaf.dtype)), []).append(leaf)
     result: list[Leaf] = []
     for index, info in enumerate(infos):
-        match = next((leaf for leaf in left if leaf.shape == tuple(info.shape) and leaf.dtype == info.dtype), None)
-        match = match or next((leaf for leaf in left if leaf.shape == tuple(info.shape)), None)
-        if match is None:
-            result.append(_from_info(name, f"{name} (array {index})", "other", info))
-            continue
-        left.remove(match)
-        result.append(_from_info(name, match.path, match.kind, info, match.value))
+        same = waiting.get((tuple(info.shape), str(info.dtype)))
+        unknown = Leaf(argument=name, path=f"{name} (array {index})", kind="other", shape=(), dtype=None)
+        result.append(_from_info(same.pop() if same else unknown, info))
     return result
 
 
-def _from_info(argument: str, path: str, kind: str, info: Any, value: Any = None) -> Leaf:
-    return Leaf(
-        argument=argument,
-        path=path,
-        kind=kind,
-        shape=tuple(info.shape),
-        dtype=info.dtype,
-        value=value,
-        donated=bool(info.donated),
-    )
+def _from_info(leaf: Leaf, info: Any) -> Leaf:
+    """A leaf of the user's as the program takes it."""
+    return replace(leaf, shape=tuple(info.shape), dtype=info.dtype, donated=bool(info.donated))
 
 
 def _leaf(name: str, path: tuple[Any, ...], leaf: Any, kind: str) -> Leaf:

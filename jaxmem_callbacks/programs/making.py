@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import jax
-
 from jaxmem_callbacks.programs.aliases import LeafUse
 from jaxmem_callbacks.programs.donation import check_names, infer_donation, needs_results
 from jaxmem_callbacks.programs.jitting import Jitted, jit_plain, static_arguments
 from jaxmem_callbacks.programs.leaves import Leaf, named_arguments, parameter_names
 from jaxmem_callbacks.programs.placement import jit_shardings, require_placed, state_argument
-from jaxmem_callbacks.records.errors import DonationError, DonationWarning
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,15 +89,13 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
     """
     arguments = named_arguments(function, args, kwargs)
     static = static_arguments(arguments, function)
-    if making.state_shardings is not None:
-        index = state_argument(arguments, making.state_shardings, function)
-        require_placed(*arguments[index], making.state_shardings)
+    require_pinned(arguments, making, function)
     if making.jitted is not None and set(static) <= set(making.static):
         return making.jitted
     making.static = tuple(dict.fromkeys((*making.static, *static)))
     options = _options("static", making.static, function, arguments, len(args))
     traced = [(name, value) for name, value in arguments if name not in making.static]
-    results = _results_if_needed(function, making, traced, options, args, kwargs)
+    results = _results_if_needed(function, making, traced, options, (args, kwargs))
     making.donated = _donated(function, making, traced, results)
     options |= _options("donate", making.donated, function, arguments, len(args))
     if making.state_shardings is not None:
@@ -107,6 +103,17 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
     call = jit_plain(function, arguments, **options)
     making.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
     return making.jitted
+
+
+def require_pinned(arguments: Sequence[tuple[str, Any]], making: Making, function: Callable[..., Any]) -> None:
+    """Refuse a state that lies elsewhere than it is pinned to.
+
+    Raises:
+        PolicyError: with the line that moves it.
+    """
+    if making.state_shardings is not None:
+        index = state_argument(arguments, making.state_shardings, function)
+        require_placed(*arguments[index], making.state_shardings)
 
 
 def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> tuple[str, ...]:
@@ -122,17 +129,14 @@ def _results_if_needed(
     making: Making,
     traced: Sequence[tuple[str, Any]],
     options: dict[str, Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    call: tuple[Sequence[Any], dict[str, Any]],
 ) -> Any:
-    """The step's results as shapes. Plain jits of one function share their trace, so this costs no further one."""
+    """The step's results as shapes. Jits of one plain function share their trace; an NNX jit is traced once more."""
     inferring = not isinstance(making.donate, tuple) and needs_results(traced)
     if not inferring and making.state_shardings is None:
         return None
-    jitted = jit_plain(function, traced, **options)
-    if hasattr(jitted, "eval_shape") and not isinstance(jitted, type(jax.jit(len))):
-        return jitted.eval_shape(*args, **kwargs)
-    return jitted.trace(*args, **kwargs).out_info
+    args, kwargs = call
+    return jit_plain(function, traced, **options).eval_shape(*args, **kwargs)
 
 
 def _donated(
@@ -147,12 +151,14 @@ def _donated(
 def _options(
     kind: str, names: Sequence[str], function: Callable[..., Any], arguments: Sequence[tuple[str, Any]], count: int
 ) -> dict[str, Any]:
-    """jit's ``..._argnums`` and ``..._argnames`` for arguments that may be given either way."""
+    """The ``..._argnums`` and ``..._argnames`` of jit for arguments that may be given either way."""
     by_position = parameter_names(function)
     given = [name for name, _ in arguments[:count]]
     numbers = {by_position.index(name) for name in names if name in by_position}
     numbers |= {given.index(name) for name in names if name in given}
-    by_name = [name for name in names if name not in given[len(by_position) :] and not _is_position_only(name, function)]
+    by_name = [
+        name for name in names if name not in given[len(by_position) :] and not _is_position_only(name, function)
+    ]
     return {f"{kind}_argnums": tuple(sorted(numbers)), f"{kind}_argnames": tuple(by_name)}
 
 
@@ -165,7 +171,11 @@ def _is_position_only(name: str, function: Callable[..., Any]) -> bool:
 
 
 def _pinned(
-    function: Callable[..., Any], making: Making, traced: Sequence[tuple[str, Any]], results: Any, kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    making: Making,
+    traced: Sequence[tuple[str, Any]],
+    results: Any,
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     dynamic = [name for name in kwargs if name not in making.static]
     if dynamic:
@@ -173,6 +183,6 @@ def _pinned(
             f"state_shardings pins arguments by position, and {', '.join(dynamic)} came by keyword. Call the step with "
             f"positional arrays: step({', '.join(name for name, _ in traced)})."
         )
-        raise DonationError(msg)
+        raise PolicyError(msg)
     index = state_argument(traced, making.state_shardings, function)
     return jit_shardings(index, len(traced), making.state_shardings, results, traced[index][1])

@@ -92,7 +92,7 @@ class StepMemory:
         return self.top()[:count]
 
     def __str__(self) -> str:
-        return memory_table(self)
+        return memory_table(self.program, self.arguments, self.warnings)
 
 
 def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> StepMemory:
@@ -131,10 +131,10 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
 
 def argument_rows(uses: Sequence[LeafUse], updated: Sequence[str] = ()) -> tuple[ArgumentMemory, ...]:
     """Arrays added up by argument and kind, in the order of the call. What is updated and has no better word is state."""
-    updated = {*updated, *(use.argument for use in uses if use.requested)}
+    changing = {*updated, *(use.argument for use in uses if use.requested)}
     groups: dict[tuple[str, str], list[LeafUse]] = {}
     for use in uses:
-        kind = STATE if use.kind == OTHER and use.argument in updated else use.kind
+        kind = STATE if use.kind == OTHER and use.argument in changing else use.kind
         groups.setdefault((use.argument, kind), []).append(use)
     return tuple(
         ArgumentMemory(
@@ -181,14 +181,18 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
 
 def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     """What is worth acting on in a compiled program."""
-    told = [f"{use.path} is donated in vain: {use.lost}. {use.remedy or ''}".strip() for use in lost_donations(program.uses)]
+    told = [
+        f"{use.path} is donated in vain: {use.lost}. {use.remedy or ''}".strip() for use in lost_donations(program.uses)
+    ]
     if program.undonated and not jax.config.jax_debug_nans:
         held = format_bytes(sum(use.bytes for use in program.uses if use.argument in program.undonated))
         told.append(
-            f"{', '.join(program.undonated)} is returned updated and not donated: {held} are held twice. "
+            f"{', '.join(program.undonated)}: returned updated and not donated, so {held} are held twice. "
             f"Write donate_argnames={program.undonated!r}."
         )
-    unused = [name for name, group in itertools.groupby(program.uses, lambda u: u.argument) if not any(u.used for u in group)]
+    unused = [
+        name for name, group in itertools.groupby(program.uses, lambda u: u.argument) if not any(u.used for u in group)
+    ]
     told += [f"{name} is never used by {step.name}: JAX drops it from the program." for name in unused]
     if program.memory is not None and program.memory.compiler_remat:
         told.append(

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 
 
-class HasMemory(Protocol):
-    """What a table is made of."""
-
-    @property
-    def program(self) -> ProgramMemory: ...
-    @property
-    def arguments(self) -> tuple[ArgumentMemory, ...]: ...
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-    @property
-    def donated_bytes(self) -> int: ...
-
-
-def memory_table(memory: HasMemory) -> str:
+def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> str:
     """The whole account of one step."""
-    program = memory.program
     hardware = f"attached {program.platform}" if program.target == "attached" else program.target
     lines = [
         f"What one step of {program.name} needs, in bytes on one device (source: the compiler for {hardware})",
         "",
-        *columns(_figures(memory), ("left", "right", "left")),
+        *columns(_figures(program, arguments), ("left", "right", "left")),
         "",
-        *argument_table(memory.arguments),
+        *argument_table(arguments),
     ]
-    if memory.warnings:
-        lines += ["", *(f"! {warning}" for warning in memory.warnings)]
+    if warnings:
+        lines += ["", *(f"! {warning}" for warning in warnings)]
     return "\n".join(lines)
 
 
@@ -55,10 +40,11 @@ def buffer_table(buffers: Sequence[Buffer]) -> list[str]:
     return columns([head, *body], ("right", "left", "left", "left", "left"))
 
 
-def _figures(memory: HasMemory) -> list[tuple[str, ...]]:
-    program = memory.program
+def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[tuple[str, ...]]:
     by = "the runtime's own total" if program.total_bytes is not None else "arguments + outputs - aliased + temporaries"
-    donated = f"outputs that reuse donated arguments ({format_bytes(memory.donated_bytes)} donated)"
+    donated = (
+        f"outputs that reuse donated arguments ({format_bytes(sum(row.donated_bytes for row in arguments))} donated)"
+    )
     return [
         ("step", format_bytes(program.step_bytes), by),
         ("arguments", format_bytes(program.argument_bytes), "what the step is given and uses"),

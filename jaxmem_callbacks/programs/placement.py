@@ -28,7 +28,7 @@ def state_argument(arguments: Sequence[tuple[str, Any]], shardings: Any, functio
     step = getattr(function, "__name__", "the step")
     names = ", ".join(name for name, _ in arguments)
     msg = (
-        f"state_shardings has the tree {str(wanted):.200}, and no argument of {step} has it (arguments: {names}). Expected "
+        f"state_shardings has the tree {wanted!s:.200}, and no argument of {step} has it (arguments: {names}). Expected "
         "one sharding per array of the state: jax.tree.map(lambda x: x.sharding, state)."
     )
     raise PolicyError(msg)

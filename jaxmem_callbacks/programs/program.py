@@ -44,7 +44,7 @@ def without_donation_warning() -> Generator[None]:
         yield
 
 
-def read_program(
+def read_program(  # noqa: PLR0913 - what the call and the compile know, each once
     name: str,
     leaves: Sequence[Leaf],
     lowered: jax.stages.Lowered,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jaxmem_callbacks.programs.leaves import Leaf
 from jaxmem_callbacks.records.errors import DonationError
@@ -40,7 +41,7 @@ def _message(donated: Leaf, other: Leaf, function: Callable[..., Any]) -> str:
 
 def _buffers(value: Any) -> list[tuple[int, ...]]:
     """What tells the buffers of an array from others: device and address; nothing for what is no live array."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or value.is_deleted() or value.size == 0:
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_deleted() or value.size == 0:
         return []
     try:
         return [(s.device.id, s.data.unsafe_buffer_pointer()) for s in value.addressable_shards]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import jax
+from jax.core import Tracer
 
 from jaxmem_callbacks.programs import registry
 from jaxmem_callbacks.programs.aliases import donation_message, lost_donations
@@ -22,7 +23,7 @@ from jaxmem_callbacks.programs.compiles import compiles, watch_compiles
 from jaxmem_callbacks.programs.interception import announce
 from jaxmem_callbacks.programs.jitting import Jitted, already_jitted, jax_lowered, jax_traced
 from jaxmem_callbacks.programs.leaves import Leaf, call_leaves, named_arguments
-from jaxmem_callbacks.programs.making import Making, make_jit, undonated_names
+from jaxmem_callbacks.programs.making import Making, make_jit, require_pinned, undonated_names
 from jaxmem_callbacks.programs.program import Program, read_program, without_donation_warning
 from jaxmem_callbacks.programs.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.signature import Signature, changes
@@ -120,7 +121,7 @@ class JitStep:
         self._call: Callable[..., Any] | None = None
         self._judging = False
         self._lock = threading.RLock()
-        self._programs: dict[Signature, Program] = {}
+        self._known: set[int] = set()  # hashes of signatures: a signature itself can have thousands of entries
         self._last: Signature | None = None
         self._warned = False
         watch_compiles()
@@ -135,7 +136,10 @@ class JitStep:
             with activate(self._context):
                 result = call(*args, **kwargs)
         except _NewSignature:
-            result = None
+            pass
+        except ValueError:
+            require_pinned(named_arguments(self.__wrapped__, args, kwargs), self._making, self.__wrapped__)
+            raise
         else:
             if compiles.count != before:
                 self._after_compile(args, kwargs)
@@ -190,7 +194,7 @@ class JitStep:
         announce(self, args, kwargs)
         with self._lock:
             jitted = self._made(args, kwargs)
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 with self._tracing():  # inside somebody else's trace: nothing is compiled or donated here
                     return jitted.call(*args, **kwargs)
             judged = self._judged(args, kwargs)
@@ -260,10 +264,10 @@ class JitStep:
         return Judged(program, leaves, lowered, jitted.function)
 
     def _register(self, program: Program) -> None:
-        if program.signature in self._programs:
+        if hash(program.signature) in self._known:
             return
+        self._known.add(hash(program.signature))
         changed = changes(self._last, program.signature)
-        self._programs[program.signature] = program
         self._last = program.signature
         registry.record(
             Compilation(
@@ -300,8 +304,6 @@ class JitStep:
                 program = self._judged(args, dict(kwargs)).program
             except Exception as error:  # noqa: BLE001 - what only reports must not stop a run that works
                 unknown = f"unknown, because the arguments could not be read again after the call: {error}"
-                registry.record(
-                    Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown)
-                )
+                registry.record(Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown))
                 return
             self._refuse_or_warn(program, executed=True)

@@ -1,0 +1,191 @@
+"""`jaxmem inspect`: a real script run up to its first step, its figures printed, nothing of it executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.cli.script import reach_step
+from jaxmem_callbacks.records.errors import ScriptError
+
+TRAIN = '''
+"""A training script as users write them."""
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem_callbacks as jm
+import beside
+
+
+def loss_fn(params, batch):
+    hidden, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params["w"])
+    return (hidden**2).mean()
+
+
+def train_step(params, batch):
+    loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def make():
+    params = {"w": jnp.ones((beside.LAYERS, 32, 32)), "b": jnp.zeros(3)}
+    return train_step, (params, jnp.ones((64, 32)))
+
+
+def main():
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
+    _, (params, batch) = make()
+    with open(sys.argv[1], "w") as log:
+        log.write("started ")
+        try:
+            params, loss = step(params, batch)
+        except Exception:
+            log.write("swallowed ")
+        log.write("stepped ")
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "beside.py").write_text("LAYERS = 6\n")
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    yield path
+    sys.modules.pop("beside", None)
+
+
+def write(tmp_path: Path, source: str) -> str:
+    path = tmp_path / "other.py"
+    path.write_text(textwrap.dedent(source))
+    return str(path)
+
+
+@pytest.mark.core
+def test_a_script_is_stopped_at_its_first_step_and_told(script, capsys):
+    log = script.parent / "log"
+    assert main(["inspect", str(script), "--top", "3", "--args", str(log)]) == 0
+    assert log.read_text() == "started "
+    out = capsys.readouterr().out
+    assert "What one step of train_step needs, in bytes on one device (source: the compiler for attached cpu)" in out
+    assert "params    parameters" in out
+    assert "Against the plain step, without remat and donation (policy: remat=full, donated 24.0 KiB)" in out
+    assert f"{script}:14" in out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith("  ")}
+    assert rows["aliased"][:4] == ["0", "B", "24.0", "KiB"]
+    plain, cheaper = float(rows["temporaries"][0]), float(rows["temporaries"][2])
+    assert cheaper < plain
+
+
+@pytest.mark.core
+def test_a_named_function_gives_step_and_arguments_as_json(script, capsys):
+    assert main(["inspect", f"{script}:make", "--json", "--top", "0"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["policy"]["remat"] == "none"
+    assert told["step"]["alias_bytes"] == told["step"]["donated_bytes"] == 6 * 32 * 32 * 4 + 12
+    assert told["plain_step"]["alias_bytes"] == 0
+    assert [row["name"] for row in told["step"]["arguments"]] == ["params", "batch"]
+    assert told["top_buffers"] == []
+
+
+def test_it_runs_as_a_command_of_its_own(script):
+    log = script.parent / "log"
+    command = [
+        sys.executable,
+        "-m",
+        "jaxmem_callbacks.cli.main",
+        "inspect",
+        str(script),
+        "--json",
+        "--top",
+        "1",
+        "--args",
+        str(log),
+    ]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["policy"]["remat"], len(told["top_buffers"])) == ("full", 1)
+    assert log.read_text() == "started "
+
+
+def test_a_script_that_never_gets_there_is_shown_the_line_to_add(tmp_path, capsys):
+    script = write(tmp_path, "print('no step here')")
+    assert main(["inspect", script]) == 2
+    error = capsys.readouterr().err
+    assert f"{script} ran to its end and never called a step of jm.jit_step. Add to it:" in error
+    assert "step = jm.jit_step(train_step)" in error
+
+
+def test_a_script_that_fails_shows_its_own_traceback(tmp_path, capsys):
+    script = write(tmp_path, "def broken():\n    return {}['missing']\n\nbroken()\n")
+    assert main(["inspect", script]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback (most recent call last):")
+    assert "KeyError: 'missing'" in error
+    assert "jaxmem_callbacks" not in error.partition("KeyError")[0]
+    assert "its own traceback is above" in error
+
+
+def test_a_script_that_does_not_parse_or_exits_by_itself_has_failed(tmp_path, capsys):
+    assert main(["inspect", write(tmp_path, "def broken(:\n")]) == 1
+    assert "SyntaxError" in capsys.readouterr().err
+    assert main(["inspect", write(tmp_path, "import sys; sys.exit(3)")]) == 1
+    assert "ended by itself with exit code 3, before its first step" in capsys.readouterr().err
+    assert main(["inspect", write(tmp_path, "import sys; sys.exit()")]) == 2
+    capsys.readouterr()
+
+
+def test_scripts_and_names_that_do_not_exist(tmp_path, script):
+    with pytest.raises(ScriptError, match=r"No such script: .*nothing\.py"):
+        reach_step(str(tmp_path / "nothing.py"))
+    with pytest.raises(ScriptError, match=r"has no function 'mak'\. Did you mean `make`\?"):
+        reach_step(f"{script}:mak")
+    wrong = write(tmp_path, "def make():\n    return 3\n")
+    with pytest.raises(
+        ScriptError, match=r"make\(\) returned int\. Expected \(train_step, \(state, batch, \.\.\.\)\)\."
+    ):
+        reach_step(f"{wrong}:make")
+
+
+def test_what_python_sets_for_a_script_is_put_back(script, tmp_path):
+    before = (sys.argv, list(sys.path), sys.modules["__main__"])
+    reached = reach_step(str(script), [str(tmp_path / "log")])
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+    assert reached.step.name == "train_step"
+    assert set(reached.args[0]) == {"w", "b"}
+
+
+def test_a_script_that_swallows_even_the_stop_is_stopped_again(tmp_path):
+    source = """
+        import jax.numpy as jnp
+        import jaxmem_callbacks as jm
+        step = jm.jit_step(lambda state, batch: (state + batch.sum(), 0.0))
+        for _ in range(3):
+            try:
+                step(jnp.ones(4), jnp.ones(2))
+            except BaseException:
+                continue
+    """
+    assert len(reach_step(write(tmp_path, source)).args) == 2
+
+
+def test_a_wrong_number_of_buffers_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["inspect", "train.py", "--top", "-1"])
+    assert "expected a whole number of buffers" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""`jm.jit_step` of what users have already jitted, with JAX, Flax NNX and Equinox: used as it is, named, and verified."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning
+
+_compiled: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def listener():
+    def listen(event, _duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            _compiled.append(str(details.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextmanager
+def compiles_of(name: str) -> Generator[list[str]]:
+    start = len(_compiled)
+    inside: list[str] = []
+    yield inside
+    inside.extend(n for n in _compiled[start:] if n == f"jit({name})")
+
+
+def new_records(cursor: int):
+    return registry.since(cursor)[0]
+
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def loss_fn(params, batch):
+    return ((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - 1.0) ** 2).mean()
+
+
+def plain_data(rows=8):
+    params = {"w": jnp.linspace(0.0, 1.0, 64).reshape(8, 8), "v": jnp.ones((8, 1))}
+    return params, OPTIMIZER.init(params), {"x": jnp.linspace(0.0, 1.0, rows * 8).reshape(rows, 8)}
+
+
+def make_plain(name="train_step", gradients=jm.value_and_grad):
+    traces = []
+
+    def train_step(params, opt_state, batch):
+        traces.append(1)
+        loss, grads = gradients(loss_fn)(params, batch)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    train_step.__name__ = name
+    return train_step, traces
+
+
+@pytest.mark.core
+def test_users_own_jit_keeps_its_compiles_donation_and_static_arguments():
+    @functools.partial(jax.jit, static_argnames=("train",), donate_argnames=("state",))
+    def own(state, batch, train):
+        return state + batch.sum() * (2 if train else 1), batch
+
+    own(jnp.ones(8), jnp.ones(4), train=True)
+    step = jm.jit_step(own)
+    state = jnp.ones(8)
+    cursor = registry.since(0)[1]
+    with compiles_of("own") as compiled:
+        result, _ = step(state, jnp.ones(4), train=True)
+    assert compiled == []
+    assert state.is_deleted()
+    np.testing.assert_array_equal(result, np.full(8, 9.0))
+    assert [path for path, _ in new_records(cursor)[0].signature] == ["state", "batch"]
+
+
+@pytest.mark.core
+def test_users_own_jit_tells_a_later_signature_after_it_ran():
+    own = jax.jit(lambda state, batch: state + batch.sum(), donate_argnums=0)
+    step = jm.jit_step(own)
+    state = step(jnp.ones(8), jnp.ones(4))
+    cursor = registry.since(0)[1]
+    state = step(state, jnp.ones(3))
+    (record,) = new_records(cursor)
+    assert record.changed == ("batch: float32[4] -> float32[3]",)
+
+
+@pytest.mark.core
+def test_users_jit_is_traced_anew_under_a_policy():
+    train_step, _ = make_plain("own_jit")
+    own = jax.jit(train_step, donate_argnums=(0, 1))
+    params, opt_state, batch = plain_data()
+    own(*plain_data())
+    step = jm.jit_step(own, jm.StepPolicy(remat="full"))
+    assert "remat2" in str(step.trace(params, opt_state, batch).jaxpr)
+    assert "remat2" not in str(own.trace(params, opt_state, batch).jaxpr)
+    step(params, opt_state, batch)
+    assert params["w"].is_deleted()
+
+
+@pytest.mark.core
+def test_partial_of_a_jit_is_lowered_with_the_arguments_it_holds():
+    own = jax.jit(lambda scale, state, batch: state * scale + batch.sum(), donate_argnames=("state",))
+    step = jm.jit_step(functools.partial(own, jnp.float32(2)))
+    state = jnp.ones(8)
+    cursor = registry.since(0)[1]
+    np.testing.assert_array_equal(step(state, jnp.ones(4)), np.full(8, 6.0))
+    assert state.is_deleted()
+    assert [path for path, _ in new_records(cursor)[0].signature] == ["scale", "state", "batch"]
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.outer = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(self.norm(self.inner(x))))
+
+
+def nnx_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda m: ((m(batch["x"]) - 1) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def nnx_data():
+    model = Classifier(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param), {"x": plain_data()[2]["x"]}
+
+
+@pytest.fixture(scope="module")
+def two_plain_steps():
+    model, optimizer, batch = nnx_data()
+    step = nnx.jit(nnx_step)
+    return [float(step(model, optimizer, batch)) for _ in range(2)], model.norm.mean.get_value()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "make", [lambda f: f, nnx.jit, functools.partial(nnx.jit, donate_argnames=("model", "optimizer"))]
+)
+def test_nnx_objects_change_as_without_the_library(make, two_plain_steps):
+    wanted, wanted_mean = two_plain_steps
+    model, optimizer, batch = nnx_data()
+    kernel = model.inner.kernel.get_value()
+    step = jm.jit_step(make(nnx_step))
+    cursor = registry.since(0)[1]
+    with compiles_of("nnx_step") as compiled:
+        got = [float(step(model, optimizer, batch)) for _ in range(2)]
+    assert len(compiled) == 1
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_allclose(model.norm.mean.get_value(), wanted_mean, rtol=1e-6)
+    assert kernel.is_deleted() == (make is not nnx.jit)
+    assert ("model.inner.kernel", "float32[8,16]") in new_records(cursor)[0].signature
+
+
+@pytest.mark.core
+def test_nnx_cached_partial_runs_as_it_is():
+    model, optimizer, batch = nnx_data()
+    jitted = nnx.jit(nnx_step, donate_argnames=("model", "optimizer"))
+    step = jm.jit_step(nnx.cached_partial(jitted, model, optimizer))
+    with compiles_of("nnx_step") as compiled:
+        first, second = float(step(batch)), float(step(batch))
+    assert second != first
+    assert len(compiled) == 1
+
+
+@pytest.mark.core
+def test_nnx_step_under_a_policy_meets_a_shorter_batch(two_plain_steps):
+    def policy_step(model, optimizer, batch):
+        loss, grads = jm.nnx.value_and_grad(lambda m: ((m(batch["x"]) - 1) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    model, optimizer, batch = nnx_data()
+    short = {"x": batch["x"][:5]}
+    step = jm.jit_step(policy_step, jm.StepPolicy(remat="full"))
+    cursor = registry.since(0)[1]
+    with compiles_of("policy_step") as compiled:
+        got = [float(step(model, optimizer, b)) for b in (batch, batch, short)]
+    np.testing.assert_allclose(got[:2], two_plain_steps[0], rtol=1e-6)
+    assert len(compiled) == 2
+    assert new_records(cursor)[1].changed == ("batch['x']: float32[8,8] -> float32[5,8]",)
+
+
+@pytest.mark.core
+def test_equinox_leaves_are_named_and_kept_donated():
+    optimizer = optax.adam(1e-2)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def eqx_step(batch, model, opt_state):
+        grads = eqx.filter_grad(lambda m: (jax.vmap(m)(batch) ** 2).mean())(model)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state
+
+    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+    step = jm.jit_step(eqx_step)
+    cursor = registry.since(0)[1]
+    with compiles_of("eqx_step") as compiled:
+        new_model, opt_state = step(jnp.ones((3, 4)), model, opt_state)
+        step(jnp.ones((3, 4)), new_model, opt_state)
+    assert len(compiled) == 1
+    assert model.layers[0].weight.is_deleted()
+    signature = dict(new_records(cursor)[0].signature)
+    assert signature["model.layers[0].weight"] == "float32[8,4]"
+    assert signature["batch"] == "float32[3,4]"
+
+
+def test_settings_that_only_the_users_jit_can_keep_are_refused():
+    with pytest.raises(
+        DonationError, match=re.escape("Write it where it is jitted: jax.jit(<lambda>, donate_argnames=('s',))")
+    ):
+        jm.jit_step(jax.jit(lambda s: s), donate_argnames="s")
+    with pytest.raises(DonationError, match="state_shardings was given for <lambda>, which is already jitted"):
+        jm.jit_step(jax.jit(lambda s: s), state_shardings=1)
+    step = jm.jit_step(jax.jit(lambda s: s), jm.StepPolicy(donate=("s",)))
+    with pytest.raises(DonationError, match="is already jitted and does not donate s"):
+        step(jnp.ones(3))
+    step = jm.jit_step(jax.jit(lambda s: s * 2), jm.StepPolicy(donate="auto"))
+    with pytest.warns(DonationWarning, match="returns s updated without donating"):
+        step(jnp.ones(3))
+    step(jnp.ones(3))

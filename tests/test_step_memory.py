@@ -1,0 +1,302 @@
+"""`jm.step_memory`: figures of one compile, shared with the first call, by argument and kind; no device memory is touched."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.programs.kinds import is_batch_name, kind_of_argument
+from jaxmem_callbacks.records.errors import CompileError, TargetError
+from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
+
+OPTIMIZER = optax.adam(1e-2)
+LAYERS, WIDTH, ROWS = 6, 32, 64
+
+
+def loss_fn(params, batch):
+    hidden, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch["x"], params["layers"])
+    return ((hidden @ params["head"] - 1.0) ** 2).mean()
+
+
+def train_step(params, opt_state, batch):
+    loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def data():
+    params = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "head": jnp.ones((WIDTH, 1))}
+    return params, OPTIMIZER.init(params), {"x": jnp.ones((ROWS, WIDTH))}
+
+
+PARAMETER_BYTES = (LAYERS * WIDTH * WIDTH + WIDTH) * 4
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return jax.eval_shape(data)
+
+
+@pytest.fixture(scope="module")
+def memory(shapes):
+    return jm.step_memory(jm.jit_step(train_step), *shapes)
+
+
+@pytest.mark.core
+def test_one_compile_shared_with_the_first_call_and_no_device_memory(shapes):
+    names = []
+
+    def listen(event, _duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    step = jm.jit_step(train_step)
+    arguments = data()
+    cursor = registry.since(0)[1]
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    live = len(jax.live_arrays())
+    abstract = jm.step_memory(step, *shapes)
+    assert len(jax.live_arrays()) == live
+    real = jm.step_memory(step, *arguments)
+    step(*arguments)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert names == ["jit(train_step)"]
+    assert real.program == abstract.program
+    assert len(registry.since(cursor)[0]) == 1
+
+
+@pytest.mark.core
+def test_figures_are_the_compilers(memory, shapes):
+    compiled = jax.jit(train_step, donate_argnums=(0, 1)).lower(*shapes).compile().memory_analysis()
+    assert memory.argument_bytes == compiled.argument_size_in_bytes
+    assert memory.output_bytes == compiled.output_size_in_bytes
+    assert memory.alias_bytes == compiled.alias_size_in_bytes
+    assert memory.temp_bytes == compiled.temp_size_in_bytes
+    parts = memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
+    assert memory.step_bytes == (getattr(compiled, "total_allocation_bytes", None) or parts)
+    assert memory.step_bytes == pytest.approx(parts, rel=0.01)
+    assert memory.donated_bytes == memory.alias_bytes
+    assert memory.compiler_remat == 0
+    assert memory.warnings == ()
+
+
+@pytest.mark.core
+def test_rows_by_argument_and_kind(memory):
+    rows = {row.name: row for row in memory.arguments}
+    assert {name: row.kind for name, row in rows.items()} == {
+        "params": "parameters",
+        "opt_state": "optimizer state",
+        "batch": "batch",
+    }
+    assert (rows["params"].bytes, rows["params"].leaves) == (PARAMETER_BYTES, 2)
+    assert rows["opt_state"].bytes == 2 * PARAMETER_BYTES + 4
+    assert rows["params"].alias_bytes == rows["params"].donated_bytes == PARAMETER_BYTES
+    assert (rows["batch"].donated_bytes, rows["batch"].alias_bytes) == (0, 0)
+    assert sum(row.bytes for row in memory.arguments) == memory.argument_bytes
+
+
+@pytest.mark.core
+def test_remat_shows_in_the_temporaries(memory, shapes):
+    cheaper = jm.step_memory(jm.jit_step(train_step, jm.StepPolicy(remat="full")), *shapes)
+    assert cheaper.temp_bytes < memory.temp_bytes
+    assert cheaper.alias_bytes == memory.alias_bytes
+
+
+@pytest.mark.core
+def test_a_jitted_step_is_told_what_it_does_not_donate(shapes):
+    plain = jm.step_memory(jax.jit(train_step), *shapes)
+    assert (plain.alias_bytes, plain.donated_bytes) == (0, 0)
+    assert plain.warnings[0].startswith(
+        "params, opt_state: returned updated and not donated, so 72.4 KiB are held twice."
+    )
+    assert "donate_argnames=('params', 'opt_state')" in plain.warnings[0]
+
+
+@pytest.mark.core
+def test_a_plain_step_is_taken_as_jit_step_would(memory, shapes):
+    assert jm.step_memory(train_step, *shapes).program == memory.program
+
+
+@pytest.mark.core
+def test_what_is_lost_unused_or_shared_is_a_warning_not_an_error():
+    def lossy(state, extra, batch):  # noqa: ARG001 - that is the case
+        return state.astype(jnp.bfloat16), batch.sum()
+
+    step = jm.jit_step(lossy, donate_argnames="state")
+    told = jm.step_memory(step, jnp.ones(8), jnp.ones(4), jnp.ones(2)).warnings
+    assert told[0].startswith("state is donated in vain: it comes as float32 and is returned as bfloat16.")
+    assert told[1] == "extra is never used by lossy: JAX drops it from the program."
+    params, opt_state, batch = data()
+    tied = {"layers": params["layers"], "head": params["head"], "ema": params["layers"]}
+    step = jm.jit_step(lambda state, batch: jax.tree.map(lambda w: w * batch["x"].sum(), state))
+    assert (
+        "state['ema'] and state['layers'] of <lambda> are one and the same buffer"
+        in jm.step_memory(step, tied, batch).warnings[0]
+    )
+    with jax.debug_nans(True):
+        told = jm.step_memory(jm.jit_step(train_step), params, opt_state, batch).warnings
+    assert told[-1] == "jax_debug_nans is on: JAX donates nothing while it is."
+
+
+@pytest.mark.core
+def test_train_state_with_batch_statistics_is_told_apart():
+    class State(TrainState):
+        batch_stats: dict
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1)(linen.BatchNorm(use_running_average=False)(linen.Dense(8)(x)))
+
+    def init():
+        variables = Model().init(jax.random.key(0), jnp.ones((2, 4)))
+        return State.create(
+            apply_fn=None, params=variables["params"], tx=OPTIMIZER, batch_stats=variables["batch_stats"]
+        ).replace(step=jnp.int32(0))
+
+    def step(state, x):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, new = Model().apply(variables, x, mutable=["batch_stats"])
+            return (y**2).mean(), new["batch_stats"]
+
+        (value, stats), grads = jm.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats), value
+
+    state = jax.eval_shape(init)
+    rows = jm.step_memory(jm.jit_step(step), state, jax.ShapeDtypeStruct((2, 4), jnp.float32)).arguments
+    assert [(row.name, row.kind) for row in rows] == [
+        ("state", "state"),
+        ("state", "parameters"),
+        ("state", "optimizer state"),
+        ("x", "batch"),
+    ]
+    assert rows[0].bytes == 4 + 2 * 8 * 4  # the step counter, mean and variance
+    assert all(row.alias_bytes == row.donated_bytes == row.bytes for row in rows[:3])
+
+
+@pytest.mark.core
+def test_abstract_nnx_objects_are_told_apart_by_variable():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    def step(model, optimizer, batch):
+        loss, grads = jm.nnx.value_and_grad(lambda m: (m(batch) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), OPTIMIZER, wrt=nnx.Param))
+    live = len(jax.live_arrays())
+    memory = jm.step_memory(jm.jit_step(step), model, optimizer, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+    assert len(jax.live_arrays()) == live
+    rows = {(row.name, row.kind): row for row in memory.arguments}
+    weights = (4 * 8 + 8 + 8 + 8) * 4
+    assert rows["model", "parameters"].bytes == weights
+    assert rows["model", "state"].bytes == 2 * 8 * 4
+    assert rows["optimizer", "optimizer state"].bytes == 2 * weights + 4 + 4
+    assert rows["batch", "batch"].bytes == 2 * 4 * 4
+    assert memory.alias_bytes == memory.donated_bytes
+
+
+@pytest.mark.core
+def test_bytes_are_those_of_one_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    state = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=where)
+    batch = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=where)
+    memory = jm.step_memory(jm.jit_step(lambda state, batch: (state + batch.sum(), 0.0)), state, batch)
+    assert [(row.name, row.kind, row.bytes) for row in memory.arguments] == [
+        ("state", "state", 64 * 16 * 4 // 8),
+        ("batch", "batch", 4),
+    ]
+
+
+@pytest.mark.core
+def test_the_peaks_buffers_come_with_source_and_shape(memory):
+    (largest, *rest) = memory.top_buffers(5)
+    assert len(rest) == 4
+    assert largest.bytes >= rest[0].bytes
+    assert any(b.source and re.search(r"test_step_memory\.py:\d+$", b.source) for b in memory.top_buffers())
+
+
+def test_the_table_has_units_meaning_and_source(memory):
+    lines = str(memory).splitlines()
+    assert (
+        lines[0] == "What one step of train_step needs, in bytes on one device (source: the compiler for attached cpu)"
+    )
+    assert any(re.fullmatch(r"  arguments +80\.\d KiB  what the step is given and uses", line) for line in lines)
+    assert any(re.fullmatch(r"  params     parameters +2  24\.1 KiB  24\.1 KiB +24\.1 KiB", line) for line in lines)
+    columns = [line.index("arrays") + len("arrays") for line in lines if "really reused" in line]
+    rows = lines[-3:]
+    assert all(row[columns[0] - 1].isdigit() for row in rows)
+
+
+@pytest.mark.targets
+def test_a_target_that_is_not_here_answers_by_argument(shapes):
+    pytest.importorskip("libtpu")
+    memory = jm.step_memory(jm.jit_step(train_step), *shapes, target="v5e:2x2")
+    assert (memory.program.platform, memory.program.target) == ("tpu", "v5e:2x2")
+    assert {row.name: row.kind for row in memory.arguments}["opt_state"] == "optimizer state"
+    assert all(row.alias_bytes == row.donated_bytes for row in memory.arguments)
+    assert any(b.operation == "params['layers']" for b in memory.top_buffers())
+    huge = jax.eval_shape(lambda: {"w": jnp.ones((2**17, 2**15)), "v": jnp.ones((2**17, 2**15))})
+    step = jm.jit_step(lambda state, batch: jax.tree.map(lambda w: w * batch.sum(), state))
+    with pytest.raises(CompileError, match=r"does not fit into one device of v5e:2x2: its compiler needs 32\.0 GiB"):
+        jm.step_memory(step, huge, jax.ShapeDtypeStruct((4,), jnp.float32), target="v5e:2x2")
+
+
+def test_a_target_that_does_not_exist_is_refused(shapes):
+    with pytest.raises(TargetError, match="v5x"):
+        jm.step_memory(jm.jit_step(train_step), *shapes, target="v5x")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("params", "parameters"),
+        ("opt_state", "optimizer state"),
+        ("x", "batch"),
+        ("train_batch", "batch"),
+        ("batch_stats", "state"),
+        ("state", "state"),
+        ("key", "other"),
+    ],
+)
+def test_arguments_are_known_by_name(name, kind):
+    assert kind_of_argument(name) == kind
+    assert is_batch_name(name) == (kind == "batch")
+
+
+def compilation(number):
+    memory = ProgramMemory(
+        name="f", platform="cpu", target="attached", argument_bytes=1, output_bytes=1, alias_bytes=0, temp_bytes=0
+    )
+    return Compilation(program=f"p{number}", time_s=float(number), signature=(), memory=memory)
+
+
+def test_the_registry_can_be_followed_from_anywhere_and_forgets_the_oldest():
+    _, cursor = registry.since(0)
+    for number in range(registry.KEPT + 5):
+        registry.record(compilation(number))
+    told, after = registry.since(cursor)
+    assert len(told) == registry.KEPT
+    assert (told[0].program, told[-1].program) == ("p5", f"p{registry.KEPT + 4}")
+    assert after == cursor + registry.KEPT + 5
+    assert registry.since(after) == ((), after)
+    registry.record(compilation(0))
+    assert [c.program for c in registry.since(after)[0]] == ["p0"]
+    assert len(registry.since(0)[0]) == registry.KEPT
