@@ -76,8 +76,8 @@ def test_users_own_jit_keeps_its_compiles_donation_and_static_arguments():
     def own(state, batch, train):
         return state + batch.sum() * (2 if train else 1), batch
 
-    own(jnp.ones(8), jnp.ones(4), train=True)
     step = jm.jit_step(own)
+    own(jnp.ones(8), jnp.ones(4), train=True)
     state = jnp.ones(8)
     cursor = registry.since(0)[1]
     with compiles_of("own") as compiled:

@@ -125,6 +125,7 @@ class JitStep:
         self._last: Signature | None = None
         self._warned = False
         watch_compiles()
+        activate(None)  # JAX's cache key grows by the policy's context when that is first made: now, not in mid-run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Adds about a microsecond to the jitted function's own call; no flattening, no sync."""
