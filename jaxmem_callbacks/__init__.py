@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.writers.collecting import CollectingWriter as CollectingWriter
     from jaxmem_callbacks.writers.shapes import as_writer as as_writer
 
-# Public name -> (module, attribute); None for a module that is itself the public name.
+# Public name -> (module, attribute); None for a module that is itself the public name. `__all__` says the names once
+# more, for type checkers, and a test compares the three.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
     "CollectingWriter": ("writers.collecting", "CollectingWriter"),
     "MemoryMonitor": ("callbacks.monitor", "MemoryMonitor"),
@@ -51,10 +52,28 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
 }
 
 __version__ = "0.1.0"
-__all__ = sorted(_EXPORTS)  # noqa: PLE0605 - one table says it all; a test compares it with the names above
+__all__ = [
+    "CollectingWriter",
+    "MemoryMonitor",
+    "Preset",
+    "ScriptedProbe",
+    "StepMemory",
+    "StepPolicy",
+    "apply_policy",
+    "as_writer",
+    "grad",
+    "jit_step",
+    "linen",
+    "list_presets",
+    "load_preset",
+    "nnx",
+    "remat",
+    "step_memory",
+    "value_and_grad",
+]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - the public names have many types
+def __getattr__(name: str) -> Any:
     """Import a public name on first use."""
     if name not in _EXPORTS:
         msg = f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}."

@@ -1,4 +1,4 @@
-"""StepPolicy: what plans choose, presets say and steps obey. Names of remat policies and their synonyms live in one table here."""
+"""StepPolicy: what plans choose, presets say and steps obey. One table here has the remat policies' names and synonyms."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ REMAT_SYNONYMS: dict[str, tuple[str, ...]] = {
     "offload_dot_with_no_batch_dims": ("offload_dots", "offload"),
     "save_and_offload_only_these_names": ("offload_names", "save_and_offload"),
 }
-_CANONICAL = {
-    word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)
-}
+_CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
 
 
@@ -78,7 +76,9 @@ class StepPolicy:
                 raise PolicyError(msg)
             object.__setattr__(self, field, tuple(value))
         if isinstance(self.donate, str) and self.donate != "auto":
-            msg = f"donate={self.donate!r}: expected 'auto', a tuple of argument names such as ({self.donate!r},), or ()."
+            msg = (
+                f"donate={self.donate!r}: expected 'auto', a tuple of argument names such as ({self.donate!r},), or ()."
+            )
             raise PolicyError(msg)
         if self.donate is not None and not isinstance(self.donate, str):
             object.__setattr__(self, "donate", tuple(self.donate))
@@ -89,7 +89,9 @@ class StepPolicy:
             msg = "remat='none' leaves the loss untouched, so segments, save and offload would do nothing. Use remat='full'."
             raise PolicyError(msg)
         if self.remat in _NEEDS_NAMES and not (self.save or self.offload):
-            msg = f"remat={self.remat!r} needs the names to keep: save=('context', ...) with names from checkpoint_name."
+            msg = (
+                f"remat={self.remat!r} needs the names to keep: save=('context', ...) with names from checkpoint_name."
+            )
             raise PolicyError(msg)
 
     @property

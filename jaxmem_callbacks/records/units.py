@@ -1,4 +1,4 @@
-"""Bytes as people write and read them. Inside the library a size is always an int of bytes; only this file turns it into text or back."""
+"""Bytes as people write and read them. Inside the library a size is an int; only this file turns it into text or back."""
 
 from __future__ import annotations
 
