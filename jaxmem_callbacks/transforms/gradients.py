@@ -65,6 +65,12 @@ def grad(
 ) -> Callable[..., Any]:
     """`jax.grad`, which also obeys the policy of the step that calls it; see `value_and_grad`.
 
+    Args:
+        loss: A function to a scalar, or to a scalar and anything with ``has_aux``.
+        argnums: Which positional arguments to differentiate.
+        has_aux: Whether the loss returns ``(value, aux)``.
+        **options: The other options of `jax.grad`.
+
     Returns:
         A function to the gradients, or to ``(gradients, aux)`` with ``has_aux``.
     """
