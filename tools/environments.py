@@ -145,7 +145,9 @@ def install(folder: Path, python: Path, part: str) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     if part == "targets" and (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        print("[environment] the compilers of absent GPUs and TPUs exist for Linux on x86-64 only; their tests are skipped")
+        print(
+            "[environment] the compilers of absent GPUs and TPUs exist for Linux on x86-64 only; their tests are skipped"
+        )
         return
     stamp.unlink(missing_ok=True)
     with phase(f"{folder.name}: installing {part}"):
