@@ -234,7 +234,7 @@ StackFrames
   %p0 = f32[4,8]{1,0} parameter(0)
   %p1 = f32[8]{0} parameter(1)
   %bitcast.1 = f32[1,8]{1,0} bitcast(%p1)
-  ROOT %dus = f32[4,8]{1,0} dynamic-update-slice(%p0, %bitcast.1), metadata={op_name="jit(step)/dynamic_update_slice" stack_frame_id=1}
+  ROOT %dus = f32[4,8]{1,0} dynamic-update-slice(%p0, %bitcast.1), metadata={op_name="jit(f)/dynamic_update_slice"}
 }
 
 ENTRY %main (a: f32[4,8]) -> f32[4,8] {

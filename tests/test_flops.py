@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.flops import count_flops, extra_flops, jaxpr_flops, step_flops
 
 pytestmark = pytest.mark.core
@@ -189,3 +192,19 @@ def test_static_leaves_and_keywords_are_passed_on():
         return activation(x @ w) * scale
 
     assert step_flops(step, X, W, activation=jnp.tanh, scale=2.0).dot_flops == MATMUL
+
+
+def test_what_an_nnx_step_changes_in_place_counts_as_used():
+    """It returns only the loss: gradients and updates live in the module and the optimizer."""
+
+    def train_step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: model(x).sum())(model)
+        optimizer.update(model, grads)
+        return value
+
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    arguments = (model, optimizer, X)
+    assert step_flops(train_step, *arguments).dot_flops == 2 * MATMUL
+    assert step_flops(nnx.jit(train_step), *arguments).dot_flops == 2 * MATMUL
+    assert step_flops(jm.jit_step(train_step), *arguments).dot_flops == 2 * MATMUL

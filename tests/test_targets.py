@@ -131,7 +131,10 @@ def test_wrong_names_say_what_to_type(text, message):
 @pytest.mark.parametrize(
     ("platform", "line"),
     [
-        ("tpu", r"not installed\. Type: pip install \"jaxmem_callbacks\[tpu-targets\]\"$"),
+        (
+            "tpu",
+            r"not installed\. Type: pip install \"jaxmem_callbacks\[tpu-targets\]\" \(or, .* pip install --target \S+ libtpu\)$",
+        ),
         (
             "cuda",
             r"Type: pip install --no-deps jax-cuda12-plugin==(\S+) jax-cuda12-pjrt==\1 \(no CUDA libraries needed.*$",
@@ -383,6 +386,13 @@ def test_a_target_tells_names_platform_compiler_and_options(compiled):
 def test_an_argument_that_is_never_read_costs_nothing(compiled):
     assert 2 * PARAM_BYTES <= compiled.memory.argument_bytes < 2 * PARAM_BYTES + 4096 * 4096 * 4
     assert compiled.memory.alias_bytes == 2 * PARAM_BYTES
+    assert [compiled.paths[i] for i in compiled.kept] == [
+        "params['down']",
+        "params['up']",
+        "momentum['down']",
+        "momentum['up']",
+        "x",
+    ]
 
 
 @pytest.mark.targets

@@ -53,6 +53,9 @@ class TargetCompilation:
         compile_seconds: Time in the compiler, lowering included; None where it refused.
         compiler_options: Options the program was compiled with.
         compiler: Package -> version of the compiler.
+        paths: Path of each array argument, such as ``params['w']``.
+        kept: Which of them the program takes, in the order of its parameters; arguments that are never read are dropped.
+            None for the attached CPU, where JAX does not tell.
         buffers: What makes the peak, largest first, or None where it was not asked for.
         warnings: What JAX warned of while lowering, such as donations that are not usable.
         refusal: The compiler's own words where it refused the program for its memory.
@@ -68,6 +71,8 @@ class TargetCompilation:
     compile_seconds: float | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     compiler: Mapping[str, str] = field(default_factory=dict)
+    paths: tuple[str, ...] = ()
+    kept: tuple[int, ...] | None = None
     buffers: tuple[Buffer, ...] | None = None
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
@@ -208,6 +213,8 @@ def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
         hlo_text=text if job.keep_hlo else None,
         compile_seconds=answer["compile_seconds"],
         compiler_options=job.options,
+        paths=job.flat.paths,
+        kept=tuple(answer["kept"]),
         buffers=peak_buffers(job.folder / "dump", job.target.platform, names) if job.want_buffers else None,
         warnings=tuple(answer["warnings"]),
     )
@@ -237,6 +244,7 @@ def _compile_here(job: _Job) -> TargetCompilation:
         hlo_text=text if job.keep_hlo else None,
         compile_seconds=seconds,
         compiler_options=job.options,
+        paths=flat.paths,
         buffers=_with_user_names(peak_buffers(job.folder / "dump", "cpu"), flat) if job.want_buffers else None,
         warnings=tuple(str(warning.message) for warning in caught if warning.category is UserWarning),
     )

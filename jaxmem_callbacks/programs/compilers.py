@@ -75,7 +75,10 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
 
 def _install_line(platform: str, jax: str | None) -> str:
     if platform == "tpu":
-        return 'pip install "jaxmem_callbacks[tpu-targets]"'
+        return (
+            'pip install "jaxmem_callbacks[tpu-targets]" '
+            f"(or, so that your own JAX stays as it is: pip install --target {default_folder()} libtpu)"
+        )
     return (
         f"pip install --no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} "
         f"(no CUDA libraries needed; with --target {default_folder()} your own JAX stays as it is)"

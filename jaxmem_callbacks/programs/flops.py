@@ -17,6 +17,8 @@ import jax
 from jax.extend import core
 
 from jaxmem_callbacks.programs.exporting import flatten_program
+from jaxmem_callbacks.programs.jitting import jax_traced
+from jaxmem_callbacks.transforms.frameworks import framework_of
 
 _MOVES = (
     " broadcast broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice "
@@ -76,7 +78,14 @@ def count_flops(closed_jaxpr: Any) -> FlopCount:
 
 
 def step_flops(step: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount:
-    """Operations of one call of a step, traced on the shapes of its arguments; nothing is run."""
+    """Operations of one call of a step, traced on the shapes of its arguments; nothing is run.
+
+    What the step changes in place (NNX modules and optimizers) counts as used, like its results.
+    """
+    framework = framework_of([*args, *kwargs.values()])
+    traceable = step if framework is None or hasattr(step, "trace") else framework.jit(step)
+    if hasattr(traceable, "trace"):
+        return count_flops(jax_traced(traceable.trace(*args, **kwargs)).jaxpr)
     flat = flatten_program(step, args, kwargs)
     return count_flops(jax.make_jaxpr(flat.function)(*flat.leaves))
 

@@ -14,7 +14,6 @@ import time
 import warnings
 from typing import Any
 
-
 # Typed keys by the names of their dtypes; JAX tells a key's implementation only of an array.
 _KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
