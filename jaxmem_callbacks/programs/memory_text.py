@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
@@ -36,8 +38,15 @@ def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:
 def buffer_table(buffers: Sequence[Buffer]) -> list[str]:
     """The buffers of the peak, largest first, with the place in the user's code that they come from."""
     head = ("size", "kind", "shape", "from", "source")
-    body = [(format_bytes(b.bytes), b.kind, b.shape, b.operation or "unknown", b.source or "unknown") for b in buffers]
+    body = [(format_bytes(b.bytes), b.kind, b.shape, b.operation or "unknown", _near(b.source)) for b in buffers]
     return columns([head, *body], ("right", "left", "left", "left", "left"))
+
+
+def _near(source: str | None) -> str:
+    """``file:line`` as short as it can be told from the working folder."""
+    if source is None:
+        return "unknown"
+    return source.removeprefix(str(Path.cwd()) + os.sep)
 
 
 def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[tuple[str, ...]]:
