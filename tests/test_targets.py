@@ -166,7 +166,8 @@ def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path):
 
 @pytest.mark.core
 def test_the_folder_for_compilers_is_the_variables_or_the_caches(tmp_path, monkeypatch):
-    folder = tmp_path / "jaxmem_callbacks" / "targets" / f"jax-{importlib.metadata.version('jax')}"
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    folder = tmp_path / "jaxmem_callbacks" / "targets" / f"jax-{importlib.metadata.version('jax')}-{python}"
     folder.mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAXMEM_TARGET_PATH", raising=False)

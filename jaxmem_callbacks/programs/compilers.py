@@ -23,9 +23,14 @@ _PACKAGES = {
 
 
 def default_folder() -> pathlib.Path:
-    """Where compilers are looked for besides JAX's own environment; one folder a JAX version, because they must match."""
+    """Where compilers are looked for besides JAX's own environment; one for each JAX and Python, because they must match."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return cache / "jaxmem_callbacks" / "targets" / f"jax-{_version('jax', sys.path)}"
+    return (
+        cache
+        / "jaxmem_callbacks"
+        / "targets"
+        / f"jax-{_version('jax', sys.path)}-python{sys.version_info.major}.{sys.version_info.minor}"
+    )
 
 
 def target_folders() -> list[str]:
