@@ -111,7 +111,8 @@ def private_jax(root: Path) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and is_private_jax(ast.unparse(node)):
                 found.append(f"{path}:{node.lineno}: `{ast.unparse(node)}` is private")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and hides_private_name(node):
+            # An integration may meet a framework's private attribute, with a default, since nobody else may import it.
+            if isinstance(node, ast.Call) and room != "integrations" and hides_private_name(node):
                 found.append(f"{path}:{node.lineno}: `{ast.unparse(node)}` is private")
     return found
 
@@ -124,6 +125,8 @@ def is_private_jax(name: str) -> bool:
 
 def hides_private_name(call: ast.Call) -> bool:
     """``getattr(x, "_name")``: a private attribute that a reader of attributes does not see."""
+    if ast.unparse(call.func) != "getattr":
+        return False
     name = call.args[1].value if len(call.args) > 1 and isinstance(call.args[1], ast.Constant) else ""
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
 
