@@ -79,7 +79,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path, capfd):
     drive(monitor)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"jaxmem: writing to {blocked / 'run'} is switched off for the rest of the run: ")
-    assert "gpu:0" in [event.device for event in monitor.events], "it still watches"
+    assert [event.device for event in monitor.events] == ["gpu:0"], "it still watches"
 
 
 def test_two_monitors_on_one_folder_do_not_mix(tmp_path: Path, capfd):

@@ -67,7 +67,7 @@ def test_looks_do_not_wait_for_metrics_that_are_not_ready(rounds: jax.Array):
         EAGER,
         allocator=AllocatorProbe(),
         probes=(),
-        programs=ProgramsProbe(since=lambda cursor: ((), cursor)),
+        programs=ProgramsProbe(),
         faults=Faults("raise"),
         look_s=0.1,
     )

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe, reading_of
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import NOT_REGISTERED, ProgramsProbe
 from jaxmem_callbacks.probes.scripted import ScriptedProbe
+from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
 GIB = 2**30
@@ -201,13 +203,59 @@ def test_scripted_replays_and_then_says_nothing():
     assert probe.read(2) == ()
 
 
+class Registry:
+    """A registry that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.compiles: list[Compilation] = []
+        self.called: dict[Compilation, int] = {}
+
+    def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
+        return tuple(self.compiles[cursor:]), len(self.compiles)
+
+    def calls(self) -> tuple[tuple[Compilation, int], ...]:
+        return tuple(self.called.items())
+
+
+def test_earlier_compiles_count_once_their_step_is_called():
+    registry = Registry()
+    used, compared = (
+        Compilation(program=name, time_s=1.0, signature=(("x", "f32[]"),)) for name in ("used", "compared")
+    )
+    registry.compiles += [used, compared]
+    registry.called = {used: 5, compared: 1}
+    probe = ProgramsProbe(registry)
+    assert probe.drain() == ()
+    registry.called[used] = 6
+    fresh = Compilation(program="fresh", time_s=2.0, signature=(("x", "f32[]"),))
+    registry.compiles.append(fresh)
+    assert probe.drain() == (used, fresh)
+    registry.called[used] = 7
+    assert probe.drain() == ()
+
+
+@pytest.mark.core
+def test_a_real_steps_compile_before_the_monitor_is_noticed_when_it_runs():
+    step = jm.jit_step(lambda x: x * 2, jm.StepPolicy())
+    x = jnp.ones(23)
+    step(x)
+    other = jm.jit_step(lambda x: x * 4, jm.StepPolicy())
+    other(x)
+    probe = ProgramsProbe()
+    assert probe.drain() == ()
+    step(x)
+    (noticed,) = probe.drain()
+    assert noticed.program == "<lambda>"
+    assert noticed.memory.argument_bytes == 23 * 4
+
+
 def uncommon_step(x: jax.Array) -> jax.Array:
     return x * 3
 
 
 @pytest.mark.core
 def test_unregistered_compiles_are_heard_while_listening_and_jax_own_operations_are_not():
-    probe = ProgramsProbe(since=lambda cursor: ((), cursor))
+    probe = ProgramsProbe(Registry())
     step = jax.jit(uncommon_step)
     short, long, longer = jnp.ones(3), jnp.ones(11), jnp.ones(13)
     step(short)

@@ -60,7 +60,7 @@ def test_the_real_tensorboardx(tmp_path: Path):
     assert {tag: read_back.Scalars(tag)[0].value for tag in read_back.Tags()["scalars"]} == SCALARS
     assert read_back.Scalars("train/loss")[0].step == 7
     assert sorted(read_back.Tags()["tensors"]) == ["memory/events/text_summary", "memory/known_here/text_summary"]
-    assert read_back.Images("memory/over_time")[0].width == 960
+    assert read_back.Images("memory/over_time")[0].width == 720
 
 
 class Flax:

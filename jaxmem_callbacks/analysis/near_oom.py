@@ -47,8 +47,7 @@ class NearOomDetector:
         self._settings = settings
         self._episode = Episode(begin=1 - headroom, release=1 - headroom - min(headroom, 1 - headroom) / 2)
         self._limits: dict[str, int] = {}
-        self._programs: dict[str, ProgramMemory] = {}
-        self._compiled_steps: dict[str, int] = {}
+        self._programs: dict[tuple[str, int], tuple[int, ProgramMemory]] = {}  # by name and need: step noticed, memory
         self._told: set[str] = set()
         self._latest: dict[str, _Demand] = {}
 
@@ -66,11 +65,9 @@ class NearOomDetector:
 
     def _learn(self, observation: Observation) -> None:
         for compiled in observation.compilations:
-            name, memory = compiled.compilation.program, compiled.compilation.memory
-            known = self._programs.get(name)
-            if memory is not None and (known is None or memory.step_bytes > known.step_bytes):
-                self._programs[name] = memory
-                self._compiled_steps[name] = compiled.step
+            memory = compiled.compilation.memory
+            if memory is not None:
+                self._programs[compiled.compilation.program, memory.step_bytes] = (compiled.step, memory)
         for reading in observation.readings:
             limit = _smaller(reading.limit_bytes, self._settings.limit_bytes)
             if reading.source != "host" and limit:
@@ -79,10 +76,10 @@ class NearOomDetector:
     def _too_large(self, observation: Observation) -> list[MemoryEvent]:
         limit = max(self._limits.values(), default=self._settings.limit_bytes)
         events: list[MemoryEvent] = []
-        for name, program in self._programs.items():
-            if limit and name not in self._told and program.step_bytes > limit:
+        for (name, need), (step, program) in self._programs.items():
+            if limit and name not in self._told and need > limit:
                 self._told.add(name)
-                events.append(_alone(program, name, limit, self._compiled_steps[name], observation.time_s))
+                events.append(_alone(program, name, limit, step, observation.time_s))
         return events
 
     def _moments(self, readings: Sequence[Reading]) -> list[list[_Demand]]:
@@ -102,10 +99,10 @@ class NearOomDetector:
             return None
         live = reading.live_array_bytes
         demand = _Demand(reading=reading, bytes=live, limit_bytes=limit)
-        for name, program in self._programs.items():
+        for (_, need), (_, program) in self._programs.items():
             # The program's arguments are among the live arrays and are not counted twice.
-            total = max(live - program.argument_bytes, 0) + program.step_bytes
-            if name not in self._told and total > demand.bytes:
+            total = max(live - program.argument_bytes, 0) + need
+            if need <= limit and total > demand.bytes:  # larger ones are told by themselves
                 demand = _Demand(reading=reading, bytes=total, limit_bytes=limit, program=program)
         return demand
 
@@ -156,7 +153,7 @@ def _alone(program: ProgramMemory, name: str, limit: int, step: int, time_s: flo
         message=(
             f"{name} alone needs {format_bytes(need)} by its compiler (arguments {format_bytes(program.argument_bytes)}, "
             f"temporaries {format_bytes(program.temp_bytes)}), {format_bytes(need - limit)} above the limit of "
-            f"{format_bytes(limit)}, compiled at step {step}."
+            f"{format_bytes(limit)}, noticed at step {step}."
         ),
         action=_ACTION,
         figures={"need_bytes": need, "limit_bytes": limit, "temp_bytes": program.temp_bytes},

@@ -37,7 +37,9 @@ class RecompilationDetector:
     def _begins(self, compilation: Compilation, step: int) -> bool:
         count = self._compiles.get(compilation.program, 0) + 1
         self._compiles[compilation.program] = count
-        if compilation.time_s < self._since_s or (count == 1 and not compilation.changed):
+        # Another step of the same name may be compiled for the first time; a registered step says itself what changed.
+        again = bool(compilation.changed) if compilation.signature else count > 1
+        if compilation.time_s < self._since_s or not again:
             return False
         key = (compilation.program, frozenset(change.split(":", 1)[0] for change in compilation.changed))
         last = self._last_step.get(key)
@@ -48,15 +50,11 @@ class RecompilationDetector:
 def _event(compiled: Compiled, count: int) -> MemoryEvent:
     compilation = compiled.compilation
     name = compilation.program
-    registered = compilation.unavailable is None or compilation.memory is not None or bool(compilation.signature)
     if compilation.changed:
         why = "; ".join(compilation.changed[:_SHOWN])
         more = len(compilation.changed) - _SHOWN
         why += f"; and {more} more" if more > 0 else ""
         action = "Keep shapes and dtypes constant: drop or pad the last, shorter batch; pass Python numbers as arrays."
-    elif registered:
-        why = "unknown, because no argument changed its shape, dtype or sharding"
-        action = "Look for a cleared cache (jax.clear_caches), a changed jax.config option, or a function made anew each time."
     else:
         why = compilation.unavailable or "unknown"
         action = f"Make the step with jm.jit_step({name}, ...) to learn which argument changed."

@@ -92,7 +92,7 @@ class MemoryMonitor:
             RecompilationDetector(since_s=time.time()),
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
-        self._recorder = Recorder(settings, opening.open, self._faults)
+        self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s)
         self._ticker = Ticker(look_s, self._try_look)
         self._look_lock = threading.Lock()
         self._pid = os.getpid()

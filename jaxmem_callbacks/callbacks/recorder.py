@@ -33,19 +33,24 @@ class Recorder:
         settings: Window length and the preset's limit.
         open_writers: Called at the first record.
         faults: Told of writers that raise.
+        look_s: Seconds between two calls of ``record``.
     """
 
-    def __init__(self, settings: MonitorSettings, open_writers: Callable[[], list[Writer]], faults: Faults) -> None:
+    def __init__(
+        self, settings: MonitorSettings, open_writers: Callable[[], list[Writer]], faults: Faults, *, look_s: float
+    ) -> None:
         self._settings = settings
         self._open_writers = open_writers
         self._faults = faults
         self._writers: list[Writer] | None = None
-        self._windows = Windows(settings.window_s)
+        # A window closes at the look nearest to its end; waiting for the next one would put two scans into some windows.
+        self._windows = Windows(settings.window_s - look_s / 2)
         self._history = History()
         self._known = KnownHere(settings.limit_bytes)
         self._known_shape: object = None
         self._unavailable: set[Unavailable] = set()
         self._latest: dict[tuple[str, str], Reading] = {}
+        self._used: set[str] = set()
         self._needs: dict[str, int] = {}
         self._limit = settings.limit_bytes
         self._figure_s: float | None = None
@@ -71,7 +76,7 @@ class Recorder:
         readings = self._latest | {(each.source, each.device): each for each in fresh}
         pool = Windows(0.0)
         for reading in readings.values():
-            pool.add(values_of(reading))
+            pool.add(self._shown(reading))
         pool.keep(self._constants())
         window = pool.close(0, 0.0, force=True)
         return window.scalars() if window is not None else {}
@@ -83,8 +88,9 @@ class Recorder:
 
     def _learn(self, observation: Observation) -> None:
         self._known.learn(observation)
+        self._used.update(reading.device for reading in observation.readings if reading.live_array_bytes)
         for reading in observation.readings:
-            self._windows.add(values_of(reading))
+            self._windows.add(self._shown(reading))
             self._latest[reading.source, reading.device] = reading
             if reading.limit_bytes is not None:
                 self._limit = min(reading.limit_bytes, self._settings.limit_bytes or reading.limit_bytes)
@@ -95,6 +101,11 @@ class Recorder:
             if memory is not None:  # of several compiles the largest counts: all of them may run again
                 self._needs[name] = max(memory.step_bytes, self._needs.get(name, 0))
         self._windows.keep(self._constants())
+
+    def _shown(self, reading: Reading) -> dict[str, float]:
+        """What a reading adds to the curves; devices that never held an array would only pull the mean down."""
+        idle = reading.source == "live_arrays" and bool(self._used) and reading.device not in self._used
+        return {} if idle else values_of(reading)
 
     def _constants(self) -> dict[str, float]:
         values = {f"memory/program_gib/{name}": need / GIB for name, need in dict(self._needs).items()}

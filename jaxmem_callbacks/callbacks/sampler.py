@@ -67,6 +67,7 @@ class Sampler:
         self._waiting: list[Compilation] = []
         self._stamped = self._taken = self._read_serial = 0
         self._step = -1
+        self._made_s = time.time()
         self._next_scan_s = self._hold_from_s = 0.0
 
     def stamp(self, step: Any, metrics: Any) -> None:
@@ -158,6 +159,8 @@ class Sampler:
         return [Compiled(step=self._step_at(each.time_s), compilation=each) for each in ready]
 
     def _step_at(self, time_s: float) -> int:
+        if time_s < self._made_s:  # compiled earlier, in use only now
+            return self._step
         at = bisect.bisect_left(self._marks, (time_s, -1))
         return self._marks[at][1] if at < len(self._marks) else self._step
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
 import jax
 import jax.monitoring
@@ -26,21 +25,34 @@ _WRAPPED = re.compile(r"\w+\((.*)\)")
 _KEPT = 1000  # compiles between two looks; a run that compiles more often has other problems
 _SETTLE_S = 1.0  # a registered step enters the registry shortly after the compiler is done
 
-Since = Callable[[int], tuple[tuple[Compilation, ...], int]]
+
+class Source(Protocol):
+    """Where registered compiles come from: the module ``programs.registry``, or a list in a test."""
+
+    def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
+        """The compiles after the cursor, and the next cursor."""
+        ...
+
+    def calls(self) -> tuple[tuple[Compilation, int], ...]:
+        """For every step that still exists, its largest compile and its number of calls."""
+        ...
 
 
 @final
 class ProgramsProbe:
     """Tells compiles apart: registered steps with their arguments and bytes, others by name only.
 
+    What was compiled before ``start`` counts only once its step is called: the process may have compiled others for
+    comparison, or for an earlier run.
+
     Args:
-        since: Where registered compiles come from, by default the registry of ``jm.jit_step``: given a cursor, it returns
-            the compiles after it and the next cursor.
+        source: Where registered compiles come from, by default the registry of ``jm.jit_step``.
     """
 
-    def __init__(self, since: Since | None = None) -> None:
-        self._since = since or registry.since
-        self._cursor = 0
+    def __init__(self, source: Source = registry) -> None:
+        self._source = source
+        self._cursor = source.since(0)[1]
+        self._idle = {_key(compilation): calls for compilation, calls in source.calls()}
         self._registered: set[str] = set()
         self._heard: deque[tuple[str, float]] = deque(maxlen=_KEPT)
 
@@ -57,7 +69,8 @@ class ProgramsProbe:
 
     def drain(self, *, settle_s: float = _SETTLE_S) -> tuple[Compilation, ...]:
         """The compiles since the last call, oldest first; unregistered ones are told once ``settle_s`` old."""
-        registered, self._cursor = self._since(self._cursor)
+        registered, self._cursor = self._source.since(self._cursor)
+        registered = (*self._awoken(), *registered)
         self._registered.update(compilation.program for compilation in registered)
         others = [
             Compilation(program=name, time_s=heard_s, signature=(), unavailable=NOT_REGISTERED)
@@ -65,6 +78,14 @@ class ProgramsProbe:
             if name not in self._registered
         ]
         return tuple(sorted([*registered, *others], key=lambda compilation: compilation.time_s))
+
+    def _awoken(self) -> list[Compilation]:
+        """Earlier compiles whose step was called since."""
+        known = self._source.calls() if self._idle else ()
+        awake = [each for each, calls in known if calls > self._idle.get(_key(each), calls)]
+        for compilation in awake:
+            del self._idle[_key(compilation)]
+        return awake
 
     def _settled(self, until_s: float) -> list[tuple[str, float]]:
         ready: list[tuple[str, float]] = []
@@ -80,6 +101,10 @@ class ProgramsProbe:
         name = match[1] if match else name
         if not _is_jax_own(name):
             self._heard.append((name, time.time()))
+
+
+def _key(compilation: Compilation) -> tuple[str, float]:
+    return compilation.program, compilation.time_s
 
 
 def _is_jax_own(name: str) -> bool:

@@ -6,25 +6,40 @@ Bounded and thread-safe; imports no JAX, so that the monitor's own thread can re
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
+from typing import Protocol
 
 from jaxmem_callbacks.records.programs import Compilation
 
 KEPT = 1024  # a run that recompiles more often than this has told its story long before
 
 
+class Step(Protocol):
+    """A step that counts its calls."""
+
+    calls: int
+
+
 class _History:
-    """The last `KEPT` compilations and how many there were in all."""
+    """The last `KEPT` compilations and how many there were in all; for each living step, its largest one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: deque[Compilation] = deque(maxlen=KEPT)
         self._total = 0
+        self._largest: weakref.WeakKeyDictionary[Step, Compilation] = weakref.WeakKeyDictionary()
 
-    def add(self, compilation: Compilation) -> None:
+    def add(self, compilation: Compilation, step: Step | None) -> None:
         with self._lock:
             self._kept.append(compilation)
             self._total += 1
+            if step is not None and _need(compilation) >= _need(self._largest.get(step)):
+                self._largest[step] = compilation
+
+    def calls(self) -> tuple[tuple[Compilation, int], ...]:
+        with self._lock:
+            return tuple((compilation, step.calls) for step, compilation in self._largest.items())
 
     def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
         with self._lock:
@@ -36,9 +51,18 @@ class _History:
 _history = _History()
 
 
-def record(compilation: Compilation) -> None:
-    """Add one compilation to the process's history. Never blocks for long; any thread."""
-    _history.add(compilation)
+def _need(compilation: Compilation | None) -> int:
+    return -1 if compilation is None or compilation.memory is None else compilation.memory.step_bytes
+
+
+def record(compilation: Compilation, step: Step | None = None) -> None:
+    """Add one compilation, of ``step``, to the process's history. Never blocks for long; any thread."""
+    _history.add(compilation, step)
+
+
+def calls() -> tuple[tuple[Compilation, int], ...]:
+    """For every step that still exists, its largest compilation and how often it was called so far."""
+    return _history.calls()
 
 
 def since(cursor: int) -> tuple[tuple[Compilation, ...], int]:

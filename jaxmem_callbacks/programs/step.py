@@ -106,6 +106,7 @@ class JitStep:
         functools.update_wrapper(self, train_step, updated=())
         self.__wrapped__ = train_step
         self.policy = policy
+        self.calls = 0
         self.name = getattr(train_step, "__name__", type(train_step).__name__)
         self._own_jit = already_jitted(train_step)
         self._making = Making(
@@ -129,6 +130,7 @@ class JitStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Adds about a microsecond to the jitted function's own call; no flattening, no sync."""
+        self.calls += 1  # a monitor tells by it which steps are in use
         call = self._call
         if call is None:
             return self._first_call(args, kwargs)
@@ -278,7 +280,8 @@ class JitStep:
                 changed=changed,
                 memory=program.memory,
                 unavailable=program.unavailable,
-            )
+            ),
+            step=self,
         )
 
     def _refuse_or_warn(self, program: Program, *, executed: bool) -> None:

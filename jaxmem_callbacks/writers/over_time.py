@@ -16,8 +16,8 @@ from jaxmem_callbacks.writers.markdown import EVENT_TITLES
 from jaxmem_callbacks.writers.protocol import Picture
 
 TAG = "memory/over_time"
-_SIZE = (960, 540)  # pixels; TensorBoard shows images at about this width
-_DPI = 100
+_SIZE = (720, 480)  # pixels; TensorBoard shows images at half this width, so the letters are large for it
+_DPI = 120
 _DEVICE_LINES = {
     "memory/in_use_gib": ("bytes in use", "#1f77b4"),
     "memory/pool_gib": ("pool taken from the driver", "#9ecae1"),
@@ -100,4 +100,4 @@ def _name_axes(figure: Any, device: Any, host: Any) -> None:
         axes.grid(visible=True, alpha=0.3)
     handles, labels = device.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize="small")
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize="small")

@@ -1,0 +1,107 @@
+"""Headless Chromium, driven through chromedriver's W3C WebDriver interface with the standard library alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+_Found = TypeVar("_Found")
+_ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--window-size=1500,1100",
+)
+
+
+def missing() -> list[str]:
+    """What of Chromium and its driver is not on PATH."""
+    return [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+
+
+class Browser:
+    """One browser window, in a profile of its own that goes with it."""
+
+    def __enter__(self) -> Self:
+        self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
+        self._driver = subprocess.Popen(
+            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._driver.stdout is not None
+        started = next(
+            match for line in self._driver.stdout if (match := re.search(r"successfully on port (\d+)", line))
+        )
+        self._address = f"http://localhost:{started[1]}/session"
+        options = {"binary": shutil.which("chromium"), "args": [*_ARGUMENTS, f"--user-data-dir={self._profile.name}"]}
+        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
+        self._address += "/" + self._call("POST", "", wanted)["sessionId"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call("DELETE", "")
+        self._driver.terminate()
+        self._driver.communicate(timeout=20)  # and closes the pipe
+        self._profile.cleanup()
+
+    def open(self, url: str) -> None:
+        """Go to a page, by way of an empty one: TensorBoard does not reload for another part after `#`."""
+        self._call("POST", "/url", {"url": "about:blank"})
+        self._call("POST", "/url", {"url": url})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """Run JavaScript in the page and return what it returns."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def text(self) -> str:
+        """The text of the whole page, shadow trees included."""
+        return self.run(_ALL_TEXT)
+
+    def wait_for(self, what: Callable[[], _Found], *, seconds: float = 40.0) -> _Found:
+        """Ask again until the answer is true; after that long, whatever it is."""
+        deadline = time.monotonic() + seconds
+        while not (found := what()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return found
+
+    def screenshot(self, path: Path) -> None:
+        """Save what the window shows as PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._address + path, data=data, method=method)  # noqa: S310 - localhost
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310 - localhost
+            return json.loads(answer.read())["value"]
+
+
+_ALL_TEXT = """
+const seen = [];
+const walk = (node) => {
+  if (node.nodeType === Node.TEXT_NODE) { seen.push(node.textContent); return; }
+  if (['STYLE', 'SCRIPT', 'TEMPLATE'].includes(node.nodeName)) return;
+  if (node.shadowRoot) walk(node.shadowRoot);
+  node.childNodes.forEach(walk);
+};
+walk(document.body);
+return seen.map(text => text.trim()).filter(text => text).join('\\n');
+"""

@@ -1,0 +1,153 @@
+"""A real run, looked at in the real TensorBoard with a real browser: scalars, events, figure and what is known are there.
+
+`JAXMEM_SCREENSHOTS=folder` keeps the pictures; `JAXMEM_REQUIRE_BROWSER=1` makes a missing browser a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.settings import MonitorSettings
+from tests.browser import Browser, missing
+
+pytestmark = pytest.mark.browser
+STEPS, SHORT_AT = 130, 90
+
+Look = Callable[[str, str], str]
+
+
+def page_step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    loss, gradient = jm.value_and_grad(lambda w: jnp.mean((jnp.tanh(batch @ w) @ w - 1.0) ** 2))(weights)
+    return weights - 0.05 * gradient, {"loss": loss}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of at least 100 points with both events, in the folder above its own, as users have it."""
+    if missing():
+        if os.environ.get("JAXMEM_REQUIRE_BROWSER") == "1":
+            pytest.fail(f"{' and '.join(missing())} not on PATH: apt-get install chromium chromium-driver")
+        pytest.skip("browser: not proved")  # tests/conftest.py repeats this line at the end of the run
+    folder = tmp_path_factory.mktemp("runs")
+    settings = MonitorSettings(window_s=0.02, scan_s=0.02, limit_bytes=4 * 2**20, on_error="raise")
+    step = jm.jit_step(page_step, jm.StepPolicy())
+    weights, batch = jnp.full((256, 256), 0.01), jnp.ones((1024, 256))
+    with jm.MemoryMonitor(settings, logdir=folder / "demo") as monitor:
+        for index in range(STEPS):
+            weights, metrics = step(weights, batch if index != SHORT_AT else batch[:300])
+            monitor(index, metrics)
+            time.sleep(0.03)
+    assert [event.kind for event in monitor.events] == ["near_oom", "recompilation"]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(run: Path) -> Iterator[str]:
+    """Where the real TensorBoard shows the run."""
+    log = run.parent / "tensorboard.log"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run), "--host", "localhost", "--port", "0"]
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as server:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://localhost:\d+", log.read_text())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert found, log.read_text()
+        yield found[0]
+        server.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser(address: str) -> Iterator[Browser]:
+    del address  # the server comes first
+    with Browser() as window:
+        yield window
+
+
+@pytest.fixture(scope="module")
+def look(browser: Browser, address: str) -> Look:
+    """Open a part of the page, wait until it shows a text, keep a picture if wanted, return all its text."""
+
+    def at(part: str, until: str) -> str:
+        browser.open(f"{address}/#{part}")
+        browser.wait_for(lambda: until in browser.text())
+        browser.wait_for(lambda: browser.run(_DRAWN), seconds=10)
+        if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
+            time.sleep(2)  # lines are animated
+            browser.screenshot(Path(folder) / f"tensorboard_{part}.png")
+        return browser.text()
+
+    return at
+
+
+def test_the_scalars_page_shows_memory_by_step(look: Look, browser: Browser):
+    text = look("scalars", "tag:\nmemory/live_arrays_gib")
+    shown = re.findall(r"tag:\n(\S+)", text)
+    expected = {"memory/live_arrays_gib", "memory/live_arrays_count", "memory/host_gib", "memory/preset_limit_gib"}
+    assert expected | {"memory/program_gib/page_step", "train/loss"} <= set(shown)
+    assert "No dashboards are active" not in text
+    runs = browser.run("return fetch('data/plugin/scalars/tags').then(answer => answer.json())")
+    assert list(runs) == ["demo"], "one run, no extra directories"
+
+
+def test_the_scalars_have_at_least_a_hundred_points(look: Look, browser: Browser):
+    look("scalars", "tag:\nmemory/live_arrays_gib")
+    script = "return fetch('data/plugin/scalars/scalars?tag=memory%2Flive_arrays_gib&run=demo').then(answer => answer.json())"
+    points = browser.run(script)
+    assert len(points) >= 100
+    assert points[-1][1] == STEPS - 1
+    assert all(value > 0 for *_, value in points)
+
+
+def test_the_text_page_tells_both_events_and_what_is_known(look: Look):
+    text = look("text", "memory/known_here/text_summary")
+    assert "Near out of memory" in text
+    assert "page_step alone needs" in text
+    assert "Recompilation" in text
+    assert "float32[1024,256] -> float32[300,256]" in text
+    assert f"step\n{SHORT_AT}\n" in text
+    assert "unknown, because JAX's CPU client keeps no allocator statistics" in text
+
+
+def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser):
+    text = look("images", "memory/over_time")
+    assert f"step\n{STEPS - 1}" in text
+    widths = browser.wait_for(lambda: browser.run(_WIDTHS))
+    assert widths == [720], "one image, really loaded"
+
+
+def test_the_time_series_page_shows_the_same(look: Look):
+    text = look("timeseries", "memory\n/live_arrays_gib")
+    assert "memory\n/host_gib" in text
+
+
+# Whether the page has settled: every chart or image has something in it.
+_DRAWN = """
+const found = [];
+const walk = (node) => {
+  if (node.shadowRoot) walk(node.shadowRoot);
+  if (['IMG', 'CANVAS', 'TABLE', 'path'].includes(node.nodeName)) found.push(node);
+  node.childNodes.forEach(walk);
+};
+walk(document.body);
+return found.length > 0;
+"""
+_WIDTHS = """
+const found = [];
+const walk = (node) => {
+  if (node.shadowRoot) walk(node.shadowRoot);
+  if (node.nodeName === 'IMG' && node.naturalWidth > 0) found.push(node.naturalWidth);
+  node.childNodes.forEach(walk);
+};
+walk(document.body);
+return found;
+"""
