@@ -225,6 +225,8 @@ def test_bytes_are_those_of_one_device():
         ("state", "state", 64 * 16 * 4 // 8),
         ("batch", "batch", 4),
     ]
+    assert memory.alias_bytes == memory.donated_bytes == 64 * 16 * 4 // 8
+    assert memory.warnings == ()
 
 
 @pytest.mark.core

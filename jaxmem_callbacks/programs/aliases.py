@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.hlo_header import read_header
+from jaxmem_callbacks.programs.hlo_header import Header, read_header
 from jaxmem_callbacks.programs.leaves import Leaf
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -77,8 +77,9 @@ def leaf_uses(
             `jax_debug_nans` is on.
     """
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
-    numbers = _parameter_numbers(shardings, hlo_text)
-    reused = read_header(hlo_text).reused
+    header = read_header(hlo_text)
+    numbers = _parameter_numbers(shardings, header)
+    reused = header.reused
     taken = set(reused.values())
     results = [result for i, result in enumerate(_results(lowered, compiled)) if i not in taken]
     uses: list[LeafUse] = []
@@ -124,10 +125,10 @@ def donation_message(function: Callable[..., Any], lost: Sequence[LeafUse]) -> s
     return "\n".join(lines)
 
 
-def _parameter_numbers(shardings: Sequence[Any], hlo_text: str) -> list[int | None]:
+def _parameter_numbers(shardings: Sequence[Any], header: Header) -> list[int | None]:
     """Each flat argument's HLO parameter number: dropped arguments have none, hidden ones (tokens, constants) come first."""
     kept = sum(sharding is not None for sharding in shardings)
-    number = read_header(hlo_text).parameters - kept
+    number = header.parameters - kept
     numbers: list[int | None] = []
     for sharding in shardings:
         numbers.append(None if sharding is None else number)

@@ -6,13 +6,13 @@ The order and the shapes come from the lowered program; the names come from the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.kinds import kind_of_argument, kind_of_node
+from jaxmem_callbacks.programs.kinds import NodeKind, kind_of_argument, kind_of_node
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
@@ -68,17 +68,37 @@ def user_leaves(name: str, value: Any) -> list[Leaf]:
         value = framework.arrays(value)
     found: list[Leaf] = []
     seen: set[int] = set()
-    for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: kind_of_node(x) is not None)[0]:
-        kind = kind_of_node(node)
+    for path, node, kind in _nodes(value):
         if kind is not None and kind.shared_by_identity:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-        inner = jax.tree_util.tree_flatten_with_path(node)[0] if kind is not None else [((), node)]
-        for rest, leaf in inner:
-            where = path if kind is not None and kind.shared_by_identity else (*path, *rest)
-            found.append(_leaf(name, where, leaf, kind.name if kind else kind_of_argument(name, where)))
+        found += [
+            _leaf(name, path, leaf, kind.name if kind else kind_of_argument(name, path))
+            for leaf in jax.tree.leaves(node)
+        ]
     return found
+
+
+def _nodes(
+    value: Any, root: tuple[Any, ...] = (), around: NodeKind | None = None
+) -> Iterator[tuple[tuple[Any, ...], Any, NodeKind | None]]:
+    """The leaves and variables of a tree with path and kind; what is inside an Optax state is optimizer state."""
+    if around is None and (around := kind_of_node(value)) is not None and around.shared_by_identity:
+        yield root, value, around
+        return
+
+    def stops(node: Any) -> bool:
+        return node is not value and kind_of_node(node) is not None
+
+    for path, node in jax.tree_util.tree_flatten_with_path(value, is_leaf=stops)[0]:
+        kind = kind_of_node(node)
+        if kind is not None and not kind.shared_by_identity and node is not value:
+            yield from _nodes(node, (*root, *path), kind)
+        elif kind is not None and around is not None:
+            yield (*root, *path), node, replace(kind, name=around.name)
+        else:
+            yield (*root, *path), node, kind or around
 
 
 def call_leaves(arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered) -> list[Leaf]:

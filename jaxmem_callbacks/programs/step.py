@@ -286,7 +286,7 @@ class JitStep:
 
     def _refuse_or_warn(self, program: Program, *, executed: bool) -> None:
         """An explicit donation that is lost is an error while nothing has run; an inferred one is a warning, once."""
-        if self._own_jit is not None:
+        if self._own_jit is not None and not executed:
             self._making.check_jitted(self.__wrapped__, program.uses, program.undonated)
         lost = lost_donations(program.uses)
         if not lost:
