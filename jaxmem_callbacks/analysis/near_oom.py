@@ -99,10 +99,10 @@ class NearOomDetector:
             return None
         live = reading.live_array_bytes
         demand = _Demand(reading=reading, bytes=live, limit_bytes=limit)
-        for (_, need), (_, program) in self._programs.items():
+        for _, program in self._programs.values():
             # The program's arguments are among the live arrays and are not counted twice.
-            total = max(live - program.argument_bytes, 0) + need
-            if need <= limit and total > demand.bytes:  # larger ones are told by themselves
+            total = max(live - program.argument_bytes, 0) + program.step_bytes
+            if program.step_bytes <= limit and total > demand.bytes:  # larger ones are told by themselves
                 demand = _Demand(reading=reading, bytes=total, limit_bytes=limit, program=program)
         return demand
 
