@@ -1,0 +1,120 @@
+"""Flax Linen: remat by module path, without editing the model.
+
+`jm.linen` is this module. Calls of the modules that a pattern means are intercepted while ``apply`` is traced, and run
+under `nn.remat`; parameters, their paths and random streams are those of the plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from flax import linen as nn
+
+from jaxmem_callbacks.integrations.arguments import Parting
+from jaxmem_callbacks.integrations.nesting import is_rematerialising, refuse_second_checkpoint, rematerialising
+from jaxmem_callbacks.integrations.paths import Pattern, Rule, nothing_matched, rule_for, rules
+from jaxmem_callbacks.records.errors import PatternError
+from jaxmem_callbacks.transforms.names import named_policy
+
+__all__ = ["remat"]
+
+_PARTING = Parting(nn.Module, nn.Variable)
+_LIFTED = nn.remat.__module__  # where the methods live that nn.scan, nn.vmap, nn.jit and nn.remat make
+
+
+def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], policy: str = "full") -> Callable[..., Any]:
+    r"""The same ``apply``, rematerialising the modules that a pattern means.
+
+        apply = jm.linen.remat(model.apply, r"block_\d+")
+        state = TrainState.create(apply_fn=jm.linen.remat(model.apply, Block), params=params, tx=tx)
+
+    Only ``__call__`` of a module is rematerialised. Where a module and one inside it are both meant, the outer one is, and
+    the inner runs as it is. A module run by `nn.scan` has one path, and each of its iterations is rematerialised.
+
+    Args:
+        apply: ``model.apply``, ``state.apply_fn``, or any function that calls it, such as a loss.
+        pattern: A regular expression that a module's whole path must match, such as ``encoder/block_0/attention``; or a
+            module class; or a mapping from either to a policy, where the first match counts. The model itself, whose path
+            is empty, is never meant.
+        policy: What each module keeps besides its inputs: ``full`` (nothing), ``dots_saveable``, ... or a synonym.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        PatternError: the pattern is none. At the first call: nothing matches; lists the modules that were called.
+        PolicyError: no such policy. When called: a module is inside a checkpoint that is already there.
+    """
+    wanted = rules(pattern, policy)
+    used: set[int] = set()  # rules that have had a module, in any call so far
+
+    @functools.wraps(apply)
+    def rematerialised_apply(*args: Any, **kwargs: Any) -> Any:
+        calls = _Calls(wanted)
+        with nn.intercept_methods(calls.intercept):
+            result = apply(*args, **kwargs)
+        used.update(calls.used)
+        for index, rule in enumerate(wanted):
+            if index not in used:
+                raise calls.unused(rule)
+        return result
+
+    return rematerialised_apply
+
+
+class _Calls:
+    """What one call of ``apply`` meets: the interceptor, and its memory of the modules it saw."""
+
+    def __init__(self, wanted: Sequence[Rule]) -> None:
+        self._wanted = wanted
+        self._kinds: dict[str, type] = {}
+        self._methods: dict[str, set[str]] = {}
+        self.used: set[int] = set()
+
+    def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Run one method of one module, under a checkpoint where it is meant."""
+        module, method = context.module, cast("functools.partial[Any]", context.orig_method).func
+        if module.scope is None or context.method_name == "setup" or _is_lifted(method):
+            return call(*args, **kwargs)
+        path = "/".join(module.path)
+        self._kinds[path] = type(module)
+        self._methods.setdefault(path, set()).add(context.method_name)
+        rule = rule_for(self._wanted, (path,), type(module))
+        if rule is None or context.method_name != "__call__" or is_rematerialising():
+            return call(*args, **kwargs)
+        refuse_second_checkpoint(f"`{path}` ({type(module).__name__})")
+        self.used.add(self._wanted.index(rule))
+        return _PARTING.through(
+            functools.partial(_checkpointed, named_policy(rule.policy)), module, method, args, kwargs
+        )
+
+    def unused(self, rule: Rule) -> PatternError:
+        """The error of a rule under which nothing was rematerialised."""
+        met = [path for path, kind in self._kinds.items() if rule.matches(path, kind)]
+        if not met:
+            called = {path: kind.__name__ for path, kind in self._kinds.items() if path}
+            return nothing_matched(rule, called, "those that were called")
+        first = f"`{met[0]}`"
+        if not any("__call__" in self._methods[path] for path in met):
+            methods = ", ".join(sorted(self._methods[met[0]]))
+            reason = f"{first} is not called itself, only its {methods}. Match a module inside it, or move the work to __call__."
+        else:
+            reason = (
+                f"{first} and all others it matches are inside one rematerialised already, or an earlier pattern's."
+            )
+        return PatternError(f"Pattern {rule} would do nothing: {reason}")
+
+
+def _is_lifted(method: Callable[..., Any]) -> bool:
+    """Whether a method is `nn.scan`'s or another transform's around the author's own, which comes by later, inside it."""
+    return getattr(method, "__globals__", {}).get("__name__") == _LIFTED
+
+
+def _checkpointed(keep: Callable[..., Any] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    def rematerialised(module: nn.Module, traced: Any) -> Any:
+        with rematerialising():
+            return function(module, traced)
+
+    return nn.remat(rematerialised, policy=keep)

@@ -1,0 +1,47 @@
+"""One checkpoint at a time: a module inside one that is already rematerialised runs as its author wrote it.
+
+The mark rides in JAX's own trace context, which is part of every jit cache key: what was traced inside a checkpoint is
+never reused outside one.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks._compat.checkpoints import inside_checkpoint
+from jaxmem_callbacks.records.errors import PolicyError
+
+
+@functools.cache
+def _context() -> Any:
+    """JAX's user context, made on first use: importing the package must not touch JAX's configuration."""
+    return jax.make_user_context(None)
+
+
+def rematerialising() -> AbstractContextManager[None]:
+    """The context in which a checkpoint of ours is being traced."""
+    return _context()("inside")
+
+
+def is_rematerialising() -> bool:
+    """Whether the code being traced is inside a checkpoint that `remat` by module made."""
+    return _context().value is not None
+
+
+def refuse_second_checkpoint(name: str) -> None:
+    """Refuse to put a module's checkpoint inside one that its caller wrote.
+
+    Raises:
+        PolicyError: names the module and what to change.
+    """
+    if inside_checkpoint():
+        msg = (
+            f"{name} is called inside a checkpoint that is already there (nn.remat, nnx.remat or jax.checkpoint in the "
+            "model or around the loss). A second one inside it would compute the module three times. Remove that one, or "
+            "leave this module out of the pattern."
+        )
+        raise PolicyError(msg)

@@ -1,0 +1,132 @@
+"""Which modules of a model a pattern means, for both Flax interfaces.
+
+Enters: what the user typed and the modules that exist, by path (``blocks/0/attention``). Leaves: the policy of each module
+that matches, or a `PatternError` that lists what could have matched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmem_callbacks.records.errors import PatternError
+from jaxmem_callbacks.records.policies import canonical_remat
+from jaxmem_callbacks.transforms.names import named_policy
+
+Pattern = str | re.Pattern[str] | type
+_SHOWN = 12
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One pattern and what is done to the modules it matches.
+
+    Attributes:
+        path: A regular expression for the whole path, or None.
+        kind: A module class, or None.
+        policy: Canonical name of the remat policy.
+    """
+
+    path: re.Pattern[str] | None
+    kind: type | None
+    policy: str
+
+    def matches(self, path: str, kind: type) -> bool:
+        """Whether a module of class ``kind`` at ``path`` is meant. The model itself, whose path is empty, never is."""
+        if not path:
+            return False
+        if self.path is not None:
+            return self.path.fullmatch(path) is not None
+        return self.kind is not None and issubclass(kind, self.kind)
+
+    def __str__(self) -> str:
+        return repr(self.path.pattern) if self.path is not None else getattr(self.kind, "__name__", "")
+
+
+def rules(pattern: Pattern | Mapping[Any, str], policy: str) -> tuple[Rule, ...]:
+    """What the user typed as rules, first match first.
+
+    Args:
+        pattern: A regular expression for the whole path, a module class, or a mapping from either to a policy.
+        policy: The policy of a single pattern; a mapping brings its own.
+
+    Raises:
+        PatternError: not a regular expression, not a pattern at all, or an empty mapping.
+        PolicyError: no such policy, or ``none``.
+    """
+    if not isinstance(pattern, Mapping):
+        return (_rule(pattern, policy),)
+    if not pattern:
+        msg = "pattern={} names no module. Write one such as {r'blocks/\\d+': 'full'}."
+        raise PatternError(msg)
+    return tuple(_rule(one, its_policy) for one, its_policy in pattern.items())
+
+
+def _rule(pattern: Any, policy: str) -> Rule:
+    named_policy(policy)  # refuses what is no policy by module, before any work
+    canonical = canonical_remat(policy)
+    if isinstance(pattern, type):
+        return Rule(path=None, kind=pattern, policy=canonical)
+    try:
+        return Rule(path=re.compile(pattern), kind=None, policy=canonical)
+    except re.error as error:
+        msg = f"pattern={pattern!r} is not a regular expression: {error}. Write one such as r'blocks/\\d+'."
+        raise PatternError(msg) from None
+    except TypeError:
+        msg = f"pattern={pattern!r}: expected a regular expression such as r'blocks/\\d+', a module class or a mapping."
+        raise PatternError(msg) from None
+
+
+def rule_for(among: Sequence[Rule], paths: Iterable[str], kind: type) -> Rule | None:
+    """The first rule that means a module, by any of its paths; None where no rule does."""
+    known = tuple(paths)
+    return next((rule for rule in among if any(rule.matches(path, kind) for path in known)), None)
+
+
+def nothing_matched(rule: Rule, modules: Mapping[str, str], where: str) -> PatternError:
+    """The error of a rule that means no module.
+
+    Args:
+        rule: The rule.
+        modules: Class name of every module that could have been meant, by path.
+        where: What was searched, for the message.
+    """
+    like: dict[str, list[str]] = {}
+    for path in modules:
+        like.setdefault(_NUMBER.sub("#", path), []).append(path)
+    firsts = {paths[0]: len(paths) for paths in like.values()}
+    shown = _nearest(rule, firsts)
+    lines = [_line(path, modules[path], firsts[path]) for path in shown] or ["    none"]
+    if len(firsts) > len(shown):
+        lines.append(f"    ... and {len(firsts) - len(shown)} more")
+    return PatternError(
+        f"Pattern {rule} matches no module of {where}.{_hint(rule, modules)} It could match:\n" + "\n".join(lines)
+    )
+
+
+def _line(path: str, kind: str, count: int) -> str:
+    return f"    {path}  ({kind}{f', {count} of these' if count > 1 else ''})"
+
+
+def _hint(rule: Rule, modules: Iterable[str]) -> str:
+    """What the user may have meant instead, by the most common mistakes."""
+    if rule.path is None:
+        return ""
+    if not rule.path.pattern.strip("^$"):
+        return " The model itself is never meant: a checkpoint around all of it saves nothing."
+    if any(rule.path.search(path) for path in modules):
+        return f" It matches a part of some paths, and a pattern is for the whole: try r'.*{rule.path.pattern}.*'."
+    return ""
+
+
+def _nearest(rule: Rule, paths: Iterable[str]) -> list[str]:
+    """The paths most like what was typed, then those nearest to the top, in the model's own order."""
+    known = list(paths)
+    near = difflib.get_close_matches(rule.path.pattern if rule.path else str(rule), known, n=_SHOWN // 2, cutoff=0.6)
+    rest = sorted((path for path in known if path not in near), key=lambda path: path.count("/"))
+    chosen = {*near, *rest[: _SHOWN - len(near)]}
+    return [path for path in known if path in chosen]
