@@ -324,6 +324,20 @@ def test_shardings_of_arguments_and_results_hold_on_the_cpu_target():
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_bare_specs_mean_the_set_mesh(kind):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.ones((64, 16), np.float32), PartitionSpec("data"))
+        flat = flatten_program(lambda x: x * 2, (x,), {}, out_shardings=PartitionSpec("data"))
+        portable = export_program(flat, "cuda")
+    expected = {"axes": [["data", 4]], "spec": ["data"], "memory_kind": None}
+    assert portable.out_shardings == (expected,)
+    assert portable.shardings[0]["axes"] == [["data", 4]]
+    assert portable.device_count == 4
+
+
+@pytest.mark.core
 def test_a_donation_that_cannot_be_used_is_reported():
     result = compile_for_target(lambda x: x.sum(), (shape(8, 8),), target="cpu", donate_argnums=0)
     assert any("donated buffers were not usable" in warning for warning in result.warnings)

@@ -46,7 +46,7 @@ def peak_buffers_attached(lowered: Any) -> tuple[Buffer, ...]:
 
     with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
         folder = pathlib.Path(place)
-        lowered.compile(compiler_options=dump_options(folder) | _past_the_cache())
+        lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
         return peak_buffers(folder, jax.default_backend())
 
 
@@ -69,7 +69,7 @@ def peak_buffers(folder: pathlib.Path, platform: str, argument_names: Sequence[s
     return tuple(sorted([*_alive(temporaries, module), *held], key=lambda buffer: -buffer.bytes))
 
 
-def _past_the_cache() -> dict[str, Any]:
+def past_the_cache() -> dict[str, Any]:
     """An option without effect on the program that makes JAX's persistent cache, where one is on, compile it anew.
 
     Dump options are no part of that cache's key, so a program found there is never compiled and never dumped.

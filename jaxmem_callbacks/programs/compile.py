@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.buffers import peak_buffers
+from jaxmem_callbacks.programs.buffers import past_the_cache, peak_buffers
 from jaxmem_callbacks.programs.compiled import program_memory
 from jaxmem_callbacks.programs.compilers import compiler_versions, target_folders
 from jaxmem_callbacks.programs.dumps import dump_options
@@ -67,13 +67,13 @@ class TargetCompilation:
     needed_bytes: int | None
     limit_bytes: int | None
     host_temp_bytes: int = 0
-    hlo_text: str | None = None
+    hlo_text: str | None = field(default=None, repr=False)
     compile_seconds: float | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     compiler: Mapping[str, str] = field(default_factory=dict)
     paths: tuple[str, ...] = ()
     kept: tuple[int, ...] | None = None
-    buffers: tuple[Buffer, ...] | None = None
+    buffers: tuple[Buffer, ...] | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
 
@@ -231,7 +231,8 @@ def _compile_here(job: _Job) -> TargetCompilation:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lowered = jax.jit(flat.function, donate_argnums=flat.donated, **out).lower(*leaves)
-        compiled = lowered.compile(compiler_options=job.all_options or None)
+        options = job.all_options | (past_the_cache() if job.want_buffers else {})
+        compiled = lowered.compile(compiler_options=options or None)
     seconds = time.monotonic() - start
     text = compiled.as_text()
     memory = program_memory(compiled, name=flat.name, platform="cpu", target="attached", hlo_text=text)

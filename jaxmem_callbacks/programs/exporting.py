@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxmem_callbacks.records.errors import CompileError
 
@@ -101,7 +101,7 @@ def flatten_program(  # noqa: PLR0913 - jax.jit's own options
         leaves=abstract,
         paths=_paths(function, traced),
         donated=tuple(position for position, (key, _) in enumerate(places) if key in donated_keys),
-        out_shardings=tuple(shardings) if out_shardings is not None else None,
+        out_shardings=tuple(map(_on_the_set_mesh, shardings)) if out_shardings is not None else None,
     )
 
 
@@ -156,6 +156,13 @@ def sharding_text(sharding: Any) -> ShardingText | None:
         "for example NamedSharding(mesh, PartitionSpec('data'))."
     )
     raise CompileError(msg)
+
+
+def _on_the_set_mesh(sharding: Any) -> Any:
+    """A bare partition spec as the sharding that it means under `jax.set_mesh`; anything else as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    bare = isinstance(sharding, PartitionSpec) and not mesh.empty
+    return NamedSharding(mesh, sharding) if bare else sharding
 
 
 def _keys(

@@ -41,7 +41,7 @@ class Target:
     memory_bytes: int | None = None
     topology: str = ""
     topology_options: Mapping[str, str] = field(default_factory=dict)
-    target_config: str | None = None
+    target_config: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
