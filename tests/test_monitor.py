@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
+from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Table
+from tests.sample_devices import GIB, GPU
 
 STEPS, SHORT_AT = 40, 30
 RARE = MonitorSettings(window_s=3600.0, scan_s=3600.0, on_error="raise")
@@ -227,6 +230,41 @@ def test_only_the_files_that_the_settings_want_are_made(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["memory.jsonl"]
 
 
+class Growing(NamedTuple):
+    """A GPU whose memory in use follows a list, one entry a reading."""
+
+    used: list[int]
+    platform: str = "gpu"
+    id: int = 0
+
+    def memory_stats(self) -> dict[str, int]:
+        return {**GPU, "bytes_in_use": self.used.pop(0)}
+
+    def default_memory(self) -> Any:
+        return None
+
+
+def test_allocator_statistics_are_read_at_every_nth_call():
+    settings = dataclasses.replace(RARE, every_steps=2)
+    double = jm.CollectingWriter()
+    device = Growing([1 * GIB, 2 * GIB, 8 * GIB, 3 * GIB, 58 * GIB, 57 * GIB])
+    with jm.MemoryMonitor(settings, writer=double, probes=[AllocatorProbe([device])]) as monitor:
+        monitor(0)
+        monitor.flush()
+        for step in range(1, 8):
+            monitor(step)
+        monitor.flush()
+        sample = monitor.sample(8)
+    assert sample["memory/in_use_gib"] == 57.0, "read now"
+    assert [event.kind for event in monitor.events] == ["near_oom"]
+    spread = double.of(Window)[-1].spreads["memory/in_use_gib"]
+    assert (spread.low, spread.high, spread.count) == (2.0, 58.0, 4)
+    readings = [(each.step, each.in_use_bytes // GIB) for each in double.of(Reading)]
+    assert readings == [(0, 1), (4, 8), (6, 3), (8, 58)], "between two looks the highest and the last"
+    rows = {row[0]: row[1] for row in double.of(Table)[-1].rows}
+    assert rows["memory/limit_gib"] == "60.0 GiB (gpu:0)"
+
+
 # What is refused
 
 
@@ -261,7 +299,6 @@ def test_a_remote_folder_is_refused():
 def sampler() -> Sampler:
     return Sampler(
         MonitorSettings(),
-        allocator=None,
         probes=(),
         programs=ProgramsProbe(),
         faults=Faults("raise"),

@@ -65,8 +65,7 @@ def test_a_slow_device_step_is_not_waited_for(rounds: jax.Array):
 def test_looks_do_not_wait_for_metrics_that_are_not_ready(rounds: jax.Array):
     sampler = Sampler(
         EAGER,
-        allocator=AllocatorProbe(),
-        probes=(),
+        probes=(AllocatorProbe(),),
         programs=ProgramsProbe(),
         faults=Faults("raise"),
         look_s=0.1,

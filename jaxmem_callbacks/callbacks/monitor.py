@@ -51,7 +51,8 @@ class MemoryMonitor:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
         logdir: Folder for the event file and ``memory.jsonl``; None writes no files.
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
-        probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds.
+        probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
+            which is read at every ``every_steps``-th call.
 
     Raises:
         TypeError: a preset or writer that is none.
@@ -80,8 +81,7 @@ class MemoryMonitor:
         self._programs = ProgramsProbe()
         self._sampler = Sampler(
             settings,
-            allocator=AllocatorProbe() if probes is None else None,
-            probes=(LiveArraysProbe(), HostProbe()) if probes is None else probes,
+            probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe()) if probes is None else probes,
             programs=self._programs,
             faults=self._faults,
             look_s=look_s,
@@ -132,11 +132,9 @@ class MemoryMonitor:
             ``scan_s`` old.
         """
         self(step)
-        latest = self._recorder.latest(self._sampler.now())
-        if latest:
-            return latest
-        self._try_look(scan=True)
-        return self._recorder.latest()
+        latest = self._faults.attempt("sampling", self._latest, default={})
+        self._faults.raise_pending()
+        return latest
 
     @property
     def events(self) -> tuple[MemoryEvent, ...]:
@@ -162,6 +160,13 @@ class MemoryMonitor:
         self._finish(wait=kind is None)
         if kind is None:
             self._faults.raise_pending()
+
+    def _latest(self) -> dict[str, float]:
+        latest = self._recorder.latest(self._sampler.now())
+        if not latest:
+            self._try_look(scan=True)
+            latest = self._recorder.latest()
+        return latest
 
     def _first_stamp(self, step: Any, metrics: Any) -> None:
         self._stamp = self._sampler.stamp

@@ -37,26 +37,24 @@ class Sampler:
 
     Args:
         settings: Cadences.
-        allocator: Read on the training thread, or None for no such reading.
-        probes: Dearer ones, read on the monitor's thread.
+        probes: Read on the monitor's thread when a scan is due; an ``AllocatorProbe`` among them on the training thread.
         programs: Where compiles are learnt from.
         faults: Told of probes that raise.
         look_s: Seconds between two calls of ``collect``.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts are given by name, in one place
+    def __init__(
         self,
         settings: MonitorSettings,
         *,
-        allocator: AllocatorProbe | None,
         probes: Sequence[Probe],
         programs: ProgramsProbe,
         faults: Faults,
         look_s: float,
     ) -> None:
         self._settings = settings
-        self._allocator = allocator
-        self._probes = tuple(probes)
+        self._allocator = next((probe for probe in probes if isinstance(probe, AllocatorProbe)), None)
+        self._probes = tuple(probe for probe in probes if probe is not self._allocator)
         self._programs = programs
         self._faults = faults
         self._look_s = look_s
