@@ -83,7 +83,7 @@ def step_flops(step: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount
     What the step changes in place (NNX modules and optimizers) counts as used, like its results.
     """
     framework = framework_of([*args, *kwargs.values()])
-    traceable = step if framework is None or hasattr(step, "trace") else framework.jit(step)
+    traceable: Any = step if framework is None or hasattr(step, "trace") else framework.jit(step)
     if hasattr(traceable, "trace"):
         return count_flops(jax_traced(traceable.trace(*args, **kwargs)).jaxpr)
     flat = flatten_program(step, args, kwargs)
