@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def presence(*, small: bool) -> dict[str, Any]:
     here = device()
     return {
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "packages": {entry.name: entry.version for entry in metadata.distributions() if entry.name.startswith("jax")},
         "python": sys.version.split()[0],
         "platform": here.platform,
         "device_kind": here.device_kind,
@@ -78,12 +79,13 @@ def statistics_of_allocator(*, small: bool) -> dict[str, Any]:
     for _ in range(100):
         stats()
     each = (time.perf_counter() - start) / 100
+    block = value(after, "largest_free_block_bytes")
     return {
         "at_rest": at_rest,
         "holding_256_mib": holding,
         "after_a_program": after,
         "keys": sorted(after) if isinstance(after, dict) else None,
-        "largest_free_block_is_filled": (value(after, "largest_free_block_bytes") or 0) > 0 or None,
+        "largest_free_block_is_filled": None if block is None else block > 0,
         "call_us": round(each * 1e6, 2),
         "our_reading": our_reading(),
     }
