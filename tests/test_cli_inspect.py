@@ -13,7 +13,8 @@ import pytest
 
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
-from jaxmem_callbacks.records.errors import ScriptError
+from jaxmem_callbacks.programs.targets import resolve_target
+from jaxmem_callbacks.records.errors import ScriptError, TargetError
 
 TRAIN = '''
 """A training script as users write them."""
@@ -99,6 +100,32 @@ def test_a_named_function_gives_step_and_arguments_as_json(script, capsys):
     assert told["plain_step"]["alias_bytes"] == 0
     assert [row["name"] for row in told["step"]["arguments"]] == ["params", "batch"]
     assert told["top_buffers"] == []
+
+
+@pytest.mark.targets
+def test_a_plain_step_that_fits_nowhere_is_an_answer_too(tmp_path, capsys):
+    try:
+        resolve_target("v5e:1x1")
+    except TargetError as error:
+        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
+            raise
+        pytest.skip(f"targets: v5e:1x1 not proved ({error})")
+    source = """
+        import jax, jax.numpy as jnp
+        import jaxmem_callbacks as jm
+
+        def train_step(params, batch):
+            return jax.tree.map(lambda p: p * batch.sum(), params), 0.0
+
+        def make():
+            params = {name: jax.ShapeDtypeStruct((2**14, 2**16), jnp.float32) for name in ("a", "b")}
+            return jm.jit_step(train_step), (params, jax.ShapeDtypeStruct((8,), jnp.float32))
+    """
+    assert main(["inspect", f"{write(tmp_path, source)}:make", "--target", "v5e:1x1", "--top", "0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 8 * 2**30 <= told["step"]["step_bytes"] < 9 * 2**30
+    assert told["plain_step"] is None
+    assert "train_step does not fit into one device of v5e:1x1: its compiler needs" in told["plain_step_refused"]
 
 
 def test_it_runs_as_a_command_of_its_own(script):

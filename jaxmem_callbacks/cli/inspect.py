@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, reach_step
+from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.units import format_bytes
@@ -75,6 +76,7 @@ class _Report:
     policy: StepPolicy
     memory: Any
     plain: Any | None
+    plain_refused: str | None
     buffers: tuple[Buffer, ...]
 
     @classmethod
@@ -84,11 +86,18 @@ class _Report:
         step = as_step(reached.step)
         memory = step_memory(step, *reached.args, target=target, **reached.kwargs)
         without = step.without_policy()
-        plain = step_memory(without, *reached.args, target=target, **reached.kwargs) if without is not None else None
+        plain, refused = None, None
+        try:
+            plain = (
+                step_memory(without, *reached.args, target=target, **reached.kwargs) if without is not None else None
+            )
+        except CompileError as error:  # that the plain step does not fit there is what the policy is for
+            refused = str(error)
         return cls(
             policy=step.policy,
             memory=memory,
             plain=plain,
+            plain_refused=refused,
             buffers=memory.top_buffers(top) if top else (),
         )
 
@@ -101,6 +110,8 @@ class _Report:
             policy = f"remat={self.policy.remat}, donated {format_bytes(self.memory.donated_bytes)}"
             lines += ["", f"Against the plain step, without remat and donation (policy: {policy})", ""]
             lines += columns(rows, ("left", "right", "right"))
+        if self.plain_refused is not None:
+            lines += ["", f"The plain step, without remat and donation: {self.plain_refused}"]
         if self.buffers:
             lines += ["", "What makes the peak, largest first (source: the compiler's buffer assignment)", ""]
             lines += buffer_table(self.buffers)
@@ -120,6 +131,7 @@ class _Report:
             "policy": dataclasses.asdict(self.policy),
             "step": _memory_json(self.memory),
             "plain_step": None if self.plain is None else _memory_json(self.plain),
+            "plain_step_refused": self.plain_refused,
             "top_buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
         }
 
