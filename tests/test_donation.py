@@ -144,6 +144,36 @@ def test_a_donation_asked_for_and_lost_is_an_error_before_anything_runs(train_st
     assert not state["w"].is_deleted()
 
 
+@pytest.mark.core
+def test_a_loss_in_a_later_signature_is_found_before_it_runs():
+    def train_step(state, batch):
+        return state.astype(jnp.float32 if batch.shape[0] == 8 else jnp.bfloat16) + 1, batch.sum()
+
+    step = jm.jit_step(train_step, donate_argnames="state")
+    state, _ = step(jnp.ones(16), jnp.ones(8))
+    with pytest.raises(DonationError, match="it comes as float32 and is returned as bfloat16"):
+        step(state, jnp.ones(5))
+    assert not state.is_deleted()
+    step(state, jnp.ones(8))
+    assert state.is_deleted()
+
+
+@pytest.mark.core
+def test_a_loss_in_the_users_own_jit_is_an_error_at_first_and_a_warning_once_it_ran():
+    def train_step(state, batch):
+        return state.astype(jnp.float32 if batch.shape[0] == 8 else jnp.bfloat16) + 1, batch.sum()
+
+    own = jax.jit(train_step, donate_argnames="state")
+    state = jnp.ones(16)
+    with pytest.raises(DonationError, match="Donation of state to train_step is not happening"):
+        jm.jit_step(own)(state, jnp.ones(5))
+    assert not state.is_deleted()
+    step = jm.jit_step(own)
+    state, _ = step(state, jnp.ones(8))
+    with pytest.warns(DonationWarning, match="it comes as float32 and is returned as bfloat16"):
+        step(state, jnp.ones(3))
+
+
 def test_debug_nans_is_named_as_the_reason():
     def train_step(state, batch):
         return state + batch.sum()
