@@ -11,7 +11,7 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
 
 demo: python ## train a small model with presets, watch its memory, show it in TensorBoard (under 5 minutes)
-	@$(ENVIRONMENT) run project python examples/demo.py $(ARGS)
+	@$(ENVIRONMENT) run project,demo python examples/demo.py $(ARGS)
 
 test: python ## everything that can be proved without an accelerator (under 12 minutes)
 	@$(ENVIRONMENT) run project,test,targets $(PYTEST) $(ARGS)

@@ -65,7 +65,7 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, batch: jax.Array) -
     return {"loss": loss}
 
 
-def main() -> None:
+def main() -> Transformer:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--logdir", default="runs/nnx")
@@ -86,6 +86,7 @@ def main() -> None:
             monitor(i, metrics)
             if i % 10 == 0 or i == args.steps - 1:
                 print(f"step {i:4d}  loss {float(metrics['loss']):.3f}")
+    return model
 
 
 if __name__ == "__main__":
