@@ -98,8 +98,10 @@ def test_no_dump_is_an_error_and_not_an_empty_answer(tmp_path):
         CompileError, match=r"wrote no '\*after_optimizations-live-range\.txt', so what makes the peak is unknown"
     ):
         read_allocations(tmp_path)
-    (tmp_path / "m.cpu_after_optimizations-live-range.txt").write_text("")
     (tmp_path / "m.cpu_after_optimizations-buffer-assignment.txt").write_text("BufferAssignment: in another form\n")
+    with pytest.raises(CompileError, match=r"wrote no '\*after_optimizations-live-range\.txt'"):
+        read_allocations(tmp_path)
+    (tmp_path / "m.cpu_after_optimizations-live-range.txt").write_text("")
     with pytest.raises(CompileError, match=r"has an unknown form\. Expected 'allocation N: size"):
         read_allocations(tmp_path)
 
@@ -159,6 +161,16 @@ def test_the_peak_is_the_moment_with_most_bytes_and_the_rest_is_a_gap(tmp_path):
     write_plan(tmp_path, [("a", 0, 400, 0, 3), ("b", 400, 100, 2, 5), ("c", 0, 200, 4, 9), ("d", 500, 40, 6, 9)], 540)
     buffers = peak_buffers(tmp_path, "cpu")
     assert [(buffer.kind, buffer.bytes) for buffer in buffers] == [("temporary", 400), ("temporary", 100), ("gap", 40)]
+
+
+def test_of_several_programs_the_largest_is_told(tmp_path):
+    values = [(f"v{i}", 4 * i, 4, 0, 3) for i in range(9)]
+    write_plan(tmp_path, values, 36)
+    for file in list(tmp_path.iterdir()):
+        file.rename(file.with_name("b" + file.name))
+    write_plan(tmp_path, [("tuned", 0, 400, 0, 3)], 400)
+    (tmp_path / "m.cpu_after_optimizations.txt").write_text("HloModule a_longer_text\n" * 99)
+    assert sum(buffer.bytes for buffer in peak_buffers(tmp_path, "gpu")) == 36
 
 
 def test_values_of_one_place_are_told_once(tmp_path):

@@ -57,8 +57,10 @@ def needs_compiler(name):
     """Skip, and say so, where the target's compiler is not installed; fail where the machine is meant to have it."""
     try:
         return resolve_target(name)
-    except TargetError as error:
-        message = f"targets: {name} not proved ({error})"
+    except TargetError:
+        target = resolve_target(name, require_installed=False)
+        package = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[target.platform]
+        message = f"targets: {target.name.partition(':')[0]} not proved ({package} for this JAX is not installed)"
         if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
             pytest.fail(message)
         pytest.skip(message)

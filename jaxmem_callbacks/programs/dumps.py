@@ -18,6 +18,7 @@ Kind = Literal["argument", "output", "constant", "temporary", "thread-local"]
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+),(?: color (\d+),)?(.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^\s+([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+_ASSIGNMENT = "-buffer-assignment.txt"
 _HOST_COLOR = 5
 
 
@@ -70,7 +71,7 @@ def read_allocations(folder: pathlib.Path) -> tuple[Allocation, ...]:
     found: list[Allocation] = []
     head: re.Match[str] | None = None
     values: list[Value] = []
-    for line in [*dump_file(folder, "-buffer-assignment.txt").read_text("utf-8").splitlines(), ""]:
+    for line in [*dump_file(folder, _ASSIGNMENT).read_text("utf-8").splitlines(), ""]:
         if match := _VALUE.match(line):
             values.append(_value(match, ranges))
         elif (match := _ALLOCATION.match(line)) or not line:
@@ -86,18 +87,20 @@ def read_allocations(folder: pathlib.Path) -> tuple[Allocation, ...]:
 
 
 def dump_file(folder: pathlib.Path, ending: str) -> pathlib.Path:
-    """The dump with this ending; the largest one where a compile dumped several modules.
+    """The dump with this ending, of the program with the largest buffer assignment where a compile dumped several.
 
     Raises:
         CompileError: there is none.
     """
-    files = sorted(folder.glob(f"*after_optimizations{ending}"), key=lambda file: file.stat().st_size)
-    if not files:
+    plans = folder.glob(f"*after_optimizations{_ASSIGNMENT}")
+    largest = max(plans, key=lambda file: file.stat().st_size, default=None)
+    found = largest and largest.with_name(largest.name.removesuffix(_ASSIGNMENT) + ending)
+    if found is None or not found.exists():
         msg = (
             f"The compiler wrote no '*after_optimizations{ending}', so what makes the peak is unknown for this program."
         )
         raise CompileError(msg)
-    return files[-1]
+    return found
 
 
 def device_allocations(allocations: tuple[Allocation, ...], platform: str) -> tuple[Allocation, ...]:
