@@ -66,7 +66,7 @@ def test_a_line_without_interpreter_is_said_to_be_unproved(tmp_path):
 def test_an_unknown_part_is_refused(tmp_path):
     answer = alone("run", "projct", "true", tmp_path=tmp_path)
     assert answer.returncode == 1
-    assert "Unknown part 'projct'. Expected some of: project, test, targets, lint." in answer.stderr
+    assert "Unknown part 'projct'. Expected some of: project, demo, test, targets, lint." in answer.stderr
 
 
 def test_without_a_python_the_message_says_what_to_install(tmp_path):
