@@ -72,11 +72,9 @@ def test_looks_do_not_wait_for_metrics_that_are_not_ready(rounds: jax.Array):
     )
     _, metrics = slow_step(jnp.full((256, 256), 0.01), rounds)
     sampler.stamp(0, metrics)
-    began = time.perf_counter()
     early = sampler.collect()
-    took = time.perf_counter() - began
-    assert not metrics["loss"].is_ready()
-    assert (early.metrics, took < SLOW_S / 4) == ([], True)
+    assert not metrics["loss"].is_ready(), "the step still runs, so nothing waited for it"
+    assert early.metrics == []
     jax.block_until_ready(metrics)
     (late,) = sampler.collect().metrics
     assert late.values == {"loss": float(metrics["loss"])}

@@ -51,9 +51,9 @@ class ProgramsProbe:
 
     def __init__(self, source: Source = registry) -> None:
         self._source = source
-        self._cursor = source.since(0)[1]
+        earlier, self._cursor = source.since(0)
         self._idle = {_key(compilation): calls for compilation, calls in source.calls()}
-        self._registered: set[str] = set()
+        self._registered = {compilation.program for compilation in earlier}
         self._heard: deque[tuple[str, float]] = deque(maxlen=_KEPT)
 
     def start(self) -> None:
