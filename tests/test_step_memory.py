@@ -15,6 +15,9 @@ from flax.training.train_state import TrainState
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs import registry
 from jaxmem_callbacks.programs.kinds import is_batch_name, kind_of_argument
+from jaxmem_callbacks.programs.leaves import call_leaves
+from jaxmem_callbacks.programs.memory import known_memory
+from jaxmem_callbacks.programs.program import read_program
 from jaxmem_callbacks.programs.targets import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
@@ -266,6 +269,32 @@ def test_a_target_that_is_not_here_answers_by_argument(shapes):
     step = jm.jit_step(lambda state, batch: jax.tree.map(lambda w: w * batch.sum(), state))
     with pytest.raises(CompileError, match=r"does not fit into one device of v5e:2x2: its compiler needs 32\.0 GiB"):
         jm.step_memory(step, huge, jax.ShapeDtypeStruct((4,), jnp.float32), target="v5e:2x2")
+
+
+class WithoutFigures:
+    """A compiled program of a platform that reports no memory figures; all else is the real one's."""
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+
+    def __getattr__(self, name):
+        return getattr(self.compiled, name)
+
+    def memory_analysis(self):
+        return None
+
+
+def test_a_platform_without_figures_is_said_to_be_one():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    compiled = WithoutFigures(lowered.compile())
+    leaves = call_leaves([("x", jnp.ones(3))], 1, lowered)
+    program = read_program("f", leaves, lowered, compiled, static={})
+    assert program.memory is None
+    assert program.signature == (("x", "float32[3]"),)
+    with pytest.raises(
+        CompileError, match=r"What f needs is unknown here: The compiler of this platform reports no memory"
+    ):
+        known_memory(program, "f")
 
 
 def test_a_target_that_does_not_exist_is_refused(shapes):

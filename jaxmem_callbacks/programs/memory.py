@@ -116,17 +116,27 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
     if target is not None:
         return _for_target(made, args, kwargs, target)
     judged = made.judge(args, kwargs)
-    if judged.program.memory is None:
-        msg = f"What {made.name} needs is {judged.program.unavailable} Pass target='h100_sxm' for a GPU that is not there."
-        raise CompileError(msg)
+    memory = known_memory(judged.program, made.name)
     warnings = _warnings(made, judged.program) + _shared(judged.leaves, judged.function)
     lowered = judged.lowered
     return StepMemory(
-        program=judged.program.memory,
+        program=memory,
         arguments=argument_rows(judged.program.uses, judged.program.undonated),
         warnings=warnings,
         top=lambda: peak_buffers_attached(lowered),
     )
+
+
+def known_memory(program: Program, name: str) -> ProgramMemory:
+    """The compiler's figures of a program that was compiled here.
+
+    Raises:
+        CompileError: this platform's compiler gives none.
+    """
+    if program.memory is None:
+        msg = f"What {name} needs is unknown here: {program.unavailable} Pass target='h100_sxm' for a GPU that is not there."
+        raise CompileError(msg)
+    return program.memory
 
 
 def argument_rows(uses: Sequence[LeafUse], updated: Sequence[str] = ()) -> tuple[ArgumentMemory, ...]:
