@@ -54,7 +54,7 @@ def flatten(closed: Any) -> Equations:
     arguments = list(opened.invars)
     flat.outvars = _inline(opened, {}, None, flat)
     flat.invars = [*flat.invars, *arguments]
-    flat.eqns = _without_unused(flat.eqns, flat.outvars)
+    flat.eqns = unused_dropped(flat.eqns, flat.outvars)
     return flat
 
 
@@ -77,7 +77,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> l
         if _is_plain_jit(eqn):
             inner = eqn.params["jaxpr"]
             body = open_jaxpr(inner)
-            fresh = {var: core.Var(var.aval) for var in body.constvars}
+            fresh = {var: new_variable(var) for var in body.constvars}
             flat.invars.extend(fresh.values())
             flat.consts.extend(consts_of(inner))
             results = _inline(body, fresh | dict(zip(body.invars, invars, strict=True)), stack, flat)
@@ -85,7 +85,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> l
         elif scope is None:
             flat.eqns.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
         else:
-            outvars = [core.Var(var.aval) for var in eqn.outvars]
+            outvars = [new_variable(var) for var in eqn.outvars]
             known.update(zip(eqn.outvars, outvars, strict=True))
             source = eqn.source_info.replace(name_stack=stack)
             flat.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
@@ -106,7 +106,13 @@ def _is_plain_jit(eqn: Any) -> bool:
     )
 
 
-def _without_unused(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+def new_variable(like: Any) -> Any:
+    """A variable of its own for the same kind of value."""
+    return core.Var(like.aval)
+
+
+def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations that ``outvars`` need, and those that report."""
     needed = set(variables(outvars))
     kept = []
     for eqn in reversed(eqns):

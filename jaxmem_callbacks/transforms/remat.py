@@ -18,7 +18,7 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, gradients_after, spans_of
-from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects
+from jaxmem_callbacks.transforms.equations import Equations, flatten, is_movable, refuse_effects
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
 from jaxmem_callbacks.transforms.policy import activate
@@ -117,7 +117,7 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     residuals = residual_bytes(flat.eqns, sunk.union(flat.invars))
     enough = int(residuals.sum() * _SMALL_SHARE)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
-    own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn))}
+    own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or _reports_inside(eqn))}
     land = _landscape(flat, sunk, residuals, loops, own)
     places = _places(land, policy)
     if not places and not own:
@@ -138,6 +138,11 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
         plain=lambda start, stop: stop == end or (start, stop) in alone,
         template=checkpoint_template(keep, prevent_cse=True),
     )
+
+
+def _reports_inside(eqn: Any) -> bool:
+    """Whether an equation reports from a body of its own, such as a loop: a checkpoint would report twice."""
+    return bool(eqn.effects) and not is_movable(eqn)
 
 
 def _landscape(

@@ -32,7 +32,7 @@ _BY_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1, "scatte
 
 # Cheap to do twice: elementwise or of layout only, and counter-based random bits.
 CHEAP = _VIEWS | {
-    "abs", "add", "and", "clamp", "concatenate", "convert_element_type", "cos", "div", "dynamic_slice", "eq", "exp",
+    "abs", "add", "and", "bitcast_convert_type", "clamp", "concatenate", "convert_element_type", "cos", "div", "dynamic_slice", "eq", "exp",
     "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not",
     "or", "pad", "pow", "random_bits", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap",
     "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "slice", "sqrt", "square",

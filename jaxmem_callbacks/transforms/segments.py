@@ -17,7 +17,16 @@ from jaxmem_callbacks._compat.jaxprs import (
     derive,
     subjaxprs,
 )
-from jaxmem_callbacks.transforms.equations import Equations, flatten, is_movable, refuse_effects, variables
+from jaxmem_callbacks.transforms.equations import (
+    Equations,
+    flatten,
+    is_movable,
+    is_variable,
+    new_variable,
+    refuse_effects,
+    unused_dropped,
+    variables,
+)
 from jaxmem_callbacks.transforms.residuals import scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
@@ -48,11 +57,27 @@ def checkpoint_body(eqn: Any, policy: Callable[..., Any] | None) -> Any:
     refuse_effects(flat.eqns)
     assert not flat.consts, "the body of a traced scan takes its constants as operands"
     reports = [inner for inner in flat.eqns if is_movable(inner)]
-    inner = Segment(flat.eqns, set(), {})
+    # JAX (to 0.12 at least) cannot differentiate a scan whose report uses a checkpoint's result: what a report needs is
+    # computed beside the checkpoint, where XLA merges it with the same values inside.
+    beside = unused_dropped(flat.eqns, [var for report in reports for var in report.invars])
+    inner = Segment([inner for inner in flat.eqns if not is_movable(inner)], set(), {})
     results = set(variables(flat.outvars))
-    eqns = inner.checkpointed(flat, results.__contains__, checkpoint_template(policy, prevent_cse=False), Sharing())
-    derived = derive(body, invars=flat.invars, outvars=flat.outvars, eqns=[*eqns, *reports])
+    template = checkpoint_template(policy, prevent_cse=False)
+    eqns = [*_renamed(beside), *inner.checkpointed(flat, results.__contains__, template, Sharing())]
+    derived = derive(body, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
     return eqn.replace(params={**eqn.params, "jaxpr": close(derived)})
+
+
+def _renamed(eqns: Sequence[Any]) -> list[Any]:
+    """The same equations making variables of their own."""
+    names: dict[Any, Any] = {}
+    renamed = []
+    for eqn in eqns:
+        invars = [names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]
+        outvars = [new_variable(var) for var in eqn.outvars]
+        names.update(zip(eqn.outvars, outvars, strict=True))
+        renamed.append(eqn.replace(invars=invars, outvars=outvars))
+    return renamed
 
 
 class Segment:

@@ -6,6 +6,7 @@ a Python loop are, two layers of different modules are not. So nothing that a pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,21 +18,27 @@ class Sharing:
     """Jaxprs seen so far, by what they compute."""
 
     def __init__(self) -> None:
-        self._alike: dict[Hashable, list[Any]] = {}
-        self._keys: dict[int, Hashable] = {}
+        self._alike: dict[Hashable, list[_Seen]] = {}
 
     def shared(self, jaxpr: Any) -> Any:
         """An equal jaxpr that was seen before, or ``jaxpr`` itself."""
         alike = self._alike.setdefault(_glance(jaxpr), [])
-        match = next((seen for seen in alike if self._key_of(seen) == self._key_of(jaxpr)), None)
+        new = _Seen(jaxpr)
+        match = next((seen for seen in alike if seen.key == new.key), None)
         if match is None:
-            alike.append(jaxpr)
-        return jaxpr if match is None else match
+            alike.append(new)
+        return jaxpr if match is None else match.jaxpr
 
-    def _key_of(self, jaxpr: Any) -> Hashable:
-        if id(jaxpr) not in self._keys:
-            self._keys[id(jaxpr)] = _key(jaxpr)
-        return self._keys[id(jaxpr)]
+
+class _Seen:
+    """One jaxpr with its key, which is worked out only once a second one looks like it."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        return _key(self.jaxpr)
 
 
 def _glance(jaxpr: Any) -> Hashable:
