@@ -271,6 +271,25 @@ def test_a_target_that_is_not_here_answers_by_argument(shapes):
         jm.step_memory(step, huge, jax.ShapeDtypeStruct((4,), jnp.float32), target="v5e:2x2")
 
 
+@pytest.mark.core
+def test_a_targets_program_is_told_by_argument_whatever_it_drops():
+    def step(state, extra, batch):
+        return {"w": jnp.tanh(state["w"]) * batch.sum(), "b": state["b"].astype(jnp.bfloat16)}, extra["size"].shape[0]
+
+    state = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    extra = {"size": jax.ShapeDtypeStruct((5,), jnp.float32)}
+    jitted = jm.jit_step(step, donate_argnames=("state", "extra"))
+    memory = jm.step_memory(jitted, state, extra, jax.ShapeDtypeStruct((3,), jnp.float32), target="cpu")
+    rows = {row.name: row for row in memory.arguments}
+    assert (rows["state"].donated_bytes, rows["state"].alias_bytes) == (64 * 64 * 4 + 32, 64 * 64 * 4)
+    assert memory.alias_bytes == 64 * 64 * 4
+    assert memory.warnings == (
+        "state['b'] is donated in vain: this target's compiler reuses it for no result.",
+        "extra['size'] is donated in vain: the step never uses it.",
+        "extra is never used by step: JAX drops it from the program.",
+    )
+
+
 class WithoutFigures:
     """A compiled program of a platform that reports no memory figures; all else is the real one's."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem_callbacks.programs.aliases import LeafUse, leaf_bytes
 from jaxmem_callbacks.programs.compile import TargetCompilation, compile_for_target
@@ -39,7 +39,7 @@ def compile_step_for(
         return compile_for_target(flat, abstract, target=target, donate_argnums=donated, want_buffers=want_buffers)
 
     answer = compiled(want_buffers=False)
-    uses = _uses(traced.leaves, answer.hlo_text or "")
+    uses = _uses(traced.leaves, _taken(traced.jaxpr), answer.hlo_text or "")
     paths = {f"args[{index}]": leaf.path for index, leaf in enumerate(traced.leaves)}
 
     def buffers() -> tuple[Buffer, ...]:
@@ -65,26 +65,43 @@ def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named)
 
 
-def _uses(leaves: Sequence[Leaf], hlo_text: str) -> tuple[LeafUse, ...]:
-    """What the target's program does with each array; which are reused is known where it takes all of them."""
+def _taken(jaxpr: Any) -> list[bool]:
+    """Which inputs the step's results need; JAX drops the others from the program."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    return [v in needed for v in jaxpr.invars]
+
+
+def _uses(leaves: Sequence[Leaf], taken: Sequence[bool], hlo_text: str) -> tuple[LeafUse, ...]:
+    """What the target's program does with each array; which are reused is unknown where JAX dropped yet others of them."""
     header = read_header(hlo_text)
-    whole = header.parameters == len(leaves)
-    return tuple(
-        LeafUse(
-            argument=leaf.argument,
-            path=leaf.path,
-            kind=leaf.kind,
-            type_text=leaf.type_text,
-            placement="",
-            bytes=leaf_bytes(leaf, getattr(leaf.value, "sharding", None)),
-            requested=leaf.donated,
-            used=True,
-            aliased=(index in header.reused) if whole else None,
-            lost=_lost(leaf, index in header.reused) if whole else None,
+    known = header.parameters == sum(taken)
+    numbers = iter(range(header.parameters))
+    uses: list[LeafUse] = []
+    for leaf, is_taken in zip(leaves, taken, strict=True):
+        aliased = (is_taken and next(numbers) in header.reused) if known else None
+        uses.append(
+            LeafUse(
+                argument=leaf.argument,
+                path=leaf.path,
+                kind=leaf.kind,
+                type_text=leaf.type_text,
+                placement="",
+                bytes=leaf_bytes(leaf, getattr(leaf.value, "sharding", None)),
+                requested=leaf.donated,
+                used=is_taken,
+                aliased=aliased,
+                lost=_lost(leaf, is_taken) if aliased is False else None,
+            )
         )
-        for index, leaf in enumerate(leaves)
-    )
+    return tuple(uses)
 
 
-def _lost(leaf: Leaf, aliased: bool) -> str | None:  # noqa: FBT001 - one fact
-    return "this target's compiler reuses it for no result" if leaf.donated and not aliased else None
+def _lost(leaf: Leaf, is_taken: bool) -> str | None:  # noqa: FBT001 - one fact
+    """Why an array is donated in vain; None where nobody donated it."""
+    if not leaf.donated:
+        return None
+    return "this target's compiler reuses it for no result" if is_taken else "the step never uses it"
