@@ -45,12 +45,12 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, by_hand=False):
+    def __init__(self, rngs, *, by_hand=False):
         self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
         self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
         self.by_hand = by_hand
 
-    def __call__(self, x, train=True):
+    def __call__(self, x, *, train=True):
         for block in self.blocks:
             if self.by_hand:
                 x = nnx.remat(lambda block, x: block(x, train, activation="sin", scale=jnp.cos(x[0, 0])))(block, x)
@@ -62,7 +62,7 @@ class Net(nnx.Module):
 class Stack(nnx.Module):
     """The same blocks as one stacked module under `nnx.scan`."""
 
-    def __init__(self, rngs, by_hand=False):
+    def __init__(self, rngs, *, by_hand=False):
         self.blocks = nnx.vmap(Block, in_axes=0)(rngs.split(LAYERS))
         self.by_hand = by_hand
 
@@ -94,7 +94,7 @@ def assert_close(got, expected):
     assert list(got) == list(expected)
     for path, value in expected.items():
         error, size = (np.linalg.norm(np.asarray(part, np.float64)) for part in (got[path] - value, value))
-        assert error <= 1e-6 * size + 1e-8, (path, error, size)
+        assert error <= 1e-6 * max(size, 1.0), (path, error, size)
 
 
 def checkpoints(function, *args):
@@ -176,9 +176,8 @@ def test_model_looks_the_same_and_undo_gives_it_back(x):
 
 def test_undo_as_context_manager_restores_after_an_error():
     model = Net(nnx.Rngs(0))
-    with pytest.raises(KeyError), jm.nnx.remat(model, Block):
-        assert type(model.blocks[0]) is not Block
-        raise KeyError
+    with pytest.raises(PolicyError, match="already"), jm.nnx.remat(model, Block):
+        jm.nnx.remat(model, Block)
     assert {type(block) for block in model.blocks} == {Block}
 
 

@@ -16,16 +16,16 @@ class Parting:
     """Parts pytrees into what is traced and the rest.
 
     Args:
-        objects: The framework's own types, which travel with the arrays and are never looked into.
+        is_object: Whether a value is one of the framework's own, which travel with the arrays and are never looked into.
     """
 
-    def __init__(self, *objects: type) -> None:
-        self._objects = objects
+    def __init__(self, is_object: Callable[[Any], bool]) -> None:
+        self._is_object = is_object
 
     def part(self, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """What of a tree is traced, and the function that puts others in its place."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, self._objects))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, *self._objects))]
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=self._is_object)
+        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) or self._is_object(leaf)]
 
         def join(traced: Sequence[Any]) -> Any:
             filled = list(leaves)

@@ -13,15 +13,25 @@ from typing import Any, cast
 from flax import linen as nn
 
 from jaxmem_callbacks.integrations.arguments import Parting
-from jaxmem_callbacks.integrations.nesting import is_rematerialising, refuse_second_checkpoint, rematerialising
+from jaxmem_callbacks.integrations.nesting import (
+    is_marked,
+    is_rematerialising,
+    marked,
+    refuse_second_checkpoint,
+    rematerialising,
+)
 from jaxmem_callbacks.integrations.paths import Pattern, Rule, nothing_matched, rule_for, rules
 from jaxmem_callbacks.records.errors import PatternError
 from jaxmem_callbacks.transforms.names import named_policy
 
 __all__ = ["remat"]
 
-_PARTING = Parting(nn.Module, nn.Variable)
+_PARTING = Parting(lambda value: isinstance(value, (nn.Module, nn.Variable)) and value.scope is not None)
 _LIFTED = nn.remat.__module__  # where the methods live that nn.scan, nn.vmap, nn.jit and nn.remat make
+
+_AROUND = (
+    "\nAnother jm.linen.remat is around this one. If it takes the module, give both patterns to one call, as a mapping."
+)
 
 
 def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], policy: str = "full") -> Callable[..., Any]:
@@ -48,17 +58,20 @@ def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], polic
         PolicyError: no such policy. When called: a module is inside a checkpoint that is already there.
     """
     wanted = rules(pattern, policy)
-    used: set[int] = set()  # rules that have had a module, in any call so far
+    used: set[int] = (
+        set()
+    )  # rules that have had a module in any call so far: a jitted part is traced, and met, only once
+    mark = object()
 
     @functools.wraps(apply)
     def rematerialised_apply(*args: Any, **kwargs: Any) -> Any:
-        calls = _Calls(wanted)
-        with nn.intercept_methods(calls.intercept):
+        calls, around = _Calls(wanted), _AROUND if is_marked() else ""
+        with marked(mark), nn.intercept_methods(calls.intercept):
             result = apply(*args, **kwargs)
         used.update(calls.used)
         for index, rule in enumerate(wanted):
             if index not in used:
-                raise calls.unused(rule)
+                raise PatternError(calls.unused(rule) + around)
         return result
 
     return rematerialised_apply
@@ -90,8 +103,8 @@ class _Calls:
             functools.partial(_checkpointed, named_policy(rule.policy)), module, method, args, kwargs
         )
 
-    def unused(self, rule: Rule) -> PatternError:
-        """The error of a rule under which nothing was rematerialised."""
+    def unused(self, rule: Rule) -> str:
+        """The message about a rule under which nothing was rematerialised."""
         met = [path for path, kind in self._kinds.items() if rule.matches(path, kind)]
         if not met:
             called = {path: kind.__name__ for path, kind in self._kinds.items() if path}
@@ -104,7 +117,7 @@ class _Calls:
             reason = (
                 f"{first} and all others it matches are inside one rematerialised already, or an earlier pattern's."
             )
-        return PatternError(f"Pattern {rule} would do nothing: {reason}")
+        return f"Pattern {rule} would do nothing: {reason}"
 
 
 def _is_lifted(method: Callable[..., Any]) -> bool:

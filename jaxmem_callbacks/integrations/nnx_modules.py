@@ -22,7 +22,7 @@ from jaxmem_callbacks.records.errors import PatternError, PolicyError
 from jaxmem_callbacks.transforms.names import named_policy
 
 _MARK = "_jaxmem_policy"
-_PARTING = Parting(nnx.Pytree, nnx.Variable)
+_PARTING = Parting(lambda value: isinstance(value, (nnx.Pytree, nnx.Variable)))
 
 
 class Undo:
@@ -147,7 +147,7 @@ def _require_all(
         if any(rule.matches(path, type(module)) for module, paths in found.values() for path in paths):
             msg = f"Pattern {rule} would do nothing: an earlier pattern takes every module it matches. Put it first."
             raise PatternError(msg)
-        raise nothing_matched(rule, by_path, model)
+        raise PatternError(nothing_matched(rule, by_path, model))
 
 
 def _exchanged(own: type, path: str, policy: str) -> type:

@@ -87,8 +87,8 @@ def rule_for(among: Sequence[Rule], paths: Iterable[str], kind: type) -> Rule | 
     return next((rule for rule in among if any(rule.matches(path, kind) for path in known)), None)
 
 
-def nothing_matched(rule: Rule, modules: Mapping[str, str], where: str) -> PatternError:
-    """The error of a rule that means no module.
+def nothing_matched(rule: Rule, modules: Mapping[str, str], where: str) -> str:
+    """The message about a rule that means no module.
 
     Args:
         rule: The rule.
@@ -103,9 +103,7 @@ def nothing_matched(rule: Rule, modules: Mapping[str, str], where: str) -> Patte
     lines = [_line(path, modules[path], firsts[path]) for path in shown] or ["    none"]
     if len(firsts) > len(shown):
         lines.append(f"    ... and {len(firsts) - len(shown)} more")
-    return PatternError(
-        f"Pattern {rule} matches no module of {where}.{_hint(rule, modules)} It could match:\n" + "\n".join(lines)
-    )
+    return f"Pattern {rule} matches no module of {where}.{_hint(rule, modules)} It could match:\n" + "\n".join(lines)
 
 
 def _line(path: str, kind: str, count: int) -> str:
