@@ -112,7 +112,8 @@ def test_a_run_says_what_is_known_here(run: Run):
     assert rows["memory/in_use_gib"][3] == "unknown, because JAX's CPU client keeps no allocator statistics"
     assert rows["memory/live_arrays_gib"][1] != "unknown"
     assert rows["need of watched_step"][2] == "compiler"
-    assert len(run.double.of(Table)) <= 2, "written again only when what is known changes"
+    assert len(run.double.of(Table)) <= 3, "written again only when what is known changes, and at the end"
+    assert run.double.of(Table)[-1].step == STEPS - 1
     assert run.page.Tensors("memory/known_here/text_summary")
 
 
@@ -127,6 +128,8 @@ def test_every_line_of_a_run_carries_its_id(run: Run):
     assert len({line["run"] for line in run.lines}) == 1
     readings = [line for line in run.lines if line["kind"] == "reading"]
     assert {line["source"] for line in readings} == {"live_arrays", "host"}
+    why = [line for line in run.lines if line["kind"] == "unavailable"]
+    assert [line["device"] for line in why] == [f"cpu:{index}" for index in range(8)], "each said once"
     assert all(isinstance(line["live_array_bytes"], int) for line in readings if line["source"] == "live_arrays")
 
 

@@ -232,7 +232,7 @@ def test_unregistered_compiles_are_heard_while_listening_and_jax_own_operations_
     probe.start()
     step(long)
     jax.random.normal(jax.random.key(0), (19,)).sum() + jnp.ones((17,)).mean()
-    assert probe.drain() == (), "they settle first, so that a registered step can enter the registry"
+    assert probe.drain(settle_s=3600.0) == (), "they settle first, so that a registered step can enter the registry"
     compiled = probe.drain(settle_s=0.0)
     assert [each.program for each in compiled] == ["uncommon_step"]
     assert compiled[0].unavailable == NOT_REGISTERED

@@ -66,7 +66,7 @@ class Recorder:
         if window is not None:
             self._history.add(window)
             self._write(window)
-        self._write_table(observation)
+        self._write_table(observation, last=last)
         self._write_figure(observation.time_s, last=last)
         if window is not None or events:
             self._each(lambda writer: writer.flush())
@@ -126,9 +126,9 @@ class Recorder:
         compilations = [compiled.compilation for compiled in observation.compilations]
         return [*readings, *new, *compilations, *observation.metrics]
 
-    def _write_table(self, observation: Observation) -> None:
+    def _write_table(self, observation: Observation, *, last: bool) -> None:
         shape = self._known.shape()
-        if shape == self._known_shape:
+        if shape == self._known_shape and not last:
             return
         self._known_shape = shape
         rows = [(row.figure, row.latest, row.source, row.text) for row in self._known.rows()]
