@@ -109,7 +109,7 @@ class Llama(nn.Module):
         return nn.Dense(self.vocabulary, use_bias=False, dtype=jnp.bfloat16)(x)
 
 
-def llama(batch: int = 8, length: int = 512) -> Case:
+def llama(batch: int = 8, length: int = 512, layers: int = 8) -> Case:
     """The unrolled Llama-like Linen model."""
 
     def loss_of(model: Llama) -> Loss:
@@ -119,9 +119,9 @@ def llama(batch: int = 8, length: int = 512) -> Case:
     short = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     return Case(
         name="llama, Linen, unrolled",
-        plain=loss_of(Llama()),
-        by_hand=loss_of(Llama(wrap=nn.remat)),
-        arguments=(jax.eval_shape(Llama().init, jax.random.key(0), short), tokens),
+        plain=loss_of(Llama(layers=layers)),
+        by_hand=loss_of(Llama(layers=layers, wrap=nn.remat)),
+        arguments=(jax.eval_shape(Llama(layers=layers).init, jax.random.key(0), short), tokens),
     )
 
 

@@ -123,7 +123,14 @@ def mixed_precision(weights: Any, x: Any) -> Any:
 
 def with_aux(weights: Any, x: Any) -> Any:
     value = mlp(weights, x)
-    return value, {"count": jnp.int32(3), "right": (x > 0).sum(), "mean": x.mean(0), "rate": 2 * 0.5, "name": "run", "no": None}
+    return value, {
+        "count": jnp.int32(3),
+        "right": (x > 0).sum(),
+        "mean": x.mean(0),
+        "rate": 2 * 0.5,
+        "name": "run",
+        "no": None,
+    }
 
 
 def own_remat(weights: Any, x: Any) -> Any:
@@ -147,7 +154,11 @@ def several_losses(weights: Any, x: Any) -> Any:
     encoded = x
     for w in weights[:4]:
         encoded = jnp.tanh(encoded @ w)
-    return jnp.abs(encoded @ weights[4] - x).mean() + 0.1 * jax.nn.logsumexp(encoded @ weights[5]) + (weights[0] ** 2).sum()
+    return (
+        jnp.abs(encoded @ weights[4] - x).mean()
+        + 0.1 * jax.nn.logsumexp(encoded @ weights[5])
+        + (weights[0] ** 2).sum()
+    )
 
 
 def grad_penalty(weights: Any, x: Any) -> Any:

@@ -18,10 +18,8 @@ pytestmark = pytest.mark.core
 def landscapes(draw: st.DrawFn) -> Landscape:
     length = draw(st.integers(2, 9))
     sizes = st.integers(0, 50)
-    spans = []
-    for made in range(1, length + 1):
-        for _ in range(draw(st.integers(0, 2))):
-            spans.append((draw(sizes), made, draw(st.integers(made, length))))
+    makers = [made for made in range(1, length + 1) for _ in range(draw(st.integers(0, 2)))]
+    spans = [(draw(sizes), made, draw(st.integers(made, length))) for made in makers]
     numbers = st.lists(sizes, min_size=length, max_size=length).map(np.array)
     added = np.array(draw(st.lists(sizes, min_size=length + 1, max_size=length + 1)))
     return Landscape(

@@ -30,16 +30,21 @@ def assert_same(one: Any, other: Any, slack: float = 1.0) -> None:
     inexact = [leaf for leaf in theirs if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
     largest = max((float(jnp.abs(leaf).max()) for leaf in inexact if leaf.size), default=0.0)
     for (path, a), b in zip(ours, theirs, strict=True):
-        if not isinstance(a, jax.Array):
+        if isinstance(a, jax.Array):
+            assert_same_array(jax.tree_util.keystr(path), a, b, slack * largest)
+        else:
             assert a == b, jax.tree_util.keystr(path)
-            continue
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), jax.tree_util.keystr(path)
-        assert getattr(a, "weak_type", False) == getattr(b, "weak_type", False), jax.tree_util.keystr(path)
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        a64, b64 = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        allowed = TOLERANCE.get(a.dtype.name, 0.0) * slack * largest
-        assert np.abs(a64 - b64).max(initial=0) <= allowed, jax.tree_util.keystr(path)
+
+
+def assert_same_array(path: str, a: jax.Array, b: jax.Array, scale: float) -> None:
+    assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+    assert getattr(a, "weak_type", False) == getattr(b, "weak_type", False), path
+    numbers = [
+        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, np.float64)
+        for x in (a, b)
+    ]
+    allowed = TOLERANCE.get(a.dtype.name, 0.0) * scale
+    assert np.abs(numbers[0] - numbers[1]).max(initial=0) <= allowed, path
 
 
 def assert_same_run(one: Any, other: Any) -> None:
@@ -84,7 +89,9 @@ def _partition(tree: Any) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     return tuple(
-        jax.tree.unflatten(treedef, [leaf if keep is flag else None for leaf, flag in zip(leaves, is_array, strict=True)])
+        jax.tree.unflatten(
+            treedef, [leaf if keep is flag else None for leaf, flag in zip(leaves, is_array, strict=True)]
+        )
         for keep in (True, False)
     )
 
@@ -165,9 +172,9 @@ class Transformer(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(32, 16, rngs=rngs)
-        self.attention = nnx.List([
-            nnx.MultiHeadAttention(2, 16, dropout_rate=0.1, decode=False, rngs=rngs) for _ in range(3)
-        ])
+        self.attention = nnx.List(
+            [nnx.MultiHeadAttention(2, 16, dropout_rate=0.1, decode=False, rngs=rngs) for _ in range(3)]
+        )
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.head = nnx.Linear(16, 32, rngs=rngs)

@@ -80,9 +80,6 @@ def scan_arity(eqn: Any) -> tuple[int, int]:
 
 def subjaxprs(eqn: Any) -> list[Any]:
     """The open jaxprs among an equation's parameters, in the order of its parameters."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
-                found.append(open_jaxpr(item))
-    return found
+    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
+    items = (item for several in values for item in several)
+    return [open_jaxpr(item) for item in items if isinstance(item, (core.Jaxpr, core.ClosedJaxpr))]

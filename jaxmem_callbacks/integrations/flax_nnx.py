@@ -12,7 +12,7 @@ from typing import Any
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
-from jaxmem_callbacks.integrations.nnx_modules import remat as remat
+from jaxmem_callbacks.integrations.nnx_modules import remat
 from jaxmem_callbacks.transforms.policy import active_policy
 from jaxmem_callbacks.transforms.remat import rematerialised
 

@@ -81,7 +81,9 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     """
     places = _candidates(land)
     if segments is not None and segments > len(places) - 1:
-        msg = f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."
+        msg = (
+            f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."
+        )
         raise ValueError(msg)
     table = _Table(land, places)
     low, high = 0, table.upper_bound()

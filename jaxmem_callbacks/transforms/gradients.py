@@ -14,7 +14,10 @@ from jaxmem_callbacks.transforms.remat import refuse_framework_objects, remateri
 
 
 def value_and_grad(
-    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any  # noqa: FBT001, FBT002 - jax's signature
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002 - jax's signature
+    **options: Any,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, which also obeys the policy of the step that calls it.
 
@@ -50,7 +53,10 @@ def value_and_grad(
             merged = list(rest)
             for place, part in zip(places, parts, strict=True):
                 merged[place] = jax.tree.map(
-                    lambda leaf, own: own if leaf is None else leaf, part, rest[place], is_leaf=lambda leaf: leaf is None
+                    lambda leaf, own: own if leaf is None else leaf,
+                    part,
+                    rest[place],
+                    is_leaf=lambda leaf: leaf is None,
                 )
             return chosen(*merged, **inner_kwargs)
 
@@ -61,7 +67,10 @@ def value_and_grad(
 
 
 def grad(
-    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any  # noqa: FBT001, FBT002 - jax's signature
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002 - jax's signature
+    **options: Any,
 ) -> Callable[..., Any]:
     """`jax.grad`, which also obeys the policy of the step that calls it; see `value_and_grad`.
 
@@ -97,4 +106,6 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def _has_static_leaves(tree: Any) -> bool:
-    return any(not isinstance(leaf, (jax.Array, np.ndarray, np.generic, complex, float, int)) for leaf in jax.tree.leaves(tree))
+    return any(
+        not isinstance(leaf, (jax.Array, np.ndarray, np.generic, complex, float, int)) for leaf in jax.tree.leaves(tree)
+    )

@@ -17,27 +17,35 @@ from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
 from jaxmem_callbacks.transforms.equations import flatten, is_variable, variables
 
 # Same elements, other shape or order: keeping the result and keeping the operand is the same thing.
-_VIEWS = {"broadcast_in_dim", "copy", "expand_dims", "name", "reshape", "rev", "sharding_constraint", "squeeze",
-          "stop_gradient", "transpose"}  # fmt: skip
-# Linear in every operand: the derivative needs none of them.
-_LINEAR = _VIEWS | {"add", "add_any", "all_gather", "concatenate", "convert_element_type", "copy_p", "cumsum", "imag",
-                    "neg", "pad", "psum", "psum2", "psum_invariant", "pvary", "real", "reduce_scatter", "reduce_sum",
-                    "reshard", "reduce_window_sum", "slice", "split", "sub", "optimization_barrier"}  # fmt: skip
+_VIEWS = set(
+    "broadcast_in_dim copy expand_dims name reshape rev sharding_constraint squeeze stop_gradient transpose".split()
+)
+# Linear in every operand: the derivative needs none of them. A loop's own residuals are counted by `inner_residual_bytes`.
+_LINEAR = _VIEWS | set(
+    "add add_any all_gather concatenate convert_element_type copy_p cumsum imag neg optimization_barrier pad psum psum2 "
+    "psum_invariant pvary real reduce_scatter reduce_sum reduce_window_sum reshard scan slice split sub while".split()
+)
 # The derivative is a function of the result.
-_BY_RESULT = {"cbrt", "exp", "exp2", "logistic", "rsqrt", "sqrt", "tanh"}
-# Each operand is needed for the derivative by the others.
-_BILINEAR = {"conv_general_dilated", "dot_general", "mul", "ragged_dot_general"}
-# Only these index or predicate operands are needed; the first entry is the first of them.
-_BY_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1, "scatter": 1, "scatter-add": 1}
+_BY_RESULT = set("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
+# Each of the first two operands is needed for the derivative by the other.
+_BILINEAR = set("conv_general_dilated dot_general mul ragged_dot_general".split())
+# Only a slice of the operands is needed: indices and predicates.
+_BY_OPERANDS = {
+    "dynamic_slice": slice(1, None),
+    "dynamic_update_slice": slice(2, None),
+    "gather": slice(1, None),
+    "scatter": slice(1, None),
+    "scatter-add": slice(1, None),
+    "select_n": slice(0, 1),
+}
 
 # Cheap to do twice: elementwise or of layout only, and counter-based random bits.
-CHEAP = _VIEWS | {
-    "abs", "add", "and", "bitcast_convert_type", "clamp", "concatenate", "convert_element_type", "cos", "div", "dynamic_slice", "eq", "exp",
-    "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not",
-    "or", "pad", "pow", "random_bits", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap",
-    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "slice", "sqrt", "square",
-    "sub", "threefry2x32", "xor",
-}  # fmt: skip
+CHEAP = _VIEWS | set(
+    "abs add and bitcast_convert_type clamp concatenate convert_element_type cos div dynamic_slice eq exp floor ge gt "
+    "integer_pow iota is_finite le log lt max min mul ne neg not or pad pow random_bits random_fold_in random_seed "
+    "random_split random_unwrap random_wrap rem round rsqrt select_n shift_left shift_right_logical sign sin slice sqrt "
+    "square sub threefry2x32 xor".split()
+)
 
 
 def nbytes(atom: Any) -> int:
@@ -94,7 +102,7 @@ def residual_bytes(eqns: Sequence[Any], resident: set[Any]) -> np.ndarray:
         if active.isdisjoint(operands):
             continue
         active.update(var for var in eqn.outvars if is_inexact(var))
-        for var in map(lambda v: root.get(v, v), _needed(eqn, active)):
+        for var in (root.get(var, var) for var in _needed(eqn, active)):
             if var not in counted:
                 counted.add(var)
                 kept[maker[var]] += nbytes(var)
@@ -105,7 +113,6 @@ def residual_bytes(eqns: Sequence[Any], resident: set[Any]) -> np.ndarray:
 def _needed(eqn: Any, active: set[Any]) -> list[Any]:
     """Operands and results of one equation that its derivative needs."""
     name = eqn.primitive.name
-    operands = [atom for atom in eqn.invars if is_variable(atom)]
     if name in _LINEAR:
         return []
     if name in _BY_RESULT:
@@ -113,15 +120,8 @@ def _needed(eqn: Any, active: set[Any]) -> list[Any]:
     if name in _BILINEAR:
         first, second = eqn.invars[:2]
         return [a for a, b in ((first, second), (second, first)) if is_variable(a) and is_variable(b) and b in active]
-    if name in _BY_INDEX:
-        return [atom for atom in eqn.invars[_BY_INDEX[name] :] if is_variable(atom)]
-    if name == "select_n":
-        return operands[:1]
-    if name == "div":
-        return [atom for atom in eqn.invars[1:] if is_variable(atom)] + list(eqn.outvars)
-    if name in {"scan", "while"}:
-        return []
-    return operands
+    operands = variables(eqn.invars[_BY_OPERANDS.get(name, slice(None))])
+    return operands if name != "div" else [*operands[1:], *eqn.outvars]
 
 
 def inner_residual_bytes(eqn: Any) -> int:

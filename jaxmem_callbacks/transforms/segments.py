@@ -7,6 +7,7 @@ what brings its own checkpoint (a scan over layers, the user's own remat) and th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -151,7 +152,7 @@ def cut(
     last = _last_segment_of(flat, bounds, sunk, maker)
     eqns: list[Any] = []
     sharing = Sharing()
-    for position, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for position, (start, end) in enumerate(itertools.pairwise(bounds)):
         segment = Segment(flat.eqns[start:end], sunk, maker)
         if plain(start, end):
             eqns += segment.eqns
@@ -163,12 +164,10 @@ def cut(
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
 
 
-def _last_segment_of(
-    flat: Equations, bounds: Sequence[int], sunk: set[Any], maker: dict[Any, Any]
-) -> dict[Any, int]:
+def _last_segment_of(flat: Equations, bounds: Sequence[int], sunk: set[Any], maker: dict[Any, Any]) -> dict[Any, int]:
     """The last segment that uses each variable; results count as used behind the last, sunk values by what they use."""
     last: dict[Any, int] = {}
-    for position, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for position, (start, end) in enumerate(itertools.pairwise(bounds)):
         segment = flat.eqns[start:end]
         operands = _operands(segment)
         last.update(dict.fromkeys(operands, position))

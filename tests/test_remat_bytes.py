@@ -1,0 +1,49 @@
+"""The effect, in the compiler's own bytes: cut losses against remat written into the model by hand.
+
+The whole table, at larger sizes, is in results/remat_by_hand_jax_*.json; here the same cases at a size for every run.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from benchmarks.models import Case, llama, nnx_scanned, unet
+from benchmarks.remat_by_hand import measure, ratios
+from jaxmem_callbacks.programs.compilers import compiler_versions
+
+MOST_BYTES, MOST_FLOPS = 1.10, 1.05
+CASES = {
+    "llama": functools.partial(llama, batch=8, length=256, layers=4),
+    "nnx_scanned": functools.partial(nnx_scanned, batch=4, length=256),
+    "unet": functools.partial(unet, batch=8),
+}
+
+
+def case_of(name: str) -> Case:
+    return CASES[name]()
+
+
+def assert_as_good_as_by_hand(case: Case, target: str) -> None:
+    row = measure(case, target, with_plain=False)
+    memory, work = ratios(row)
+    assert memory <= MOST_BYTES, row
+    assert work <= MOST_FLOPS, row
+
+
+@pytest.mark.core
+def test_scanned_layers_on_the_attached_cpu() -> None:
+    row = measure(case_of("nnx_scanned"), "cpu")
+    assert max(*ratios(row)) <= MOST_FLOPS, row
+    assert row["ours"]["temp_bytes"] < 0.5 * row["none"]["temp_bytes"], row
+
+
+@pytest.mark.targets
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("platform", "target"), [("cuda", "h100_sxm"), ("tpu", "v5e:2x2")])
+def test_on_hardware_that_is_not_there(name: str, platform: str, target: str) -> None:
+    if not compiler_versions(platform):
+        pytest.skip(f"targets: {target} not proved (its compiler is not installed)")
+    assert_as_good_as_by_hand(case_of(name), target)
