@@ -99,5 +99,10 @@ def _name_axes(figure: Any, device: Any, host: Any) -> None:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         axes.grid(visible=True, alpha=0.3)
     handles, labels = device.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False, fontsize="small")
+    for ncols in (3, 2, 1) if handles else ():
+        legend = figure.legend(
+            handles, labels, loc="outside upper center", ncols=ncols, frameon=False, fontsize="small"
+        )
+        if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()  # names of programs can be long, and what reaches over the edge is cut off
