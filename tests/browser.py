@@ -66,6 +66,11 @@ class Browser:
         self._call("POST", "/url", {"url": "about:blank"})
         self._call("POST", "/url", {"url": url})
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page this size in pixels; the window is larger by its frame."""
+        frame = self.run("return [window.outerWidth - window.innerWidth, window.outerHeight - window.innerHeight]")
+        self._call("POST", "/window/rect", {"width": width + frame[0], "height": height + frame[1]})
+
     def run(self, script: str, *arguments: Any) -> Any:
         """Run JavaScript in the page and return what it returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})

@@ -1,0 +1,129 @@
+"""`make demo`, shortened: what it promises to print is printed, and what it promises to write is in the event file."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.units import parse_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "examples" / "demo.py"
+STEPS = 10
+ROWS = ("arguments", "outputs", "aliased", "temporaries", "total")
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of an earlier run and one of the user's."""
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    folder.mkdir()
+    for name in ("events.out.tfevents.1.earlier", "memory.jsonl", "notes.txt"):
+        (folder / name).write_text("earlier")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(logdir: Path) -> str:
+    """What a few steps of the demo print into a pipe of 80 columns."""
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    command = [sys.executable, str(DEMO), "--steps", str(STEPS), "--logdir", str(logdir)]
+    answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "jaxmem:" not in answer.stderr, "no part of the monitor was switched off"
+    return answer.stdout
+
+
+@pytest.fixture(scope="module")
+def events(printed: str, logdir: Path) -> EventAccumulator:
+    """The run as TensorBoard reads it."""
+    del printed  # the run comes first
+    return EventAccumulator(str(logdir)).Reload()
+
+
+def sizes(printed: str, row: str) -> tuple[int, int]:
+    """Bytes of one row of the table: plain, and with the preset."""
+    found = re.search(rf"^ *{row} +([\d.]+ \w*B) +([\d.]+ \w*B)", printed, flags=re.MULTILINE)
+    assert found, f"{row} in\n{printed}"
+    return parse_bytes(found[1]), parse_bytes(found[2])
+
+
+@pytest.mark.core
+def test_the_table_shows_what_the_preset_saves(printed: str):
+    plain, preset = ({row: sizes(printed, row)[side] for row in ROWS} for side in (0, 1))
+    assert plain["arguments"] == preset["arguments"]
+    assert plain["aliased"] == 0
+    assert preset["aliased"] > 0.9 * preset["outputs"]
+    assert plain["temporaries"] > 5 * preset["temporaries"]
+    assert plain["total"] > 4 * preset["total"]
+    for each in (plain, preset):
+        added_up = each["arguments"] + each["outputs"] - each["aliased"] + each["temporaries"]
+        assert each["total"] == pytest.approx(added_up, rel=0.02)
+
+
+@pytest.mark.core
+def test_the_price_is_shown_too(printed: str):
+    extra = re.search(r"extra FLOPs +none +([\d.]+) G +\+(\d+)%, recomputed", printed)
+    assert extra, printed
+    assert 10 <= int(extra[2]) <= 34, "one forward pass at most"
+    apart = re.search(r"Same mathematics: .* at most (\S+) of", printed)
+    assert apart, printed
+    assert float(apart[1]) <= 1e-6
+
+
+@pytest.mark.core
+def test_the_held_out_loss_falls(printed: str):
+    losses = re.search(r"Held-out loss ([\d.]+) -> ([\d.]+)", printed)
+    assert losses, printed
+    assert float(losses[2]) < 0.8 * float(losses[1])
+
+
+@pytest.mark.core
+def test_the_events_are_told(printed: str):
+    limit = jm.load_preset(DEMO.with_suffix(".yaml")).monitor.limit_bytes
+    assert limit is not None
+    assert sizes(printed, "total")[1] < limit < sizes(printed, "total")[0]
+    text = " ".join(printed.split())
+    assert "Events of the run: 2" in text
+    assert "Near out of memory at step 0 plain_step alone needs" in text
+    assert f"Recompilation at step {STEPS - 1} train_step was compiled again" in text
+    assert "batch: int32[4,257] -> int32[2,257]" in text
+
+
+def test_progress_and_the_line_to_type_are_shown(printed: str, logdir: Path):
+    assert f"Training {STEPS} steps" in printed
+    assert re.findall(r"step +(\d+) +loss +[\d.]+ +live arrays +[\d.]+ MiB", printed)[-1] == str(STEPS - 1)
+    assert re.search(
+        rf"^ +\S+ --logdir {re.escape(str(logdir))}$", printed.replace(" && tensorboard", ""), re.MULTILINE
+    )
+    assert max(map(len, printed.replace(str(logdir), "").splitlines())) <= 80
+
+
+def test_one_event_file_replaces_the_earlier_one(printed: str, logdir: Path):
+    del printed
+    (file,) = logdir.glob("events.out.tfevents.*")
+    assert not file.name.endswith("earlier")
+    assert (logdir / "notes.txt").read_text() == "earlier"
+    assert (logdir / "memory.jsonl").read_text().startswith('{"run"')
+
+
+def test_every_step_is_a_point_of_memory(events: EventAccumulator):
+    tags = set(events.Tags()["scalars"])
+    needs = {"memory/program_gib/plain_step", "memory/program_gib/train_step", "memory/preset_limit_gib"}
+    assert needs | {"memory/live_arrays_gib", "memory/host_gib", "train/loss"} <= tags
+    points = events.Scalars("memory/live_arrays_gib")
+    assert len(points) >= STEPS - 2, "the full demo has at least 120 steps, and so at least 100 points"
+    assert points[-1].step == STEPS - 1
+
+
+def test_tensorboard_shows_the_events_and_the_figure(events: EventAccumulator):
+    texts = [each.tensor_proto.string_val[0].decode() for each in events.Tensors("memory/events/text_summary")]
+    assert [text.split("**")[1] for text in texts] == ["Near out of memory", "Recompilation"]
+    assert "memory/over_time" in events.Tags()["images"]

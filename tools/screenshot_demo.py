@@ -1,0 +1,101 @@
+"""Pictures for the documents: the demo's run as the real TensorBoard shows it, and the figure that the run drew.
+
+    make demo && .venv/bin/python tools/screenshot_demo.py
+
+Enters: the event file of a run. Leaves: docs/images/tensorboard.png and docs/images/memory_over_time.png. Needs Chromium with
+its driver, and the packages of the parts `project` and `demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.browser import Browser, missing  # noqa: E402 - the checkout is put on the path first
+
+IMAGES = ROOT / "docs" / "images"
+PAGE = "?darkMode=false&smoothing=0&tagFilter={tags}#timeseries"
+# The page as it is after one has closed what stands in the way: settings, the marked step, and the list of runs.
+TIDY = """
+const boxes = [...document.querySelectorAll('mat-checkbox')];
+const steps = boxes.find((box) => box.textContent.includes('Enable step selection'));
+const input = steps && steps.querySelector('input');
+if (input && input.checked) input.click();
+const button = [...document.querySelectorAll('button')].find((each) => each.textContent.trim().endsWith('Settings'));
+if (button) button.click();
+return Boolean(steps) && Boolean(button);
+"""
+
+
+@contextmanager
+def tensorboard(folder: Path) -> Iterator[str]:
+    """The address of a TensorBoard that shows the folder."""
+    log = folder / "tensorboard.log"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "localhost", "--port", "0"]
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as server:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://localhost:\d+", log.read_text())):
+            if time.monotonic() > deadline:
+                server.terminate()
+                sys.exit(f"TensorBoard did not start:\n{log.read_text()}")
+            time.sleep(0.2)
+        yield found[0]
+        server.terminate()
+
+
+def photograph(logdir: Path, path: Path, tags: str) -> None:
+    """Save the Time Series page."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(logdir, folder / logdir.name)  # seen from the folder above, the run has its own name
+        with tensorboard(folder) as address, Browser() as browser:
+            browser.resize(1400, 900)
+            browser.open(f"{address}/{PAGE.format(tags=tags)}")
+            browser.wait_for(lambda: "live_arrays_gib" in browser.text())
+            browser.wait_for(lambda: browser.run(TIDY))
+            time.sleep(6)  # lines are drawn one by one
+            browser.screenshot(path)
+
+
+def save_figure(logdir: Path, path: Path) -> None:
+    """Save the last memory-over-time figure of the run."""
+    events = EventAccumulator(str(logdir)).Reload()
+    path.write_bytes(events.Images("memory/over_time")[-1].encoded_image_string)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--logdir", type=Path, default=ROOT / "runs" / "demo")
+    parser.add_argument("--out", type=Path, default=IMAGES)
+    parser.add_argument(
+        "--tags",
+        default="(host|arrays)_gib$|_step$|train/loss|over_time",
+        help="regular expression of the tags to show",
+    )
+    args = parser.parse_args()
+    if missing():
+        sys.exit(f"{' and '.join(missing())} not found: apt-get install chromium chromium-driver")
+    if not list(args.logdir.glob("events.out.tfevents.*")):
+        sys.exit(f"No run in {args.logdir}: make demo")
+    args.out.mkdir(parents=True, exist_ok=True)
+    photograph(args.logdir, args.out / "tensorboard.png", args.tags)
+    save_figure(args.logdir, args.out / "memory_over_time.png")
+    print(f"Saved {args.out / 'tensorboard.png'} and {args.out / 'memory_over_time.png'}")
+
+
+if __name__ == "__main__":
+    main()
