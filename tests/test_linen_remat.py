@@ -357,6 +357,12 @@ def test_what_is_wrong_from_the_start_is_refused_at_once(pattern, policy, error,
         jm.linen.remat(Net().apply, pattern, policy)
 
 
+@pytest.mark.parametrize("given", [Net(), 7])
+def test_what_is_no_function_is_refused(given):
+    with pytest.raises(PatternError, match=r"takes a function: model.apply.*not a (Net|int).*jm.nnx.remat"):
+        jm.linen.remat(given, "block_0")
+
+
 class Decorated(Block):
     """Rematerialised by its author, as a decorator of the method."""
 

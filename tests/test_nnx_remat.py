@@ -400,6 +400,46 @@ def test_policy_that_is_none(policy, words):
         jm.nnx.remat(Net(nnx.Rngs(0)), r"blocks/\d+", policy)
 
 
+def test_what_is_no_module_is_refused():
+    with pytest.raises(PatternError, match=r"takes an nnx.Module, not a dict. For a Linen model use jm.linen.remat"):
+        jm.nnx.remat({"blocks": 1}, r"blocks")
+
+
+def test_class_that_refuses_subclasses():
+    class Registered(nnx.Module):
+        def __init_subclass__(cls, *, tag, **options):
+            super().__init_subclass__(**options)
+
+    class Tagged(Registered, tag="t"):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(PolicyError, match=r"needs a subclass of Tagged, and making one failed \(.*'tag'\)"):
+        jm.nnx.remat(nnx.Sequential(Tagged()), r"layers/0")
+
+
+def test_tree_mode_sown_values_and_modules_that_are_no_pytrees(x):
+    class Odd(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            self.parts = [nnx.Linear(WIDTH, WIDTH, rngs=rngs)]
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            self.calls = nnx.Variable(jnp.ones(()))  # a variable that is made in the call
+            return self.drop(self.parts[0](x))
+
+    plain, odd = Odd(nnx.Rngs(0)), nnx.Sequential(Odd(nnx.Rngs(0)))
+    jm.nnx.remat(odd, r"layers/0|.*/parts/0")
+    np.testing.assert_allclose(odd(x), plain(x), rtol=1e-6)
+    assert list(arrays(odd.layers[0])) == list(arrays(plain))
+    with nnx.set_graph_mode(False):
+        model = nnx.Sequential(Block(nnx.Rngs(0)))
+        expected = Block(nnx.Rngs(0))(x, True)
+        jm.nnx.remat(model, Block)
+        np.testing.assert_allclose(model.layers[0](x, True), expected, rtol=1e-6)
+        assert int(model.layers[0].drop.rngs.count[...]) == 1
+
+
 def test_never_twice():
     model = Net(nnx.Rngs(0))
     undo = jm.nnx.remat(model, r"blocks/1", "dots")

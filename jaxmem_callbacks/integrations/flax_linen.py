@@ -54,9 +54,15 @@ def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], polic
         A function with the same arguments and results.
 
     Raises:
-        PatternError: the pattern is none. At the first call: nothing matches; lists the modules that were called.
+        PatternError: ``apply`` or the pattern is none. At the first call: nothing matches; lists the modules called.
         PolicyError: no such policy. When called: a module is inside a checkpoint that is already there.
     """
+    if isinstance(apply, nn.Module) or not callable(apply):
+        msg = (
+            f"jm.linen.remat takes a function: model.apply, state.apply_fn or a loss, not a {type(apply).__name__}. "
+            "For an NNX model use jm.nnx.remat(model, pattern)."
+        )
+        raise PatternError(msg)
     wanted = rules(pattern, policy)
     used: set[int] = (
         set()

@@ -79,9 +79,15 @@ def remat(model: nnx.Module, pattern: Pattern | Mapping[Any, str], policy: str =
 
     Raises:
         PatternError: nothing matches, or the pattern is none; lists what could have matched.
-        PolicyError: no such policy; a module is rematerialised already, by this function or by its author. At the first
-            trace: a module is called inside a checkpoint that is already there.
+        PolicyError: no such policy; a module is rematerialised already, by this function or by its author, or its class
+            refuses subclasses. At the first trace: a module is called inside a checkpoint that is already there.
     """
+    if not isinstance(model, nnx.Pytree):
+        msg = (
+            f"jm.nnx.remat takes an nnx.Module, not a {type(model).__name__}. For a Linen model use "
+            "jm.linen.remat(model.apply, pattern)."
+        )
+        raise PatternError(msg)
     wanted = rules(pattern, policy)
     found = _callables(model)
     chosen = _choose(wanted, found)
@@ -198,7 +204,14 @@ def _rematerialised_class(own: type, policy: str) -> type:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # said once already, when the class itself was made
-        return type(own)(own.__name__, (own,), body, pytree=getattr(own, "_pytree__is_pytree", True))
+        try:
+            return type(own)(own.__name__, (own,), body, pytree=getattr(own, "_pytree__is_pytree", True))
+        except Exception as error:
+            msg = (
+                f"jm.nnx.remat needs a subclass of {own.__name__}, and making one failed ({error}). Leave it out of the "
+                "pattern, or write nnx.remat in the model."
+            )
+            raise PolicyError(msg) from error
 
 
 def _checkpointed(keep: Callable[..., Any] | None, function: Callable[..., Any]) -> Callable[..., Any]:
