@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from flax import nnx
 from nnx_transformer import Transformer, loss_fn, train_step
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -155,8 +155,9 @@ def list_events(console: Console, monitor: jm.MemoryMonitor) -> None:
     console.print(f"\n[bold]Events of the run: {len(monitor.events)}[/]")
     for event in monitor.events:
         console.print(f"\n  [bold yellow]{EVENT_TITLES[event.kind]}[/] at step {event.step}")
-        console.print(Padding(event.message, (0, 0, 0, 2), expand=False), highlight=False)
-        console.print(Padding(f"To do: {event.action}", (0, 0, 0, 2), expand=False), style="dim", highlight=False)
+        for paragraph, style in ((event.message, ""), (f"To do: {event.action}", "dim")):
+            filled = textwrap.fill(paragraph, console.width - 2, initial_indent="  ", subsequent_indent="  ")
+            console.print(filled, style=style, markup=False, highlight=False)
 
 
 def tensorboard_line(logdir: Path) -> str:
@@ -201,7 +202,7 @@ def main() -> None:
         console.print("Bytes: the compiler's account of the compiled step. FLOPs: counted in the trace.", style="dim")
         apart = max(abs(a / b - 1) for a, b in zip(before.losses, after.losses, strict=True))
         console.print(
-            f"Same mathematics: losses of {COMPARED} steps of each differ by at most {apart:.0e} of their value.\n"
+            f"Same mathematics: losses of {COMPARED} steps of each differ by at most {apart:.0e}, relative.\n"
         )
 
         steps = args.steps or min(MOST, max(FEWEST, round(TRAINING_S / after.step_s)))
@@ -212,7 +213,7 @@ def main() -> None:
         last = held_out_loss(model, judged)
     console.print(f"\n[bold]Held-out loss {first:.3f} -> {last:.3f}[/] nats a byte")
     list_events(console, monitor)
-    console.print("\n[bold]See it in TensorBoard[/]: memory/ under Time Series, memory/events under Text. Type:\n")
+    console.print("\n[bold]See it in TensorBoard[/] (Time Series: memory/, Text: memory/events). Type:\n")
     console.print(f"    {tensorboard_line(args.logdir)}\n", style="bold green", highlight=False, soft_wrap=True)
 
 

@@ -73,7 +73,7 @@ def test_the_price_is_shown_too(printed: str):
     extra = re.search(r"extra FLOPs +none +([\d.]+) G +\+(\d+)%, recomputed", printed)
     assert extra, printed
     assert 10 <= int(extra[2]) <= 34, "one forward pass at most"
-    apart = re.search(r"Same mathematics: .* at most (\S+) of", printed)
+    apart = re.search(r"Same mathematics: .* at most (\S+), relative", printed)
     assert apart, printed
     assert float(apart[1]) <= 1e-6
 

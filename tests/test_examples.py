@@ -19,16 +19,18 @@ STEPS = {"nnx_transformer": 12, "linen_transformer": 12, "digits_batchnorm": 120
 ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 # Trains twice in one process, with the example's presets and with none, and compares everything that training moves.
+# Not for the transformers: the gradient of an attention key's bias is zero but for rounding, and Adam scales that up.
 COMPARE = """
 import sys
+sys.path.insert(0, EXAMPLES)
 import jax, numpy as np
-from flax import nnx
-import nnx_transformer as example
+import digits_batchnorm as example
 
 def final(*presets):
-    sys.argv = ["nnx_transformer.py", "--steps", "5", "--logdir", f"{FOLDER}/{presets[-1]}", "--presets", *presets]
-    state = nnx.to_pure_dict(nnx.state(example.main(), nnx.Not(nnx.RngKey)))
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+    sys.argv = ["digits_batchnorm.py", "--steps", "12", "--logdir", f"{FOLDER}/{presets[-1]}", "--presets", *presets]
+    state = example.main()
+    moved = (state.params, state.batch_stats, state.opt_state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(moved)}
 
 with_policy, without = final("donate", "full_remat"), final("monitor_only")
 assert with_policy.keys() == without.keys()
@@ -88,11 +90,11 @@ def test_examples_are_short_enough_to_copy():
 
 @pytest.mark.core
 def test_the_policy_changes_no_parameter(tmp_path: Path):
-    """Five steps with dropout: parameters and dropout counters are those of the plain step."""
+    """Twelve steps: parameters, running statistics and Adam's moments are those of the plain step."""
     script = tmp_path / "compare.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nFOLDER = {str(tmp_path)!r}\n{COMPARE}")
+    script.write_text(f"EXAMPLES, FOLDER = {str(EXAMPLES)!r}, {str(tmp_path)!r}\n{COMPARE}")
     printed = run_python(str(script))
     found = re.search(r"(\d+) arrays, apart by (\S+)", printed)
     assert found, printed
-    assert int(found[1]) > 20
+    assert int(found[1]) >= 40
     assert float(found[2]) <= 1e-6
