@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -214,6 +215,30 @@ def test_scanned_layers_compute_the_same(stacked):
     assert_close(stacked["ours"][1], stacked["plain"][1])
 
 
+class Looped(nn.Module):
+    """A loop that its author wrote as a decorator of the layer's own method."""
+
+    @functools.partial(nn.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(WIDTH)(x)), None
+
+
+class Loop(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Looped(name="layers")(x, None)[0]
+
+
+def test_checkpoint_lands_inside_the_loop():
+    variables = Loop().init(jax.random.key(0), data())
+    jaxpr = open_jaxpr(jax.make_jaxpr(jm.linen.remat(Loop().apply, Looped))(variables, data()))
+    loop = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    inner = {eqn.primitive.name for body in subjaxprs(loop) for eqn in body.eqns}
+    assert inner & {"checkpoint", "remat", "remat2"}
+    assert not inner & {"tanh", "dot_general"}
+
+
 class Tower(nn.Module):
     """Modules made in setup, one shared under two uses, one passed as an argument, one called by another method."""
 
@@ -289,8 +314,11 @@ def test_jitted_parts_are_traced_anew():
         assert checkpoints(model.apply, variables, x) == []
         assert len(checkpoints(ours, variables, x)) == 2
         assert len(checkpoints(jm.linen.remat(model.apply, "first"), variables, x)) == 1
-    jitted = jm.linen.remat(jax.jit(model.apply), r"first")
+    whole = jax.jit(model.apply)
+    jitted = jm.linen.remat(whole, r"first")
     for _ in range(2):
+        assert checkpoints(whole, variables, x) == []
+        assert len(checkpoints(jitted, variables, x)) == 1
         np.testing.assert_allclose(jitted(variables, x), expected, rtol=1e-6)
 
 

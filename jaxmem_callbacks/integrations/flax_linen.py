@@ -27,8 +27,6 @@ from jaxmem_callbacks.transforms.names import named_policy
 __all__ = ["remat"]
 
 _PARTING = Parting(lambda value: isinstance(value, (nn.Module, nn.Variable)) and value.scope is not None)
-_LIFTED = nn.remat.__module__  # where the methods live that nn.scan, nn.vmap, nn.jit and nn.remat make
-
 _AROUND = (
     "\nAnother jm.linen.remat is around this one. If it takes the module, give both patterns to one call, as a mapping."
 )
@@ -64,9 +62,8 @@ def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], polic
         )
         raise PatternError(msg)
     wanted = rules(pattern, policy)
-    used: set[int] = (
-        set()
-    )  # rules that have had a module in any call so far: a jitted part is traced, and met, only once
+    # Rules that have had a module in any call so far: what the user jitted is traced, and met, in the first call only.
+    used: set[int] = set()
     mark = object()
 
     @functools.wraps(apply)
@@ -93,9 +90,13 @@ class _Calls:
         self.used: set[int] = set()
 
     def intercept(self, call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Run one method of one module, under a checkpoint where it is meant."""
+        """Run one method of one module, under a checkpoint where it is meant.
+
+        Methods that nn.scan, nn.vmap, nn.jit and nn.remat put around an author's are never intercepted, only the author's
+        own inside them: so a checkpoint lands inside the loop, where it saves something.
+        """
         module, method = context.module, cast("functools.partial[Any]", context.orig_method).func
-        if module.scope is None or context.method_name == "setup" or _is_lifted(method):
+        if module.scope is None or context.method_name == "setup":
             return call(*args, **kwargs)
         path = "/".join(module.path)
         self._kinds[path] = type(module)
@@ -124,11 +125,6 @@ class _Calls:
                 f"{first} and all others it matches are inside one rematerialised already, or an earlier pattern's."
             )
         return f"Pattern {rule} would do nothing: {reason}"
-
-
-def _is_lifted(method: Callable[..., Any]) -> bool:
-    """Whether a method is `nn.scan`'s or another transform's around the author's own, which comes by later, inside it."""
-    return getattr(method, "__globals__", {}).get("__name__") == _LIFTED
 
 
 def _checkpointed(keep: Callable[..., Any] | None, function: Callable[..., Any]) -> Callable[..., Any]:
