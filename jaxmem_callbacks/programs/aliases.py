@@ -144,7 +144,7 @@ def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> list
 
 def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result]) -> tuple[str, str]:
     """The reason in words, and what to type."""
-    if jax.config.jax_debug_nans:
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10 does not declare it
         return (
             "jax_debug_nans is on, and JAX donates nothing while it is",
             "Turn it off with jax.config.update('jax_debug_nans', False), or pass donate_argnames=() while you look for NaNs.",

@@ -76,7 +76,8 @@ def past_the_cache() -> dict[str, Any]:
     """
     import jax
 
-    on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    config: Any = jax.config  # its flags are declared on one JAX line and not on the other
+    on = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     return {"xla_debug_buffer_assignment_show_max": time.monotonic_ns() % 2**31} if on else {}
 
 

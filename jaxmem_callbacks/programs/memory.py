@@ -194,7 +194,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     told = [
         f"{use.path} is donated in vain: {use.lost}. {use.remedy or ''}".strip() for use in lost_donations(program.uses)
     ]
-    if program.undonated and not jax.config.jax_debug_nans:
+    if program.undonated and not jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         held = format_bytes(sum(use.bytes for use in program.uses if use.argument in program.undonated))
         told.append(
             f"{', '.join(program.undonated)}: returned updated and not donated, so {held} are held twice. "
@@ -209,7 +209,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
             f"The compiler recomputes {program.memory.compiler_remat} instructions by itself near its memory limit: bytes no "
             "longer grow with the batch, time does."
         )
-    if jax.config.jax_debug_nans:
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         told.append("jax_debug_nans is on: JAX donates nothing while it is.")
     return (*told, *_cross_check(program))
 
