@@ -104,6 +104,7 @@ def main() -> int:
         "platform": jax.default_backend(),
         "devices": jax.local_device_count(),
         "cpus": os.cpu_count(),
+        "load_average_1_min": round(os.getloadavg()[0], 1),
         "steps_per_way": options.blocks * options.steps,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

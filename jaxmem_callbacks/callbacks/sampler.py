@@ -54,6 +54,7 @@ class Sampler:
     ) -> None:
         self._settings = settings
         self._allocator = next((probe for probe in probes if isinstance(probe, AllocatorProbe)), None)
+        self._each_step = self._allocator  # None once it is known that no device here reports anything
         self._probes = tuple(probe for probe in probes if probe is not self._allocator)
         self._programs = programs
         self._faults = faults
@@ -72,10 +73,12 @@ class Sampler:
         """Note that a step was dispatched; microseconds, waits for nothing, reads no device value."""
         now = time.time()
         number = step if type(step) is int else self._number(step)
-        allocator = self._allocator
         snapshot: Snapshot = ()
-        if allocator is not None and allocator.reports and self._stamped % self._settings.every_steps == 0:
+        allocator = self._each_step
+        if allocator is not None and self._stamped % self._settings.every_steps == 0:
             snapshot = allocator.snapshot()
+            if not allocator.reports:
+                self._each_step = None
         self._stamped += 1
         self._step = number
         self._ring.append((number, now, snapshot))
