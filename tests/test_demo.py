@@ -127,3 +127,10 @@ def test_tensorboard_shows_the_events_and_the_figure(events: EventAccumulator):
     texts = [each.tensor_proto.string_val[0].decode() for each in events.Tensors("memory/events/text_summary")]
     assert [text.split("**")[1] for text in texts] == ["Near out of memory", "Recompilation"]
     assert "memory/over_time" in events.Tags()["images"]
+
+
+def test_pictures_are_not_taken_without_a_run(tmp_path: Path):
+    command = [sys.executable, str(ROOT / "tools" / "screenshot_demo.py"), "--logdir", str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 1
+    assert answer.stderr.splitlines()[-1] == f"No run in {tmp_path}: make demo"

@@ -28,7 +28,7 @@ from tests.browser import Browser, missing  # noqa: E402 - the checkout is put o
 
 IMAGES = ROOT / "docs" / "images"
 PAGE = "?darkMode=false&smoothing=0&tagFilter={tags}#timeseries"
-# The page as it is after one has closed what stands in the way: settings, the marked step, and the list of runs.
+# The page after one has closed what stands in the way: the settings, and the table of the marked step.
 TIDY = """
 const boxes = [...document.querySelectorAll('mat-checkbox')];
 const steps = boxes.find((box) => box.textContent.includes('Enable step selection'));
@@ -87,10 +87,10 @@ def main() -> None:
         help="regular expression of the tags to show",
     )
     args = parser.parse_args()
-    if missing():
-        sys.exit(f"{' and '.join(missing())} not found: apt-get install chromium chromium-driver")
     if not list(args.logdir.glob("events.out.tfevents.*")):
         sys.exit(f"No run in {args.logdir}: make demo")
+    if missing():
+        sys.exit(f"{' and '.join(missing())} not found: apt-get install chromium chromium-driver")
     args.out.mkdir(parents=True, exist_ok=True)
     photograph(args.logdir, args.out / "tensorboard.png", args.tags)
     save_figure(args.logdir, args.out / "memory_over_time.png")
