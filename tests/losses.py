@@ -70,6 +70,17 @@ def reversed_scan(weights: Any, x: Any) -> Any:
     return (x**2).mean() + (sums**2).mean()
 
 
+TABLE = np.linspace(-1, 1, WIDTH * WIDTH, dtype=np.float32).reshape(WIDTH, WIDTH)
+
+
+def scan_with_constants(weights: Any, x: Any) -> Any:
+    """The body calls a jitted function that closes over arrays of its own."""
+    offset = jnp.asarray(TABLE)
+    inner = jax.jit(lambda y: jnp.tanh(y @ TABLE) + offset.mean())
+    x, _ = jax.lax.scan(lambda y, w: (inner(y @ w) + y, None), x, jnp.stack(weights))
+    return (inner(x) ** 2).mean()
+
+
 def with_while(weights: Any, x: Any) -> Any:
     steps = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1, 0)
     x = jax.lax.fori_loop(0, 3, lambda i, y: jnp.tanh(y @ weights[0]), x)
@@ -222,6 +233,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     name: partial(Sample, loss, WEIGHTS, (INPUTS,))
     for name, loss in {
         "plain": mlp, "named": named, "jitted": jitted, "scanned": scanned, "reversed_scan": reversed_scan,
+        "scan_with_constants": scan_with_constants,
         "while": with_while, "cond": with_cond, "custom_rules": custom_rules, "mixed_precision": mixed_precision,
         "own_remat": own_remat, "long_skips": long_skips, "several_losses": several_losses, "grad_penalty": grad_penalty,
         "constrained": constrained, "shard_mapped": shard_mapped,

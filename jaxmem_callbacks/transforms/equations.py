@@ -28,6 +28,7 @@ class Equations:
         consts: Values of the constants.
         eqns: In order of evaluation.
         outvars: Variables or literals.
+        hoist_constants: Whether constants of nested jits may be added to ``consts``.
     """
 
     template: Any
@@ -35,6 +36,7 @@ class Equations:
     consts: list[Any]
     eqns: list[Any] = field(default_factory=list)
     outvars: list[Any] = field(default_factory=list)
+    hoist_constants: bool = True
 
 
 def is_variable(atom: Any) -> bool:
@@ -47,10 +49,21 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if type(atom) is not core.Literal]
 
 
-def flatten(closed: Any) -> Equations:
-    """Inline nested jits of a closed jaxpr and drop what nobody uses."""
+def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
+    """Inline nested jits of a closed jaxpr and drop what nobody uses.
+
+    Args:
+        closed: What was traced.
+        hoist_constants: Whether a nested jit that holds constants is inlined too, its constants becoming the whole's. A
+            loop's body has no place for them: there such a jit stays one equation.
+    """
     opened = open_jaxpr(closed)
-    flat = Equations(template=closed, invars=list(opened.constvars), consts=list(consts_of(closed)))
+    flat = Equations(
+        template=closed,
+        invars=list(opened.constvars),
+        consts=list(consts_of(closed)),
+        hoist_constants=hoist_constants,
+    )
     arguments = list(opened.invars)
     flat.outvars = _inline(opened, {}, None, flat)
     flat.invars = [*flat.invars, *arguments]
@@ -74,7 +87,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> l
     for eqn in jaxpr.eqns:
         invars = [look(atom) for atom in eqn.invars]
         stack = eqn.source_info.name_stack if scope is None else scope + eqn.source_info.name_stack
-        if _is_plain_jit(eqn):
+        if _is_plain_jit(eqn) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
             inner = eqn.params["jaxpr"]
             body = open_jaxpr(inner)
             fresh = {var: new_variable(var) for var in body.constvars}

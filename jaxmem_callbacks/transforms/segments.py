@@ -54,9 +54,8 @@ def checkpoint_body(eqn: Any, policy: Callable[..., Any] | None) -> Any:
     Inside a loop the barriers that keep XLA from merging the recomputation with the original are not needed.
     """
     body = eqn.params["jaxpr"]
-    flat = flatten(body)
+    flat = flatten(body, hoist_constants=False)
     refuse_effects(flat.eqns)
-    assert not flat.consts, "the body of a traced scan takes its constants as operands"
     reports = [inner for inner in flat.eqns if is_movable(inner)]
     # JAX (to 0.12 at least) cannot differentiate a scan whose report uses a checkpoint's result: what a report needs is
     # computed beside the checkpoint, where XLA merges it with the same values inside.
