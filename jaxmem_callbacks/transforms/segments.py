@@ -25,6 +25,8 @@ from jaxmem_callbacks.transforms.equations import (
     is_variable,
     new_variable,
     refuse_effects,
+    reports_inside,
+    side_effects,
     unused_dropped,
     variables,
 )
@@ -42,8 +44,13 @@ def has_own_checkpoint(eqn: Any) -> bool:
 
 
 def is_layer_scan(eqn: Any, enough: int) -> bool:
-    """Whether an equation is a loop whose stacked residuals, at least ``enough`` bytes, are worth a checkpointed body."""
+    """Whether an equation is a loop whose stacked residuals, at least ``enough`` bytes, are worth a checkpointed body.
+
+    A body that itself holds a loop or branch which reports is left as it is: its reports would come twice.
+    """
     if eqn.primitive.name != "scan" or has_own_checkpoint(eqn):
+        return False
+    if side_effects(eqn) and any(map(reports_inside, flatten(eqn.params["jaxpr"], hoist_constants=False).eqns)):
         return False
     return int(eqn.params["length"]) * scan_step_bytes(eqn) >= max(enough, 1)
 
@@ -148,7 +155,7 @@ def cut(
     """
     bounds = [0, *places, len(flat.eqns)]
     maker = {var: (index, eqn) for index, eqn in enumerate(flat.eqns) for var in eqn.outvars}
-    last = _last_segment_of(flat, bounds, sunk, maker)
+    last = _last_segment_of(flat, bounds)
     eqns: list[Any] = []
     sharing = Sharing()
     for position, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -163,12 +170,9 @@ def cut(
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
 
 
-def _last_segment_of(flat: Equations, bounds: Sequence[int], sunk: set[Any], maker: dict[Any, Any]) -> dict[Any, int]:
-    """The last segment that uses each variable; results count as used behind the last, sunk values by what they use."""
+def _last_segment_of(flat: Equations, bounds: Sequence[int]) -> dict[Any, int]:
+    """The last segment that uses each variable; results count as used behind the last."""
     last: dict[Any, int] = {}
     for position, (start, end) in enumerate(itertools.pairwise(bounds)):
-        segment = flat.eqns[start:end]
-        operands = _operands(segment)
-        last.update(dict.fromkeys(operands, position))
-        last.update(dict.fromkeys(_operands(_makers(operands, sunk, maker)), position))
+        last.update(dict.fromkeys(_operands(flat.eqns[start:end]), position))
     return last | dict.fromkeys(variables(flat.outvars), len(bounds))
