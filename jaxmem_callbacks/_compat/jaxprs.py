@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 
@@ -47,7 +49,16 @@ def close(jaxpr: Any) -> Any:
 
 def evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     """The results of an open jaxpr without constants, equation by equation, with their source lines and scopes."""
-    return core.jaxpr_as_fun(close(jaxpr))(*arguments)
+    results = core.jaxpr_as_fun(close(jaxpr))(*arguments)
+    return [_as_array(result, atom.aval) for result, atom in zip(results, jaxpr.outvars, strict=True)]
+
+
+def _as_array(result: Any, aval: Any) -> Any:
+    """A result as an array: JAX's evaluator hands out a literal, such as ``jnp.int32(3)`` in aux, in its own wrapping."""
+    if isinstance(result, jax.Array):
+        return result
+    value = np.asarray(result)
+    return jnp.asarray(value.item() if aval.weak_type else value)
 
 
 def checkpoint_template(policy: Callable[..., Any] | None, *, prevent_cse: bool) -> Any:

@@ -8,7 +8,7 @@ budget a dynamic programme finds the sequence that stores least. Distances betwe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Landscape:
         return len(self.residuals)
 
 
-def spans_of(eqns: Sequence[Any], outvars: Sequence[Any], ignored: set[Any]) -> np.ndarray:
+def spans_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> np.ndarray:
     """Bytes and life of every value that a cut inside its life would have to store."""
     last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
     last |= dict.fromkeys(variables(outvars), len(eqns))
@@ -54,14 +54,21 @@ def spans_of(eqns: Sequence[Any], outvars: Sequence[Any], ignored: set[Any]) -> 
         (nbytes(var), index + 1, last[var])
         for index, eqn in enumerate(eqns)
         for var in eqn.outvars
-        if var not in ignored and last.get(var, -1) > index
+        if last.get(var, -1) > index
     ]
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-def gradients_after(eqns: Sequence[Any], arguments: Sequence[Any]) -> np.ndarray:
-    """Bytes of the arguments whose gradients exist once the equations from each position on are differentiated."""
-    last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
+def gradients_after(eqns: Sequence[Any], arguments: Sequence[Any], origins: Mapping[Any, Iterable[Any]]) -> np.ndarray:
+    """Bytes of the arguments whose gradients exist once the equations from each position on are differentiated.
+
+    Args:
+        eqns: Flat equations.
+        arguments: Variables that may be differentiated.
+        origins: Values that stand for the arguments they are made of.
+    """
+    uses = ((index, var) for index, eqn in enumerate(eqns) for var in variables(eqn.invars))
+    last = {argument: index for index, var in uses for argument in origins.get(var, (var,))}
     added = np.zeros(len(eqns) + 1, np.int64)
     for var in arguments:
         if var in last:
@@ -77,9 +84,16 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
         segments: How many segments to make, or None for as many as the smallest estimated peak asks for.
 
     Raises:
-        ValueError: more segments than there are places to cut.
+        ValueError: more segments than there are places to cut, or fewer than the forced cuts make.
     """
     places = _candidates(land)
+    least = len(set(land.forced)) + 1
+    if segments is not None and segments < least:
+        msg = (
+            f"segments={segments}: this loss has loops or checkpoints of its own, which stay whole, and so {least} "
+            f"segments at least. Use segments={least} or more, or leave segments out."
+        )
+        raise ValueError(msg)
     if segments is not None and segments > len(places) - 1:
         msg = (
             f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."

@@ -16,6 +16,8 @@ from jaxmem_callbacks.records.errors import LossRefusedError
 
 # A debug effect without results is moved behind its segment; every other effect would be repeated by a recomputation.
 _MOVABLE_EFFECTS = {"DebugEffect", "OrderedDebugEffect"}
+# JAX's note that a collective belongs to a named axis: nothing happens outside the program, so it may be recomputed.
+_NO_EFFECTS = {"NamedAxisEffect"}
 
 
 @dataclass
@@ -124,12 +126,17 @@ def new_variable(like: Any) -> Any:
     return core.Var(like.aval)
 
 
+def side_effects(eqn: Any) -> set[str]:
+    """The kinds of what an equation does besides computing its results."""
+    return {type(effect).__name__ for effect in eqn.effects} - _NO_EFFECTS
+
+
 def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     """The equations that ``outvars`` need, and those that report."""
     needed = set(variables(outvars))
     kept = []
     for eqn in reversed(eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+        if side_effects(eqn) or not needed.isdisjoint(eqn.outvars):
             needed.update(variables(eqn.invars))
             kept.append(eqn)
     return kept[::-1]
@@ -137,7 +144,12 @@ def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 def is_movable(eqn: Any) -> bool:
     """Whether an equation only reports (`jax.debug.print`): it is moved behind its segment, so it runs once."""
-    return bool(eqn.effects) and not any(type(var) is core.Var for var in eqn.outvars)
+    return bool(side_effects(eqn)) and not any(type(var) is core.Var for var in eqn.outvars)
+
+
+def reports_inside(eqn: Any) -> bool:
+    """Whether an equation reports from a body of its own, such as a loop: a checkpoint would report twice."""
+    return bool(side_effects(eqn)) and not is_movable(eqn)
 
 
 def refuse_effects(eqns: Iterable[Any]) -> None:
@@ -147,7 +159,7 @@ def refuse_effects(eqns: Iterable[Any]) -> None:
         LossRefusedError: an equation has an effect other than debug output; the message names it and its source.
     """
     for eqn in eqns:
-        kinds = sorted({type(effect).__name__ for effect in eqn.effects} - _MOVABLE_EFFECTS)
+        kinds = sorted(side_effects(eqn) - _MOVABLE_EFFECTS)
         if kinds:
             msg = (
                 f"The loss calls `{eqn.primitive.name}` with the effect {', '.join(kinds)}, which a recomputed segment "

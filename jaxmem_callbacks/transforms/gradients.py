@@ -43,7 +43,7 @@ def value_and_grad(
         chosen = _under_policy(loss)
         if chosen is not loss:
             refuse_framework_objects(args, kwargs)
-        places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        places = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
         if not any(_has_static_leaves(args[place]) for place in places if -len(args) <= place < len(args)):
             return jax.value_and_grad(chosen, argnums, has_aux, **options)(*args, **kwargs)
         places = tuple(place % len(args) for place in places)
@@ -61,7 +61,7 @@ def value_and_grad(
             return chosen(*merged, **inner_kwargs)
 
         value, gradients = jax.value_and_grad(of_moving, 0, has_aux, **options)(moving, *args, **kwargs)
-        return value, gradients[0] if isinstance(argnums, int) else gradients
+        return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_gradients
 

@@ -8,7 +8,7 @@ what brings its own checkpoint (a scan over layers, the user's own remat) and th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem_callbacks._compat.jaxprs import (
@@ -30,7 +30,7 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
-from jaxmem_callbacks.transforms.residuals import scan_step_bytes
+from jaxmem_callbacks.transforms.residuals import Sunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
 _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
@@ -67,7 +67,7 @@ def checkpoint_body(eqn: Any, policy: Callable[..., Any] | None) -> Any:
     # JAX (to 0.12 at least) cannot differentiate a scan whose report uses a checkpoint's result: what a report needs is
     # computed beside the checkpoint, where XLA merges it with the same values inside.
     beside = unused_dropped(flat.eqns, [var for report in reports for var in report.invars])
-    inner = Segment([inner for inner in flat.eqns if not is_movable(inner)], set(), {})
+    inner = Segment([inner for inner in flat.eqns if not is_movable(inner)], Sunk({}, {}))
     results = set(variables(flat.outvars))
     template = checkpoint_template(policy, prevent_cse=False)
     eqns = [*_renamed(beside), *inner.checkpointed(flat, results.__contains__, template, Sharing())]
@@ -90,12 +90,12 @@ def _renamed(eqns: Sequence[Any]) -> list[Any]:
 class Segment:
     """A stretch of equations, with the cheap values it uses made inside it."""
 
-    def __init__(self, eqns: Sequence[Any], sunk: set[Any], maker: dict[Any, Any]) -> None:
+    def __init__(self, eqns: Sequence[Any], sunk: Sunk) -> None:
         self._reports = [eqn for eqn in eqns if is_movable(eqn)]
-        own = [eqn for eqn in eqns if not is_movable(eqn) and not sunk.issuperset(eqn.outvars)]
+        own = [eqn for eqn in eqns if not is_movable(eqn)]
         self._sunk = sunk
-        self._eqns = [*_makers(_operands(own), sunk, maker), *own]
-        self._report_makers = _makers(_operands(self._reports), sunk, maker)
+        self._eqns = [*sunk.equations_for(_operands(own)), *own]
+        self._report_makers = sunk.equations_for(_operands(self._reports))
 
     @property
     def eqns(self) -> list[Any]:
@@ -116,7 +116,7 @@ class Segment:
         made = dict.fromkeys(var for eqn in self._eqns for var in eqn.outvars)
         reported = _operands(self._reports)
         invars = [var for var in _operands(self._eqns) if var not in made]
-        outvars = [var for var in made if var not in self._sunk and (var in reported or is_used_later(var))]
+        outvars = [var for var in made if var not in self._sunk.makers and (var in reported or is_used_later(var))]
         if not outvars:
             return [*self._report_makers, *self._reports]
         jaxpr = derive(flat.template, invars=invars, outvars=outvars, eqns=self._eqns)
@@ -129,21 +129,7 @@ def _operands(eqns: Sequence[Any]) -> dict[Any, None]:
     return dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
 
 
-def _makers(wanted: Iterable[Any], sunk: set[Any], maker: dict[Any, Any]) -> list[Any]:
-    """The equations that make the sunk values among ``wanted``, in order."""
-    found: dict[int, Any] = {}
-    pending = [var for var in wanted if var in sunk]
-    while pending:
-        index, eqn = maker[pending.pop()]
-        if index not in found:
-            found[index] = eqn
-            pending.extend(var for var in variables(eqn.invars) if var in sunk)
-    return [found[index] for index in sorted(found)]
-
-
-def cut(
-    flat: Equations, places: Sequence[int], sunk: set[Any], plain: Callable[[int, int], bool], template: Any
-) -> Any:
+def cut(flat: Equations, places: Sequence[int], sunk: Sunk, plain: Callable[[int, int], bool], template: Any) -> Any:
     """The function as a jaxpr with one checkpoint a segment.
 
     Args:
@@ -154,17 +140,16 @@ def cut(
         template: The checkpoint equation to fill in.
     """
     bounds = [0, *places, len(flat.eqns)]
-    maker = {var: (index, eqn) for index, eqn in enumerate(flat.eqns) for var in eqn.outvars}
     last = _last_segment_of(flat, bounds)
     eqns: list[Any] = []
     sharing = Sharing()
     for position, (start, end) in enumerate(itertools.pairwise(bounds)):
-        segment = Segment(flat.eqns[start:end], sunk, maker)
+        segment = Segment(flat.eqns[start:end], sunk)
         if plain(start, end):
             eqns += segment.eqns
         else:
             eqns += segment.checkpointed(flat, lambda var, here=position: last.get(var, -1) > here, template, sharing)
-    eqns += _makers(variables(flat.outvars), sunk, maker)
+    eqns += sunk.equations_for(variables(flat.outvars))
     # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
     once = {id(eqn): eqn for eqn in eqns}
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))

@@ -10,7 +10,9 @@ import functools
 from collections.abc import Hashable
 from typing import Any
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr
+import numpy as np
+
+from jaxmem_callbacks._compat.jaxprs import consts_of, open_jaxpr
 from jaxmem_callbacks.transforms.equations import is_variable
 
 
@@ -53,22 +55,22 @@ def _key(jaxpr: Any) -> Hashable:
     for eqn in jaxpr.eqns:
         operands = tuple(numbers[atom] if is_variable(atom) else _literal(atom) for atom in eqn.invars)
         results = tuple((type(var), var.aval) for var in eqn.outvars)
-        numbers.update((var, len(numbers) + place) for place, var in enumerate(eqn.outvars))
+        numbers |= {var: number for number, var in enumerate(eqn.outvars, len(numbers))}
         params = tuple((name, _parameter(value)) for name, value in eqn.params.items())
         source = (str(eqn.source_info.name_stack), eqn.source_info.traceback)
-        lines.append((eqn.primitive, operands, params, results, source))
+        lines.append((eqn.primitive, operands, params, results, eqn.ctx, source))
     outvars = tuple(numbers[atom] if is_variable(atom) else _literal(atom) for atom in jaxpr.outvars)
     return tuple(var.aval for var in jaxpr.invars), tuple(lines), outvars
 
 
 def _literal(atom: Any) -> Hashable:
-    value = atom.val
-    return atom.aval, value.tobytes() if hasattr(value, "tobytes") else (type(value), value)
+    return atom.aval, np.asarray(atom.val).tobytes()
 
 
 def _parameter(value: Any) -> Hashable:
     if hasattr(open_jaxpr(value), "eqns"):
-        return _key(open_jaxpr(value))
+        # Constants are compared by identity: both jaxprs are alive, and reading arrays could wait for a device.
+        return _key(open_jaxpr(value)), tuple(id(const) for const in consts_of(value))
     if isinstance(value, (tuple, list)):
         return tuple(_parameter(item) for item in value)
     return value
