@@ -142,14 +142,15 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
 
 
 def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None:
+    """Refuse a policy that left every equation as it was; see `cut_equations`."""
     if any(has_own_checkpoint(eqn) for eqn in jaxpr.eqns):
         return
-    advice = "Put jm.remat around the function inside it, say segments=2 to cut it where that gains nothing, or"
+    advice = "Put jm.remat around the function inside it, or"
     if any(eqn.primitive.name == "scan" and reports_inside(eqn) for eqn in flat.eqns):
         advice = "A loop whose inner loop or branch reports stays whole: move jax.debug calls into the outer body, or"
     only = ", ".join(f"`{eqn.primitive.name}`" for eqn in flat.eqns[:3]) or "no equation at all"
     msg = (
-        f"remat={policy.remat!r} would do nothing: the loss is {only}, which cannot be cut from outside with any gain. "
+        f"remat={policy.remat!r} would do nothing: the loss is {only}, which cannot be cut from outside. "
         f"{advice} take this gradient with jax.value_and_grad."
     )
     raise LossRefusedError(msg)
