@@ -5,7 +5,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench clean python
+.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -40,8 +40,16 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: python ## the cost of the monitor's hook per step
+bench: bench-hook bench-remat bench-lowering ## every figure of the README, written to results/
+
+bench-hook: python ## the cost of the monitor's hook per step
 	@$(ENVIRONMENT) run project,test python tools/bench_hook.py $(ARGS)
+
+bench-remat: python ## bytes and FLOPs of the cut against remat written by hand, on CPU, H100 and v5e
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.remat_by_hand $(ARGS)
+
+bench-lowering: python ## what cutting a loss costs at start-up
+	@$(ENVIRONMENT) run project,test python -m benchmarks.lowering $(ARGS)
 
 clean: ## remove environments, caches and runs
 	rm -rf .venv .venv-3.* runs build dist .pytest_cache .ruff_cache .hypothesis .cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,9 +35,17 @@ class ActivePolicy:
 
 
 @functools.cache
+def _made_once() -> Any:
+    return jax.make_user_context(None)
+
+
+_making = threading.Lock()
+
+
 def _context() -> Any:
     """JAX's user context, made on first use: importing the package must not touch JAX's configuration."""
-    return jax.make_user_context(None)
+    with _making:  # two threads that come first together must not make two
+        return _made_once()
 
 
 def activate(active: ActivePolicy | None) -> AbstractContextManager[None]:

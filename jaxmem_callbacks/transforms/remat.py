@@ -36,6 +36,7 @@ from jaxmem_callbacks.transforms.segments import checkpoint_body, cut, has_own_c
 # Of a segment's residuals the compilers never hold all at once: they fuse, reorder, and on TPU keep small ones on the chip.
 # What is stored at a cut they do hold. A quarter gave the fewest bytes on H100, v5e and CPU; half and a seventh gave more.
 _HELD_SHARE = 0.25
+_OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
 _SMALL_SHARE = 0.01
 
@@ -125,7 +126,8 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
     land = _landscape(flat, sunk, residuals, loops, own)
-    places = _places(land, policy)
+    # One checkpoint around all that a single equation hides would recompute it and save nothing.
+    places = _places(land, policy, opaque=any(eqn.primitive.name in _OPAQUE for eqn in flat.eqns))
     for index in loops:
         flat.eqns[index] = checkpoint_body(flat.eqns[index], keep)
     end = len(flat.eqns)
@@ -174,12 +176,12 @@ def _landscape(flat: Equations, sunk: Sunk, residuals: np.ndarray, loops: Sequen
     )
 
 
-def _places(land: Landscape, policy: StepPolicy) -> list[int]:
+def _places(land: Landscape, policy: StepPolicy, *, opaque: bool) -> list[int]:
     try:
         places = choose_cuts(land, policy.segments)
     except ValueError as error:
         raise PolicyError(str(error)) from None
-    if not places and policy.segments is None:
+    if not places and policy.segments is None and not opaque:
         # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
         with contextlib.suppress(ValueError):
             places = choose_cuts(land, 2)

@@ -6,6 +6,7 @@ are estimates that rank cuts against each other; what a program really needs is 
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ CHEAP = _VIEWS | set(
     "random_split random_unwrap random_wrap rem round rsqrt select_n shift_left shift_right_logical sign sin slice sqrt "
     "square sub threefry2x32 xor".split()
 )
+
+# A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
+_MOST_STEPS = 24
+# An embedding that is also the head is used twice; what is used more often is shared by layers.
+_MOST_USES = 2
 
 
 def nbytes(atom: Any) -> int:
@@ -91,17 +97,44 @@ class Sunk:
         return [found[index] for index in sorted(found)]
 
 
-def sink(eqns: Sequence[Any], invars: Iterable[Any]) -> Sunk:
-    """Find the values of a flat list that are made again rather than kept."""
+def sink(eqns: Sequence[Any], invars: Sequence[Any]) -> Sunk:
+    """Find the values of a flat list that are made again rather than kept.
+
+    A value that is differentiated is kept where many places use it, such as one weight shared by all layers: made again
+    in each segment it would have a gradient of its own in each.
+    """
+    first = _sink(eqns, invars, frozenset())
+    uses = collections.Counter(
+        var for eqn in eqns if not _is_sunk(eqn, first) for var in variables(eqn.invars) if var in first.makers
+    )
+    shared = frozenset(var for var, count in uses.items() if count > _MOST_USES and _is_differentiated(var, first))
+    return _sink(eqns, invars, shared) if shared else first
+
+
+def _sink(eqns: Sequence[Any], invars: Sequence[Any], kept: frozenset[Any]) -> Sunk:
     origins = {var: frozenset((var,)) for var in invars}
+    depth = dict.fromkeys(invars, 0)
     makers: dict[Any, tuple[int, Any]] = {}
     for index, eqn in enumerate(eqns):
         operands = variables(eqn.invars)
-        if eqn.primitive.name in CHEAP and not eqn.effects and all(var in origins for var in operands):
-            made_of = frozenset[Any]().union(*(origins[var] for var in operands))
-            makers.update((var, (index, eqn)) for var in eqn.outvars)
-            origins.update((var, made_of) for var in eqn.outvars)
+        if eqn.primitive.name not in CHEAP or eqn.effects or not all(var in origins for var in operands):
+            continue
+        steps = 1 + max((depth[var] for var in operands), default=0)
+        if steps > _MOST_STEPS or not kept.isdisjoint(eqn.outvars):
+            continue
+        made_of = frozenset[Any]().union(*(origins[var] for var in operands))
+        makers.update((var, (index, eqn)) for var in eqn.outvars)
+        origins.update((var, made_of) for var in eqn.outvars)
+        depth.update((var, steps) for var in eqn.outvars)
     return Sunk(makers, origins)
+
+
+def _is_sunk(eqn: Any, sunk: Sunk) -> bool:
+    return bool(eqn.outvars) and all(var in sunk.makers for var in eqn.outvars)
+
+
+def _is_differentiated(var: Any, sunk: Sunk) -> bool:
+    return is_inexact(var) and any(is_inexact(origin) for origin in sunk.origins[var])
 
 
 def residual_bytes(eqns: Sequence[Any], resident: set[Any]) -> np.ndarray:
