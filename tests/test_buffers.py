@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.programs.buffers import peak_buffers, peak_buffers_attached
-from jaxmem_callbacks.programs.compiled import memory_figures, program_memory
+from jaxmem_callbacks.programs.compiler_figures import memory_figures, program_memory
 from jaxmem_callbacks.programs.dumps import dump_options, read_allocations
 from jaxmem_callbacks.programs.hlo import count_compiler_remat, parse_module, without_export_prefix
 from jaxmem_callbacks.records.errors import CompileError

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.programs.buffers import past_the_cache, peak_buffers
-from jaxmem_callbacks.programs.compiled import program_memory
+from jaxmem_callbacks.programs.compiler_figures import program_memory
 from jaxmem_callbacks.programs.compilers import compiler_versions, target_folders
 from jaxmem_callbacks.programs.dumps import dump_options
 from jaxmem_callbacks.programs.exporting import FlatProgram, PortableProgram, export_program, flatten_program

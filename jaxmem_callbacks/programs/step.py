@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from jaxmem_callbacks.programs import registry
 from jaxmem_callbacks.programs.aliases import donation_message, lost_donations
-from jaxmem_callbacks.programs.compiles import compiles, watch_compiles
+from jaxmem_callbacks.programs.compile_events import compiles, watch_compiles
 from jaxmem_callbacks.programs.interception import announce
 from jaxmem_callbacks.programs.jitting import Jitted, already_jitted, jax_lowered, jax_traced
 from jaxmem_callbacks.programs.leaves import Leaf, call_leaves, named_arguments

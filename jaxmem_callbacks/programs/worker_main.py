@@ -39,7 +39,7 @@ def main(folder: str) -> None:
 
 def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
     """Lower the traced program for the topology's devices, compile it and read what the compiler says."""
-    from jaxmem_callbacks.programs.compiled import memory_figures
+    from jaxmem_callbacks.programs.compiler_figures import memory_figures
 
     start = time.monotonic()
     lowered, kept = _lower(request, place)
