@@ -30,6 +30,7 @@ class Sample:
     params: Any
     rest: tuple[Any, ...] = ()
     has_aux: bool = False
+    computes_in: str = "float32"
 
 
 def mlp(weights: Any, x: Any) -> Any:
@@ -234,12 +235,13 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     for name, loss in {
         "plain": mlp, "named": named, "jitted": jitted, "scanned": scanned, "reversed_scan": reversed_scan,
         "scan_with_constants": scan_with_constants,
-        "while": with_while, "cond": with_cond, "custom_rules": custom_rules, "mixed_precision": mixed_precision,
+        "while": with_while, "cond": with_cond, "custom_rules": custom_rules,
         "own_remat": own_remat, "long_skips": long_skips, "several_losses": several_losses, "grad_penalty": grad_penalty,
         "constrained": constrained, "shard_mapped": shard_mapped,
     }.items()
 } | {
     "dropout": partial(Sample, dropout, WEIGHTS, (INPUTS, KEY)),
+    "mixed_precision": partial(Sample, mixed_precision, WEIGHTS, (INPUTS,), computes_in="bfloat16"),
     "aux": partial(Sample, with_aux, WEIGHTS, (INPUTS,), has_aux=True),
     "linen": linen,
     "equinox": equinox,

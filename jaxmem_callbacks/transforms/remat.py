@@ -122,7 +122,7 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
     land = _landscape(flat, residuals, loops, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
-    places = _places(land, policy, opaque=any(eqn.primitive.name in _OPAQUE for eqn in flat.eqns))
+    places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     for index in loops:
         flat.eqns[index] = checkpoint_body(flat.eqns[index], keep)
     end = len(flat.eqns)
