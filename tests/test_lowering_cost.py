@@ -13,8 +13,5 @@ LIMIT = 1.5
 @pytest.mark.parametrize("problem", [loop_of_layers(640), unrolled_llama(72)], ids=["loop", "llama"])
 def test_lowering_a_cut_loss_costs_at_most_half_more(problem) -> None:
     assert equations(problem) >= 10_000
-    # Noise of a busy machine only adds to either side, so the best of a few tries is the nearest to the truth.
-    tries: list[float] = []
-    while min(tries, default=LIMIT + 1) > LIMIT and len(tries) < 4:
-        tries.append(lowering_ratio(problem, 2))
-    assert min(tries) <= LIMIT, tries
+    # The best of each side over alternating rounds, never the best ratio: a slow plain round would flatter the cut.
+    assert lowering_ratio(problem, 5) <= LIMIT

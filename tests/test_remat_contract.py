@@ -47,7 +47,7 @@ def test_none_is_the_loss_itself_and_no_policy_is_jax() -> None:
 
 
 def test_a_jitted_loss_is_cut_like_the_plain_one() -> None:
-    assert len(checkpoints(jm.remat(jitted), WEIGHTS, INPUTS)) >= 1
+    assert len(checkpoints(jm.remat(jitted, segments=3), WEIGHTS, INPUTS)) == 2  # the last is not checkpointed
     assert len(checkpoints(jm.remat(jax.jit(mlp)), WEIGHTS, INPUTS)) == len(checkpoints(jm.remat(mlp), WEIGHTS, INPUTS))
 
 
