@@ -10,10 +10,10 @@ PYTEST := python -m pytest
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
 
-demo: python ## train a small model with presets, watch its memory, show it in TensorBoard (under 5 minutes)
+demo: python ## train a small model with presets, watch its memory, show it in TensorBoard
 	@$(ENVIRONMENT) run project,demo python examples/demo.py $(ARGS)
 
-test: python ## everything that can be proved without an accelerator (under 12 minutes)
+test: python ## everything that can be proved without an accelerator
 	@$(ENVIRONMENT) run project,test,targets $(PYTEST) $(ARGS)
 
 test-all: python ## the same on every supported Python found, both JAX lines
