@@ -21,8 +21,8 @@ import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.models import CASES, OPTIMIZER, Case, Loss, train_step
-from jaxmem_callbacks.programs.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.programs.flops import jaxpr_flops
+from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.errors import TargetError
 
 RESULT = pathlib.Path(__file__).parent.parent / "results" / "remat_by_hand.json"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.probes.scripted import ScriptedProbe as ScriptedProbe
     from jaxmem_callbacks.programs.memory import StepMemory as StepMemory
     from jaxmem_callbacks.programs.memory import step_memory as step_memory
-    from jaxmem_callbacks.programs.step import jit_step as jit_step
+    from jaxmem_callbacks.programs.steps.step import jit_step as jit_step
     from jaxmem_callbacks.records.policies import StepPolicy as StepPolicy
     from jaxmem_callbacks.records.presets import Preset as Preset
     from jaxmem_callbacks.transforms.gradients import grad as grad
@@ -41,7 +41,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "apply_policy": ("transforms.policy", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
     "grad": ("transforms.gradients", "grad"),
-    "jit_step": ("programs.step", "jit_step"),
+    "jit_step": ("programs.steps.step", "jit_step"),
     "linen": ("integrations.flax_linen", None),
     "list_presets": ("config.presets", "list_presets"),
     "load_preset": ("config.presets", "load_preset"),

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.programs.buffers import peak_buffers, peak_buffers_attached
-from jaxmem_callbacks.programs.compiler_figures import memory_figures, program_memory
-from jaxmem_callbacks.programs.dumps import dump_options, read_allocations
-from jaxmem_callbacks.programs.hlo import count_compiler_remat, parse_module, without_export_prefix
+from jaxmem_callbacks.programs.reading.buffers import peak_buffers, peak_buffers_attached
+from jaxmem_callbacks.programs.reading.compiler_figures import memory_figures, program_memory
+from jaxmem_callbacks.programs.reading.dumps import dump_options, read_allocations
+from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, parse_module, without_export_prefix
 from jaxmem_callbacks.records.errors import CompileError
 
 pytestmark = pytest.mark.core
@@ -112,7 +112,7 @@ def test_a_persistent_cache_does_not_hide_the_buffers(tmp_path):
         "jax.config.update('jax_compilation_cache_dir', sys.argv[1])\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)\n"
         "jax.config.update('jax_persistent_cache_min_entry_size_bytes', 0)\n"
-        "from jaxmem_callbacks.programs.buffers import peak_buffers_attached\n"
+        "from jaxmem_callbacks.programs.reading.buffers import peak_buffers_attached\n"
         "lowered = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jnp.ones((256, 256)))\n"
         "lowered.compile()\n"
         "assert [len(peak_buffers_attached(lowered)) > 1 for _ in range(2)] == [True, True]\n"

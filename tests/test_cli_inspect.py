@@ -13,7 +13,7 @@ import pytest
 
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
-from jaxmem_callbacks.programs.targets import resolve_target
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import ScriptError, TargetError
 
 TRAIN = '''

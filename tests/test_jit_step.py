@@ -14,7 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.errors import DonationError, PolicyError
 
 _compiled: list[str] = []

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 
 _compiled: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.models import Case, llama, nnx_scanned, unet
 from benchmarks.remat_by_hand import measure, ratios
-from jaxmem_callbacks.programs.compilers import compiler_versions
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 
 MOST_BYTES, MOST_FLOPS = 1.10, 1.05
 CASES = {

@@ -15,12 +15,12 @@ import psutil
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.programs.compile import compile_for_target
-from jaxmem_callbacks.programs.compilers import compiler_versions, require_compiler, target_folders
-from jaxmem_callbacks.programs.exporting import export_program, flatten_program, sharding_text
-from jaxmem_callbacks.programs.refusals import refused_for_memory
-from jaxmem_callbacks.programs.targets import resolve_target, target_names
-from jaxmem_callbacks.programs.worker import run_worker, worker_environment
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions, require_compiler, target_folders
+from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program, sharding_text
+from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
+from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
+from jaxmem_callbacks.programs.targets.worker import run_worker, worker_environment
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 
 GIB = 2**30
@@ -525,7 +525,7 @@ def test_the_users_process_sees_nothing_of_the_compilers():
         "import jax, jax.numpy as jnp\n"
         "def seen(): return {name for name in sys.modules if 'cuda12' in name or name.startswith('libtpu')}\n"
         "jax.devices(); before = dict(os.environ), list(sys.path), seen()\n"
-        "from jaxmem_callbacks.programs.compile import compile_for_target\n"
+        "from jaxmem_callbacks.programs.targets.compile import compile_for_target\n"
         "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
         "assert compile_for_target(lambda x: x @ x, (x,), target='h100').memory.argument_bytes == 256\n"
         "assert (dict(os.environ), list(sys.path), seen()) == before\n"

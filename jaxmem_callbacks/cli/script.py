@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Never
 
-from jaxmem_callbacks.programs.interception import first_calls_seen_by
+from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 
 LINE_TO_ADD = (

@@ -15,7 +15,7 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 
-from jaxmem_callbacks.programs import registry
+from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation
 
 NOT_REGISTERED = "unknown, because not registered: only steps made by jm.jit_step know their arguments"
@@ -27,7 +27,7 @@ _SETTLE_S = 1.0  # a registered step enters the registry shortly after the compi
 
 
 class Source(Protocol):
-    """Where registered compiles come from: the module ``programs.registry``, or a list in a test."""
+    """Where registered compiles come from: the module ``programs.steps.registry``, or a list in a test."""
 
     def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
         """The compiles after the cursor, and the next cursor."""

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxmem_callbacks.programs.exporting import flatten_program
-from jaxmem_callbacks.programs.jitting import jax_traced
+from jaxmem_callbacks.programs.steps.jitting import jax_traced
+from jaxmem_callbacks.programs.targets.exporting import flatten_program
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 _MOVES = (

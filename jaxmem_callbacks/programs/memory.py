@@ -12,15 +12,15 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.aliases import LeafUse, lost_donations
-from jaxmem_callbacks.programs.buffers import peak_buffers_attached
-from jaxmem_callbacks.programs.jitting import already_jitted
-from jaxmem_callbacks.programs.kinds import OTHER, STATE
 from jaxmem_callbacks.programs.memory_text import memory_table
-from jaxmem_callbacks.programs.program import Program
-from jaxmem_callbacks.programs.shared_buffers import require_unshared
-from jaxmem_callbacks.programs.step import JitStep, jit_step
-from jaxmem_callbacks.programs.target_program import compile_step_for
+from jaxmem_callbacks.programs.reading.buffers import peak_buffers_attached
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
+from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.kinds import OTHER, STATE
+from jaxmem_callbacks.programs.steps.program import Program
+from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
+from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
+from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
 from jaxmem_callbacks.records.errors import CompileError, DonationError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmem_callbacks.programs.hlo import count_compiler_remat
+from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.records.programs import ProgramMemory
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxmem_callbacks.programs.leaves import Leaf
+from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.errors import DonationError
 
 

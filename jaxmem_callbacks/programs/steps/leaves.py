@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.kinds import NodeKind, kind_of_argument, kind_of_node
+from jaxmem_callbacks.programs.steps.kinds import NodeKind, kind_of_argument, kind_of_node
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.hlo_header import Header, read_header
-from jaxmem_callbacks.programs.leaves import Leaf
+from jaxmem_callbacks.programs.reading.hlo_header import Header, read_header
+from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 8

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from jaxmem_callbacks.programs.aliases import LeafUse, leaf_bytes
-from jaxmem_callbacks.programs.compile import TargetCompilation, compile_for_target
-from jaxmem_callbacks.programs.hlo_header import read_header
-from jaxmem_callbacks.programs.leaves import Leaf
-from jaxmem_callbacks.programs.step import JitStep
+from jaxmem_callbacks.programs.reading.hlo_header import read_header
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_bytes
+from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.programs import Buffer
 
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.buffers import past_the_cache, peak_buffers
-from jaxmem_callbacks.programs.compiler_figures import program_memory
-from jaxmem_callbacks.programs.compilers import compiler_versions, target_folders
-from jaxmem_callbacks.programs.dumps import dump_options
-from jaxmem_callbacks.programs.exporting import FlatProgram, PortableProgram, export_program, flatten_program
-from jaxmem_callbacks.programs.hlo import count_compiler_remat, without_export_prefix
-from jaxmem_callbacks.programs.refusals import refused_for_memory
-from jaxmem_callbacks.programs.targets import Target, resolve_target
-from jaxmem_callbacks.programs.worker import run_worker
+from jaxmem_callbacks.programs.reading.buffers import past_the_cache, peak_buffers
+from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
+from jaxmem_callbacks.programs.reading.dumps import dump_options
+from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
+from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortableProgram, export_program, flatten_program
+from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
+from jaxmem_callbacks.programs.targets.target import Target, resolve_target
+from jaxmem_callbacks.programs.targets.worker import run_worker
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 

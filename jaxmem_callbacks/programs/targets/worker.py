@@ -53,7 +53,7 @@ def worker_environment(accelerator_type: str) -> dict[str, str]:
     import jax
 
     # The caller may have found its JAX by a changed sys.path; the worker must find the same one, and this package.
-    roots = [str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(str(jax.__file__)).parents[1])]
+    roots = [str(pathlib.Path(__file__).parents[3]), str(pathlib.Path(str(jax.__file__)).parents[1])]
     path = os.pathsep.join(dict.fromkeys([*roots, *filter(None, [os.environ.get("PYTHONPATH")])]))
     return kept | _SETTINGS | {"TPU_ACCELERATOR_TYPE": accelerator_type, "PYTHONPATH": path}
 
@@ -73,7 +73,7 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
     Raises:
         CompileError: the time is up, or the worker crashed; the message holds the end of what it wrote.
     """
-    command = [sys.executable, "-P", "-m", "jaxmem_callbacks.programs.worker_main", str(folder)]
+    command = [sys.executable, "-P", "-m", "jaxmem_callbacks.programs.targets.worker_main", str(folder)]
     log = folder / "worker.log"
     with _SLOTS, log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own module, in our own interpreter

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxmem_callbacks.programs.dumps import (
+from jaxmem_callbacks.programs.reading.dumps import (
     Allocation,
     Value,
     device_allocations,
@@ -23,7 +23,7 @@ from jaxmem_callbacks.programs.dumps import (
     dump_options,
     read_allocations,
 )
-from jaxmem_callbacks.programs.hlo import Instruction, Module, parse_module
+from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, parse_module
 from jaxmem_callbacks.records.programs import Buffer
 
 _Slot = tuple[int, int, int]  # allocation, offset, bytes

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.aliases import LeafUse, leaf_uses
-from jaxmem_callbacks.programs.compiler_figures import program_memory
-from jaxmem_callbacks.programs.leaves import Leaf
-from jaxmem_callbacks.programs.signature import Signature, signature_of
+from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_uses
+from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
 from jaxmem_callbacks.records.programs import ProgramMemory
 
 

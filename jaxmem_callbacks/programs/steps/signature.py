@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxmem_callbacks.programs.aliases import LeafUse
+from jaxmem_callbacks.programs.steps.aliases import LeafUse
 
 Signature = tuple[tuple[str, str], ...]
 _TOLD = 8

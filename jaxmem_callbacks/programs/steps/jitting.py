@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import jax
 
-from jaxmem_callbacks.programs.leaves import is_dynamic, parameter_names
+from jaxmem_callbacks.programs.steps.leaves import is_dynamic, parameter_names
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxmem_callbacks.programs.compilers import require_compiler
+from jaxmem_callbacks.programs.targets.compilers import require_compiler
 from jaxmem_callbacks.records.errors import TargetError, did_you_mean
 from jaxmem_callbacks.records.units import GIB
 
@@ -164,7 +164,9 @@ def _gpu(kind: str, shape: str, text: str) -> Target:
 def _gpu_figures() -> dict[str, dict[str, Any]]:
     import yaml
 
-    text = importlib.resources.files("jaxmem_callbacks.programs").joinpath("gpu_targets.yaml").read_text("utf-8")
+    text = (
+        importlib.resources.files("jaxmem_callbacks.programs.targets").joinpath("gpu_targets.yaml").read_text("utf-8")
+    )
     return yaml.safe_load(text)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxmem_callbacks.programs.aliases import LeafUse
-from jaxmem_callbacks.programs.donation import check_names, infer_donation, needs_results
-from jaxmem_callbacks.programs.jitting import Jitted, jit_plain, static_arguments
-from jaxmem_callbacks.programs.leaves import Leaf, named_arguments, parameter_names
-from jaxmem_callbacks.programs.placement import jit_shardings, require_placed, state_argument
+from jaxmem_callbacks.programs.steps.aliases import LeafUse
+from jaxmem_callbacks.programs.steps.donation import check_names, infer_donation, needs_results
+from jaxmem_callbacks.programs.steps.jitting import Jitted, jit_plain, static_arguments
+from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, parameter_names
+from jaxmem_callbacks.programs.steps.placement import jit_shardings, require_placed, state_argument
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.kinds import is_batch_name
+from jaxmem_callbacks.programs.steps.kinds import is_batch_name
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
 from jaxmem_callbacks.transforms.frameworks import framework_of
 

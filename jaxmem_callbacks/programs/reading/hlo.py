@@ -22,7 +22,7 @@ _EXPORTED = re.compile(r"jit\([^()]*\)/call_exported(?:/|(?=\"))")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 # Instructions that only pass a buffer on; what they hold was made by their first operand.
 _PASSING = {"bitcast", "convert", "copy", "reshape", "transpose", "get-tuple-element", "copy-done", "slice-done"}
-_OURS = str(pathlib.Path(__file__).parents[1])
+_OURS = str(pathlib.Path(__file__).parents[2])
 _LIBRARIES = ("site-packages", "dist-packages")
 
 

@@ -1,6 +1,6 @@
 """The worker's side of a compile for absent hardware: a folder with a request in, the same folder with an answer out.
 
-Started as ``python -m jaxmem_callbacks.programs.worker_main FOLDER`` with the environment that `worker.py` made. Reads
+Started as ``python -m jaxmem_callbacks.programs.targets.worker_main FOLDER`` with the environment that `worker.py` made. Reads
 ``request.json`` and ``program.bin``, writes ``answer.json`` and ``optimised.hlo``; the compiler dumps beside them.
 """
 
@@ -39,7 +39,7 @@ def main(folder: str) -> None:
 
 def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
     """Lower the traced program for the topology's devices, compile it and read what the compiler says."""
-    from jaxmem_callbacks.programs.compiler_figures import memory_figures
+    from jaxmem_callbacks.programs.reading.compiler_figures import memory_figures
 
     start = time.monotonic()
     lowered, kept = _lower(request, place)

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, final
 import jax
 from jax.core import Tracer
 
-from jaxmem_callbacks.programs import registry
-from jaxmem_callbacks.programs.aliases import donation_message, lost_donations
-from jaxmem_callbacks.programs.compile_events import compiles, watch_compiles
-from jaxmem_callbacks.programs.interception import announce
-from jaxmem_callbacks.programs.jitting import Jitted, already_jitted, jax_lowered, jax_traced
-from jaxmem_callbacks.programs.leaves import Leaf, call_leaves, named_arguments
-from jaxmem_callbacks.programs.making import Making, make_jit, require_pinned, undonated_names
-from jaxmem_callbacks.programs.program import Program, read_program, without_donation_warning
-from jaxmem_callbacks.programs.shared_buffers import require_unshared
-from jaxmem_callbacks.programs.signature import Signature, changes
+from jaxmem_callbacks.programs.steps import registry
+from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
+from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
+from jaxmem_callbacks.programs.steps.interception import announce
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_lowered, jax_traced
+from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments
+from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, undonated_names
+from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
+from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
+from jaxmem_callbacks.programs.steps.signature import Signature, changes
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
@@ -52,7 +52,7 @@ def jit_step(
             strings and callables given to a plain function are static without being named.
         policy_or_preset: What to apply; nothing but donation unless said.
         donate_argnames: Arguments whose memory the results take over. None: as the policy says, and where that says
-            nothing, every argument that the step returns updated (`programs.donation` has the rule). ``()``: none.
+            nothing, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
         state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
             and is never moved silently.
 
