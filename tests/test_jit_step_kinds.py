@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import equinox as eqx
 import jax
@@ -18,56 +16,7 @@ from flax import nnx
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
-
-_compiled: list[str] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def listener():
-    def listen(event, _duration, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            _compiled.append(str(details.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@contextmanager
-def compiles_of(name: str) -> Generator[list[str]]:
-    start = len(_compiled)
-    inside: list[str] = []
-    yield inside
-    inside.extend(n for n in _compiled[start:] if n == f"jit({name})")
-
-
-def new_records(cursor: int):
-    return registry.since(cursor)[0]
-
-
-OPTIMIZER = optax.adam(1e-2)
-
-
-def loss_fn(params, batch):
-    return ((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - 1.0) ** 2).mean()
-
-
-def plain_data(rows=8):
-    params = {"w": jnp.linspace(0.0, 1.0, 64).reshape(8, 8), "v": jnp.ones((8, 1))}
-    return params, OPTIMIZER.init(params), {"x": jnp.linspace(0.0, 1.0, rows * 8).reshape(rows, 8)}
-
-
-def make_plain(name="train_step", gradients=jm.value_and_grad):
-    traces = []
-
-    def train_step(params, opt_state, batch):
-        traces.append(1)
-        loss, grads = gradients(loss_fn)(params, batch)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    train_step.__name__ = name
-    return train_step, traces
+from tests.steps import compiles_of, make_plain, new_records, plain_data
 
 
 @pytest.mark.core

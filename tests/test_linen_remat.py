@@ -1,4 +1,4 @@
-"""`jm.linen.remat`: the same training to the last statistic, the bytes of remat written by hand, and every refusal."""
+"""`jm.linen.remat`: the same training to the last statistic, the bytes of remat written by hand, what patterns mean."""
 
 from __future__ import annotations
 
@@ -16,35 +16,13 @@ from flax.training.train_state import TrainState
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.records.errors import PatternError, PolicyError
+from jaxmem_callbacks.records.errors import PatternError
+from tests.comparisons import CHECKPOINTS, assert_close, checkpoints
+from tests.linen_models import DEPTH, WIDTH, Block, Net, data, loss_of, started
 
 pytestmark = pytest.mark.core
 
-WIDTH, DEPTH, ROWS = 16, 2, 16
 LAYERS, STACKED_ROWS = 8, 256  # activations must outweigh the parameters for remat to show
-
-
-class Block(nn.Module):
-    """What real blocks have: statistics, dropout, a flag by position, a word and an array by name."""
-
-    @nn.compact
-    def __call__(self, x, train, *, activation="tanh", scale=None):
-        h = nn.BatchNorm(use_running_average=not train)(x)
-        h = getattr(jnp, activation)(nn.Dense(4 * WIDTH, name="up")(h))
-        if train:
-            h = nn.Dropout(0.1, deterministic=False)(h)
-        y = x + nn.Dense(WIDTH, name="down")(h)
-        return y if scale is None else y * scale
-
-
-class Net(nn.Module):
-    block: Any = Block
-
-    @nn.compact
-    def __call__(self, x, *, train=True):
-        for index in range(DEPTH):
-            x = self.block(name=f"block_{index}")(x, train, activation="sin", scale=jnp.cos(x[0, 0]))
-        return nn.Dense(1, name="head")(x)
 
 
 class Layer(nn.Module):
@@ -62,44 +40,6 @@ class Stack(nn.Module):
         axes, rngs = {"params": 0, "batch_stats": 0}, {"params": True, "dropout": True}
         scanned = nn.scan(layer, variable_axes=axes, split_rngs=rngs, length=LAYERS, in_axes=nn.broadcast)
         return scanned(name="layers")(x, train)[0]
-
-
-def data(rows=ROWS):
-    return jax.random.normal(jax.random.key(0), (rows, WIDTH))
-
-
-def started(model, x):
-    return model.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x)
-
-
-def loss_of(apply):
-    def loss_fn(params, stats, x, key):
-        out, new = apply(
-            {"params": params, "batch_stats": stats}, x, train=True, mutable=["batch_stats"], rngs={"dropout": key}
-        )
-        return (out**2).mean(), new["batch_stats"]
-
-    return loss_fn
-
-
-def checkpoints(function, *args):
-    """The `checkpoint` equations of a traced function, nested ones included."""
-
-    def inside(jaxpr):
-        for eqn in open_jaxpr(jaxpr).eqns:
-            if eqn.primitive.name in {"checkpoint", "remat", "remat2"}:
-                yield eqn
-            for body in subjaxprs(eqn):
-                yield from inside(body)
-
-    return list(inside(jax.make_jaxpr(function)(*args)))
-
-
-def assert_close(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for (path, value), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
-        error, size = (np.linalg.norm(np.asarray(part, np.float64)) for part in (other - value, value))
-        assert error <= 1e-6 * max(size, 1.0), (jax.tree_util.keystr(path), error, size)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +175,7 @@ def test_checkpoint_lands_inside_the_loop():
     jaxpr = open_jaxpr(jax.make_jaxpr(jm.linen.remat(Loop().apply, Looped))(variables, data()))
     loop = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     inner = {eqn.primitive.name for body in subjaxprs(loop) for eqn in body.eqns}
-    assert inner & {"checkpoint", "remat", "remat2"}
+    assert inner & CHECKPOINTS
     assert not inner & {"tanh", "dot_general"}
 
 
@@ -339,97 +279,3 @@ def test_around_a_loss_in_a_chain_and_beside_other_interceptors(variables):
     with nn.intercept_methods(watch):
         jax.eval_shape(loss_of(Net().apply), *args)
     assert ours == calls
-
-
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        (
-            r"blok_0",
-            [r"'blok_0' matches no module of those that", r"block_0  \(Block, 2 of these\)", r"head  \(Dense\)"],
-        ),
-        (r"block", [r"matches a part of some paths", r"try r'\.\*block\.\*'"]),
-        (r"", [r"The model itself is never meant"]),
-        (nn.Conv, [r"Pattern Conv matches no module", r"block_0/up  \(Dense, 2 of these\)"]),
-        ({r"block_.*": "full", r"block_0/up": "dots"}, [r"'block_0/up' would do nothing: `block_0/up` and all others"]),
-    ],
-)
-def test_pattern_that_means_nothing(variables, pattern, words):
-    apply = jm.linen.remat(Net().apply, pattern)
-    with pytest.raises(PatternError) as caught:
-        jax.eval_shape(lambda v, x: apply(v, x, train=False), variables, data())
-    assert [word for word in words if not re.search(word, str(caught.value))] == []
-
-
-def test_one_around_another_for_the_same_module(variables):
-    inner = jm.linen.remat(Net().apply, "block_0")
-    outer = jm.linen.remat(lambda v, x: inner(v, x, train=False), r"block_\d")
-    with pytest.raises(
-        PatternError, match=r"Another jm.linen.remat is around this one.*give both patterns to one call"
-    ):
-        outer(variables, data())
-
-
-@pytest.mark.parametrize(
-    ("pattern", "policy", "error", "words"),
-    [
-        (r"block_(", "full", PatternError, r"is not a regular expression"),
-        (None, "full", PatternError, r"pattern=None: expected a regular expression"),
-        ({}, "full", PatternError, r"names no module"),
-        (r"block_0", "none", PolicyError, r"no checkpoint at all"),
-        (r"block_0", "dotz", PolicyError, r"Did you mean `dots`"),
-    ],
-)
-def test_what_is_wrong_from_the_start_is_refused_at_once(pattern, policy, error, words):
-    with pytest.raises(error, match=words):
-        jm.linen.remat(Net().apply, pattern, policy)
-
-
-@pytest.mark.parametrize("given", [Net(), 7])
-def test_what_is_no_function_is_refused(given):
-    with pytest.raises(PatternError, match=r"takes a function: model.apply.*not a (Net|int).*jm.nnx.remat"):
-        jm.linen.remat(given, "block_0")
-
-
-class Decorated(Block):
-    """Rematerialised by its author, as a decorator of the method."""
-
-    @nn.remat
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(WIDTH)(x)
-
-
-class Called(nn.Module):
-    how: str
-
-    @nn.compact
-    def __call__(self, x):
-        if self.how == "class":
-            return nn.remat(nn.Dense)(WIDTH, name="block")(x)
-        if self.how == "function":
-            return nn.remat(lambda block, x: block(x))(nn.Dense(WIDTH, name="block"), x)
-        if self.how == "method":
-            return Decorated(name="block")(x)
-        return jax.checkpoint(jnp.sin)(nn.Dense(WIDTH, name="block")(x))
-
-
-@pytest.mark.parametrize("how", ["class", "function", "method", "loss"])
-def test_inside_a_checkpoint_that_is_there_is_refused(how):
-    apply = jm.linen.remat(Called(how).apply, "block")
-    called = jax.checkpoint(apply) if how == "loss" else apply
-    variables = Called(how).init(jax.random.key(0), data())
-    with pytest.raises(PolicyError, match=r"`block` \(\w+\) is called inside a checkpoint that is already there"):
-        jax.eval_shape(called, variables, data())
-
-
-def test_a_checkpoint_beside_or_inside_a_module_stays():
-    class Careful(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.remat(nn.Dense)(WIDTH)(x) + Called("beside", name="other")(x)
-
-    variables = Careful().init(jax.random.key(0), data())
-    apply = jm.linen.remat(Careful().apply, "other")
-    assert len(checkpoints(apply, variables, data())) == 3
-    np.testing.assert_allclose(apply(variables, data()), Careful().apply(variables, data()), rtol=1e-6)

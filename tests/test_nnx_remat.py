@@ -1,4 +1,4 @@
-"""`jm.nnx.remat`: the same training to the last counter, the bytes of remat written by hand, and every refusal."""
+"""`jm.nnx.remat`: the same training to the last counter, the bytes of remat written by hand, what patterns mean."""
 
 from __future__ import annotations
 
@@ -14,49 +14,12 @@ import pytest
 from flax import nnx
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.records.errors import PatternError, PolicyError
+from tests.comparisons import assert_close, checkpoints
+from tests.nnx_models import DEPTH, ROWS, WIDTH, Block, Net, arrays, data, loss_fn, traced_checkpoints
 
 pytestmark = pytest.mark.core
 
-WIDTH, DEPTH, ROWS = 16, 2, 16
 LAYERS, STACKED_ROWS = 8, 256  # activations must outweigh the parameters for remat to show
-
-
-class Block(nnx.Module):
-    """What real blocks have: statistics, dropout, a flag by position, a word by name, and a method of their own."""
-
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x, train, *, activation="tanh", scale=None):
-        h = self.up(self.norm(x, use_running_average=not train))
-        h = getattr(jnp, activation)(h)
-        if train:
-            h = self.drop(h, deterministic=False)
-        y = x + self.down(h)
-        return y if scale is None else y * scale
-
-    def project(self, x):
-        return self.up(x)
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs, *, by_hand=False):
-        self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
-        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
-        self.by_hand = by_hand
-
-    def __call__(self, x, *, train=True):
-        for block in self.blocks:
-            if self.by_hand:
-                x = nnx.remat(lambda block, x: block(x, train, activation="sin", scale=jnp.cos(x[0, 0])))(block, x)
-            else:
-                x = block(x, train, activation="sin", scale=jnp.cos(x[0, 0]))
-        return self.head(x)
 
 
 class Stack(nnx.Module):
@@ -75,44 +38,7 @@ class Stack(nnx.Module):
 
 @pytest.fixture
 def x():
-    return jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
-
-
-def loss_fn(model, x):
-    return (model(x) ** 2).mean()
-
-
-def arrays(value):
-    """Every array of a module or optimizer by path, random keys as their words."""
-    flat = nnx.to_flat_state(nnx.state(value))
-    plain = {path: leaf[...] for path, leaf in flat}
-    is_key = jax.dtypes.prng_key
-    return {p: np.asarray(jax.random.key_data(v) if jnp.issubdtype(v.dtype, is_key) else v) for p, v in plain.items()}
-
-
-def assert_close(got, expected):
-    assert list(got) == list(expected)
-    for path, value in expected.items():
-        error, size = (np.linalg.norm(np.asarray(part, np.float64)) for part in (got[path] - value, value))
-        assert error <= 1e-6 * max(size, 1.0), (path, error, size)
-
-
-def checkpoints(function, *args):
-    """The `checkpoint` equations of a traced function, nested ones included."""
-
-    def inside(jaxpr):
-        for eqn in open_jaxpr(jaxpr).eqns:
-            if eqn.primitive.name in {"checkpoint", "remat", "remat2"}:
-                yield eqn
-            for body in subjaxprs(eqn):
-                yield from inside(body)
-
-    return list(inside(jax.make_jaxpr(function)(*args)))
-
-
-def traced_checkpoints(model, x, **options):
-    graphdef, state = nnx.split(model)
-    return checkpoints(lambda state, x: nnx.merge(graphdef, state)(x, **options), state, x)
+    return data()
 
 
 def five_steps(model, x, policy="none"):
@@ -125,12 +51,12 @@ def five_steps(model, x, policy="none"):
 
     step = jm.jit_step(train_step, jm.StepPolicy(remat=policy))
     losses = [step(model, optimizer, x) for _ in range(5)]
-    return {"losses": np.array(losses), **arrays(model), **arrays(optimizer)}
+    return {"losses": losses, "model": arrays(model), "optimizer": arrays(optimizer)}
 
 
 @pytest.fixture(scope="module")
 def plain_run():
-    return five_steps(Net(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (ROWS, WIDTH)))
+    return five_steps(Net(nnx.Rngs(0)), data())
 
 
 @pytest.mark.parametrize(
@@ -150,9 +76,9 @@ def test_five_steps_are_those_of_the_plain_model(plain_run, x, pattern, policy, 
 
 def test_dropout_counters_and_statistics_move(plain_run):
     """The comparison above compares something: after five steps each counter stands at five."""
-    counts = [value for path, value in plain_run.items() if path[-1] == "count" and "drop" in path]
+    counts = [value for path, value in plain_run["model"].items() if path[-1] == "count" and "drop" in path]
     assert [int(count) for count in counts] == [5] * DEPTH
-    means = [value for path, value in plain_run.items() if path[-1] == "mean" and path[0] == "blocks"]
+    means = [value for path, value in plain_run["model"].items() if path[-1] == "mean" and path[0] == "blocks"]
     assert len(means) == DEPTH
     assert all(np.abs(mean).max() > 0 for mean in means)
 
@@ -172,13 +98,6 @@ def test_model_looks_the_same_and_undo_gives_it_back(x):
     undo()
     assert [type(module) for _, module in nnx.iter_modules(model)] == kinds
     assert traced_checkpoints(model, x) == []
-
-
-def test_undo_as_context_manager_restores_after_an_error():
-    model = Net(nnx.Rngs(0))
-    with pytest.raises(PolicyError, match="already"), jm.nnx.remat(model, Block):
-        jm.nnx.remat(model, Block)
-    assert {type(block) for block in model.blocks} == {Block}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +147,7 @@ def test_policy_names_and_synonyms(x, policy):
 @pytest.fixture(scope="module")
 def stacked():
     """Compiled temp bytes and the value of one gradient: plain, by hand, ours."""
-    x = jax.random.normal(jax.random.key(0), (STACKED_ROWS, WIDTH))
+    x = data(STACKED_ROWS)
     hand, ours, plain = Stack(nnx.Rngs(0), by_hand=True), Stack(nnx.Rngs(0)), Stack(nnx.Rngs(0))
     jm.nnx.remat(ours, r"blocks")
     return {name: _compiled(model, x) for name, model in (("hand", hand), ("ours", ours), ("plain", plain))}
@@ -356,68 +275,6 @@ def test_abstract_model_and_plain_jax(x):
     assert jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x).shape == (ROWS, 1)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        (
-            r"blok/0",
-            [r"Pattern 'blok/0' matches no module of Net", r"blocks/0  \(Block, 2 of these\)", r"head  \(Linear\)"],
-        ),
-        (r"blocks", [r"matches a part of some paths", r"try r'\.\*blocks\.\*'"]),
-        (r"", [r"The model itself is never meant", r"blocks/0/up  \(Linear, 2 of these\)"]),
-        (nnx.Conv, [r"Pattern Conv matches no module of Net", r"blocks/0"]),
-        ({r"blocks/.*": "full", r"blocks/0": "dots"}, [r"'blocks/0' would do nothing: an earlier pattern takes"]),
-        (r"blocks/(", [r"is not a regular expression: missing \)"]),
-        (7, [r"pattern=7: expected a regular expression such as r'blocks/\\d\+', a module class or a mapping"]),
-        ({}, [r"names no module"]),
-    ],
-)
-def test_pattern_that_means_nothing(pattern, words):
-    model = Net(nnx.Rngs(0))
-    with pytest.raises(PatternError) as caught:
-        jm.nnx.remat(model, pattern)
-    assert [word for word in words if not re.search(word, str(caught.value))] == []
-    assert {type(block) for block in model.blocks} == {Block}
-
-
-def test_a_long_list_is_cut_short():
-    class Wide(nnx.Module):
-        def __init__(self, rngs):
-            for name in "abcdefghijklmnop":
-                setattr(self, name, nnx.Linear(1, 1, rngs=rngs))
-
-    with pytest.raises(PatternError, match=r"\.\.\. and 4 more"):
-        jm.nnx.remat(Wide(nnx.Rngs(0)), r"z")
-    with pytest.raises(PatternError, match=r"It could match:\n    none"):
-        jm.nnx.remat(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), r"z")
-
-
-@pytest.mark.parametrize(
-    ("policy", "words"), [("none", "no checkpoint at all"), ("minimal", "MaxText"), ("fulll", "Did you mean `full`")]
-)
-def test_policy_that_is_none(policy, words):
-    with pytest.raises(PolicyError, match=words):
-        jm.nnx.remat(Net(nnx.Rngs(0)), r"blocks/\d+", policy)
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(PatternError, match=r"takes an nnx.Module, not a dict. For a Linen model use jm.linen.remat"):
-        jm.nnx.remat({"blocks": 1}, r"blocks")
-
-
-def test_class_that_refuses_subclasses():
-    class Registered(nnx.Module):
-        def __init_subclass__(cls, *, tag, **options):
-            super().__init_subclass__(**options)
-
-    class Tagged(Registered, tag="t"):
-        def __call__(self, x):
-            return x
-
-    with pytest.raises(PolicyError, match=r"needs a subclass of Tagged, and making one failed \(.*'tag'\)"):
-        jm.nnx.remat(nnx.Sequential(Tagged()), r"layers/0")
-
-
 def test_tree_mode_sown_values_and_modules_that_are_no_pytrees(x):
     class Odd(nnx.Module, pytree=False):
         def __init__(self, rngs):
@@ -438,50 +295,3 @@ def test_tree_mode_sown_values_and_modules_that_are_no_pytrees(x):
         jm.nnx.remat(model, Block)
         np.testing.assert_allclose(model.layers[0](x, True), expected, rtol=1e-6)
         assert int(model.layers[0].drop.rngs.count[...]) == 1
-
-
-def test_never_twice():
-    model = Net(nnx.Rngs(0))
-    undo = jm.nnx.remat(model, r"blocks/1", "dots")
-    with pytest.raises(
-        PolicyError, match=r"`blocks/1` \(Block\) is rematerialised already, policy 'dots_saveable': undo"
-    ):
-        jm.nnx.remat(model, r"blocks/\d+")
-    assert [type(block) is Block for block in model.blocks] == [True, False]
-    undo()
-    jm.nnx.remat(model, r"blocks/\d+")
-
-
-@pytest.mark.parametrize("decorate", [nnx.remat, nnx.remat(graph=False), jax.checkpoint], ids=["graph", "tree", "jax"])
-def test_module_that_its_author_rematerialised_is_refused(decorate):
-    class Careful(Block):
-        __call__ = decorate(Block.__call__)
-
-    model = nnx.Sequential(Careful(nnx.Rngs(0)), Block(nnx.Rngs(0)))
-    with pytest.raises(PolicyError, match=r"`layers/0`: Careful.__call__ is under nnx.remat or jax.checkpoint already"):
-        jm.nnx.remat(model, Block)
-    jm.nnx.remat(model, r"layers/1")
-
-
-@pytest.mark.parametrize("around", ["loss", "caller"])
-def test_inside_a_checkpoint_that_is_there_is_refused(x, around):
-    model = Net(nnx.Rngs(0), by_hand=around == "caller")
-    jm.nnx.remat(model, r"blocks/\d+")
-    forward = nnx.remat(lambda model, x: model(x)) if around == "loss" else lambda model, x: model(x)
-    with pytest.raises(
-        PolicyError, match=r"A Block meant by jm.nnx.remat is called inside a checkpoint that is already"
-    ):
-        nnx.grad(lambda model, x: forward(model, x).sum())(model, x)
-
-
-def test_undo_after_somebody_elses_exchange_is_refused():
-    model = Net(nnx.Rngs(0))
-    undo = jm.nnx.remat(model, r"blocks/\d+")
-    ours = type(model.blocks[1])
-    model.blocks[1].__class__ = type("Quantised", (ours,), {})
-    with pytest.raises(PolicyError, match=r"The class of `blocks/1` was exchanged again"):
-        undo()
-    assert type(model.blocks[0]) is ours
-    model.blocks[1].__class__ = ours
-    undo()
-    assert {type(block) for block in model.blocks} == {Block}

@@ -13,23 +13,13 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, canonical_remat
 from jaxmem_callbacks.transforms.names import named_policy
+from tests.comparisons import checkpoints
 from tests.losses import INPUTS, KEY, WEIGHTS, constrained, jitted, mlp, named, own_remat, scanned
 
 pytestmark = pytest.mark.core
-
-
-def checkpoints(function: Any, *args: Any) -> list[Any]:
-    """Every checkpoint equation of a traced function, nested ones included."""
-
-    def find(jaxpr: Any) -> list[Any]:
-        own = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in {"remat2", "checkpoint", "remat"}]
-        return own + [inner for eqn in jaxpr.eqns for body in subjaxprs(eqn) for inner in find(body)]
-
-    return find(open_jaxpr(jax.make_jaxpr(function)(*args)))
 
 
 def equations(function: Any, *args: Any) -> str:
