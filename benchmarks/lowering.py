@@ -56,11 +56,19 @@ def equations(problem: Problem) -> int:
     return len(flatten(jax.make_jaxpr(loss)(*args)).eqns)
 
 
-def lowering_ratio(problem: Problem, rounds: int = 3) -> float:
-    """Seconds to trace and lower the value and gradient of the cut loss, over those of the plain one."""
+def lowering_ratio(problem: Problem, rounds: int = 3, enough: float = 0.0) -> float:
+    """Seconds to trace and lower the value and gradient of the cut loss, over those of the plain one.
+
+    Args:
+        problem: A loss and its arguments.
+        rounds: How often both are lowered, at most.
+        enough: A ratio that two rounds may stop at.
+    """
     loss, args = problem
     best = dict.fromkeys(("plain", "cut"), float("inf"))
-    for _ in range(rounds):
+    for done in range(rounds):
+        if done > 1 and best["cut"] <= enough * best["plain"]:
+            break
         for name, candidate in (("plain", loss), ("cut", jm.remat(loss))):
             jax.clear_caches()
             begun = time.process_time()

@@ -223,7 +223,7 @@ class UNet(nn.Module):
         return nn.Conv(3, (1, 1))(x)
 
 
-def unet(batch: int = 16, size: int = 64) -> Case:
+def unet(batch: int = 16, size: int = 64, channels: tuple[int, ...] = (32, 64, 128)) -> Case:
     """The U-Net, trained to give back its input."""
 
     def loss_of(model: UNet) -> Loss:
@@ -232,9 +232,9 @@ def unet(batch: int = 16, size: int = 64) -> Case:
     images = jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32)
     return Case(
         name="U-Net, Linen",
-        plain=loss_of(UNet()),
-        by_hand=loss_of(UNet(wrap=nn.remat)),
-        arguments=(jax.eval_shape(UNet().init, jax.random.key(0), images), images),
+        plain=loss_of(UNet(channels)),
+        by_hand=loss_of(UNet(channels, wrap=nn.remat)),
+        arguments=(jax.eval_shape(UNet(channels).init, jax.random.key(0), images), images),
     )
 
 

@@ -21,9 +21,9 @@ import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.models import CASES, OPTIMIZER, Case, Loss, train_step
-from jaxmem_callbacks.programs.flops import jaxpr_flops
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.errors import TargetError
+from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
 RESULT = pathlib.Path(__file__).parent.parent / "results" / "remat_by_hand.json"
 # Where remat is undone by the compiler there is nothing to compare: jax 0.10.2's CPU compiler keeps it in scans only.

@@ -14,4 +14,4 @@ LIMIT = 1.5
 def test_lowering_a_cut_loss_costs_at_most_half_more(problem) -> None:
     assert equations(problem) >= 10_000
     # The best of each side over alternating rounds, never the best ratio: a slow plain round would flatter the cut.
-    assert lowering_ratio(problem, 5) <= LIMIT
+    assert lowering_ratio(problem, 5, enough=LIMIT) <= LIMIT

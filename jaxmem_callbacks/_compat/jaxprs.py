@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 
@@ -79,6 +80,12 @@ def checkpoint_equation(template: Any, jaxpr: Any, invars: Sequence[Any], outvar
         params={**template.params, "jaxpr": jaxpr},
         effects=jaxpr.effects,
     )
+
+
+def name_equation(name: str, var: Any, named: Any) -> Any:
+    """An equation that names ``var`` for checkpoint policies, as ``named``; taken from a trace like `checkpoint_template`."""
+    traced = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0)
+    return open_jaxpr(traced).eqns[0].replace(invars=[var], outvars=[named])
 
 
 def scan_arity(eqn: Any) -> tuple[int, int]:

@@ -55,6 +55,8 @@ class StepPolicy:
         remat: What the backward pass keeps, by canonical name or synonym; ``none`` leaves the loss untouched, ``full``
             keeps only the values at the cuts.
         segments: Number of segments the loss is cut into, or None to choose by live bytes.
+        keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
+            most operations a byte come first.
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
         offload: Such names that are moved to host memory between forward and backward.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
@@ -63,6 +65,7 @@ class StepPolicy:
 
     remat: str = "none"
     segments: int | None = None
+    keep: float = 0.0
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     donate: Literal["auto"] | tuple[str, ...] | None = None
@@ -85,8 +88,14 @@ class StepPolicy:
         if self.segments is not None and (isinstance(self.segments, bool) or self.segments < 1):
             msg = f"segments={self.segments!r}: expected a whole number of at least 1, or None to choose by live bytes."
             raise PolicyError(msg)
-        if self.remat == "none" and (self.segments is not None or self.save or self.offload):
-            msg = "remat='none' leaves the loss untouched, so segments, save and offload would do nothing. Use remat='full'."
+        if isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
+            msg = f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is dear to compute)."
+            raise PolicyError(msg)
+        if self.remat == "none" and (self.segments is not None or self.keep or self.save or self.offload):
+            msg = (
+                "remat='none' leaves the loss untouched, so segments, keep, save and offload would do nothing. "
+                "Use remat='full'."
+            )
             raise PolicyError(msg)
         if self.remat in _NEEDS_NAMES and not (self.save or self.offload):
             msg = (

@@ -11,6 +11,8 @@ from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import StepPolicy, canonical_remat
 
+# Given to what the library itself chose to keep.
+KEPT = "jaxmem_kept"
 _POLICIES = jax.checkpoint_policies
 _WITHOUT_NAMES: dict[str, Callable[[], Callable[..., Any] | None]] = {
     "full": lambda: None,
@@ -30,6 +32,7 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any] | None:
         PolicyError: offloading by name together with a policy that also saves by kind, which JAX cannot combine.
     """
     by_kind = _WITHOUT_NAMES[policy.remat]()
+    names = [*policy.save, *([KEPT] if policy.keep else [])]
     if policy.offload:
         if by_kind is not None:
             msg = (
@@ -38,14 +41,14 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any] | None:
             )
             raise PolicyError(msg)
         return _POLICIES.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(policy.save),
+            names_which_can_be_saved=names,
             names_which_can_be_offloaded=list(policy.offload),
             offload_src="device",
             offload_dst="pinned_host",
         )
-    if not policy.save:
+    if not names:
         return by_kind
-    by_name = _POLICIES.save_only_these_names(*policy.save)
+    by_name = _POLICIES.save_only_these_names(*names)
     return by_name if by_kind is None else _POLICIES.save_from_both_policies(by_kind, by_name)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import checkpoint_template, evaluate
+from jaxmem_callbacks._compat.jaxprs import evaluate
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms import leaves
@@ -29,18 +29,19 @@ from jaxmem_callbacks.transforms.residuals import (
     scan_step_bytes,
     sink,
 )
-from jaxmem_callbacks.transforms.segments import checkpoint_body, cut, has_own_checkpoint, is_layer_scan
+from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
 _SMALL_SHARE = 0.01
 
 
-def remat(
+def remat(  # noqa: PLR0913 - the fields of a policy, by name
     loss: Callable[..., Any],
     policy: str = "full",
     *,
     segments: int | None = None,
+    keep: float = 0.0,
     save: Sequence[str] = (),
     offload: Sequence[str] = (),
 ) -> Callable[..., Any]:
@@ -51,6 +52,8 @@ def remat(
         policy: What each segment keeps besides its inputs: ``none`` (the loss untouched), ``full`` (nothing),
             ``dots_saveable``, ... or a synonym.
         segments: How many segments, or None to choose by live bytes.
+        keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
+            those first that save most operations a byte. 1 computes hardly more than cheap elementwise operations again.
         save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
         offload: Such names that wait in host memory.
 
@@ -62,7 +65,7 @@ def remat(
         LossRefusedError: when called: the loss has effects a recomputation would repeat, or nothing to cut.
         TypeError: when called with objects of a framework that are not plain arrays; names the call to use.
     """
-    chosen = StepPolicy(remat=policy, segments=segments, save=tuple(save), offload=tuple(offload))
+    chosen = StepPolicy(remat=policy, segments=segments, keep=keep, save=tuple(save), offload=tuple(offload))
     return rematerialised(loss, chosen)
 
 
@@ -123,17 +126,8 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     land = _landscape(flat, residuals, loops, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
-    for index in loops:
-        flat.eqns[index] = checkpoint_body(flat.eqns[index], keep)
-    end = len(flat.eqns)
-    alone = {(index, index + 1) for index in own}
-    jaxpr = cut(
-        flat,
-        places,
-        sunk,
-        plain=lambda start, stop: stop == end or (start, stop) in alone,
-        template=checkpoint_template(keep, prevent_cse=True),
-    )
+    cuts = Cuts(places=places, loops=frozenset(loops), whole=frozenset(own.difference(loops)))
+    jaxpr = cut(flat, cuts, sunk, keep, policy.keep)
     _require_checkpoint(jaxpr, flat, policy)
     return jaxpr
 

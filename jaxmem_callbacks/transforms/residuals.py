@@ -147,26 +147,41 @@ def residual_bytes(eqns: Sequence[Any], resident: set[Any]) -> np.ndarray:
     Returns:
         int64[len(eqns)]: a value counts once, at the equation that makes it.
     """
-    root: dict[Any, Any] = {}
-    maker: dict[Any, int] = {}
-    active = {var for var in resident if is_inexact(var)}
+    maker = {var: index for index, eqn in enumerate(eqns) for var in eqn.outvars}
     kept = np.zeros(len(eqns), np.int64)
-    counted = set(resident)
+    active = {var for var in resident if is_inexact(var)}
+    for var in residual_values(eqns, resident, active):
+        kept[maker[var]] += nbytes(var)
     for index, eqn in enumerate(eqns):
+        if not active.isdisjoint(variables(eqn.invars)):
+            kept[index] += inner_residual_bytes(eqn)
+    return kept
+
+
+def residual_values(eqns: Sequence[Any], resident: set[Any], active: set[Any]) -> list[Any]:
+    """The values that the backward pass of a plain list keeps, each once, views as what they are views of.
+
+    Args:
+        eqns: Flat equations.
+        resident: Values that are there anyway, and so are not listed.
+        active: Those of them that are differentiated; everything that follows from them is added.
+    """
+    root: dict[Any, Any] = {}
+    found: dict[Any, None] = {}
+    for eqn in eqns:
         operands = variables(eqn.invars)
-        for var in eqn.outvars:
-            maker[var] = index
-            if eqn.primitive.name in _VIEWS and operands:
-                root[var] = root.get(operands[0], operands[0])
+        if eqn.primitive.name in _VIEWS and operands:
+            root.update((var, root.get(operands[0], operands[0])) for var in eqn.outvars)
         if active.isdisjoint(operands):
             continue
         active.update(var for var in eqn.outvars if is_inexact(var))
-        for var in (root.get(var, var) for var in _needed(eqn, active)):
-            if var not in counted:
-                counted.add(var)
-                kept[maker[var]] += nbytes(var)
-        kept[index] += inner_residual_bytes(eqn)
-    return kept
+        found.update((root.get(var, var), None) for var in _needed(eqn, active))
+    return [var for var in found if var not in resident]
+
+
+def needs_own_result(eqn: Any) -> bool:
+    """Whether an equation's derivative is a function of its result, which nobody else can hand to it."""
+    return eqn.primitive.name in _BY_RESULT
 
 
 def _needed(eqn: Any, active: set[Any]) -> list[Any]:
@@ -180,7 +195,7 @@ def _needed(eqn: Any, active: set[Any]) -> list[Any]:
         first, second = eqn.invars[:2]
         return [a for a, b in ((first, second), (second, first)) if is_variable(a) and is_variable(b) and b in active]
     operands = variables(eqn.invars[_BY_OPERANDS.get(name, slice(None))])
-    return operands if name != "div" else [*operands[1:], *eqn.outvars]
+    return operands
 
 
 def inner_residual_bytes(eqn: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxmem_callbacks._compat.jaxprs import (
@@ -16,6 +17,7 @@ from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_template,
     close,
     derive,
+    name_equation,
     subjaxprs,
 )
 from jaxmem_callbacks.transforms.equations import (
@@ -30,6 +32,8 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
+from jaxmem_callbacks.transforms.keeping import Kept, frontier, keep_within
+from jaxmem_callbacks.transforms.names import KEPT
 from jaxmem_callbacks.transforms.residuals import Sunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
@@ -55,24 +59,36 @@ def is_layer_scan(eqn: Any, enough: int) -> bool:
     return int(eqn.params["length"]) * scan_step_bytes(eqn) >= max(enough, 1)
 
 
-def checkpoint_body(eqn: Any, policy: Callable[..., Any] | None) -> Any:
-    """A `scan` whose body keeps only its inputs (and what the policy saves).
+class Loop:
+    """A `scan` whose body is to keep only its inputs, and what is worth keeping in every step.
 
-    Inside a loop the barriers that keep XLA from merging the recomputation with the original are not needed.
+    Args:
+        eqn: The scan.
     """
-    body = eqn.params["jaxpr"]
-    flat = flatten(body, hoist_constants=False)
-    refuse_effects(flat.eqns)
-    reports = [inner for inner in flat.eqns if is_movable(inner)]
-    # JAX (to 0.12 at least) cannot differentiate a scan whose report uses a checkpoint's result: what a report needs is
-    # computed beside the checkpoint, where XLA merges it with the same values inside.
-    beside = unused_dropped(flat.eqns, [var for report in reports for var in report.invars])
-    inner = Segment([inner for inner in flat.eqns if not is_movable(inner)], Sunk({}, {}))
-    results = set(variables(flat.outvars))
-    template = checkpoint_template(policy, prevent_cse=False)
-    eqns = [*_renamed(beside), *inner.checkpointed(flat, results.__contains__, template, Sharing())]
-    derived = derive(body, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
-    return eqn.replace(params={**eqn.params, "jaxpr": close(derived)})
+
+    def __init__(self, eqn: Any) -> None:
+        self._eqn = eqn
+        self._flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
+        refuse_effects(self._flat.eqns)
+        self._inner = Segment([inner for inner in self._flat.eqns if not is_movable(inner)], Sunk({}, {}), frozenset())
+        self.trips = int(eqn.params["length"])
+
+    def frontier(self) -> list[Kept]:
+        """What each step may keep."""
+        return self._inner.frontier()
+
+    def checkpointed(self, policy: Callable[..., Any] | None, kept: frozenset[Any]) -> Any:
+        """The loop with a checkpointed body. Inside a loop nothing merges the recomputation with the original: no barrier."""
+        flat = self._flat
+        reports = [inner for inner in flat.eqns if is_movable(inner)]
+        # JAX (to 0.12 at least) cannot differentiate a scan whose report uses a checkpoint's result: what a report needs is
+        # computed beside the checkpoint, where XLA merges it with the same values inside.
+        beside = unused_dropped(flat.eqns, [var for report in reports for var in report.invars])
+        self._inner.results = frozenset(variables(flat.outvars))
+        template = checkpoint_template(policy, prevent_cse=False)
+        eqns = [*_renamed(beside), *self._inner.checkpointed(flat, template, kept, Sharing())]
+        derived = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
+        return self._eqn.replace(params={**self._eqn.params, "jaxpr": close(derived)})
 
 
 def _renamed(eqns: Sequence[Any]) -> list[Any]:
@@ -88,40 +104,66 @@ def _renamed(eqns: Sequence[Any]) -> list[Any]:
 
 
 class Segment:
-    """A stretch of equations, with the cheap values it uses made inside it."""
+    """A stretch of equations, with the cheap values it uses made inside it.
 
-    def __init__(self, eqns: Sequence[Any], sunk: Sunk) -> None:
+    Args:
+        eqns: Flat equations.
+        sunk: Values that are made again in each segment.
+        results: What a later segment or the function's result uses.
+    """
+
+    trips = 1
+
+    def __init__(self, eqns: Sequence[Any], sunk: Sunk, results: frozenset[Any]) -> None:
         self._reports = [eqn for eqn in eqns if is_movable(eqn)]
         own = [eqn for eqn in eqns if not is_movable(eqn)]
         self._sunk = sunk
         self._eqns = [*sunk.equations_for(_operands(own)), *own]
         self._report_makers = sunk.equations_for(_operands(self._reports))
+        self.results = results
 
     @property
     def eqns(self) -> list[Any]:
         """The equations as they are, reports included."""
         return [*self._eqns, *self._report_makers, *self._reports]
 
-    def checkpointed(
-        self, flat: Equations, is_used_later: Callable[[Any], bool], template: Any, sharing: Sharing
-    ) -> list[Any]:
+    def frontier(self) -> list[Kept]:
+        """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
+        return frontier(self._eqns, self.results)
+
+    def checkpointed(self, flat: Equations, template: Any, kept: frozenset[Any], sharing: Sharing) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
 
         Args:
             flat: The function being cut.
-            is_used_later: Whether an equation after this segment, or the function's results, use a variable.
             template: A checkpoint equation to fill in.
+            kept: Values that it keeps.
             sharing: The segments made before, for one that is equal.
         """
         made = dict.fromkeys(var for eqn in self._eqns for var in eqn.outvars)
         reported = _operands(self._reports)
         invars = [var for var in _operands(self._eqns) if var not in made]
-        outvars = [var for var in made if var not in self._sunk.makers and (var in reported or is_used_later(var))]
+        outvars = [var for var in made if var not in self._sunk.makers and (var in reported or var in self.results)]
         if not outvars:
             return [*self._report_makers, *self._reports]
-        jaxpr = derive(flat.template, invars=invars, outvars=outvars, eqns=self._eqns)
-        one = checkpoint_equation(template, sharing.shared(jaxpr), invars, outvars)
+        eqns, names = _named(self._eqns, kept)
+        inner = derive(flat.template, invars=invars, outvars=[names.get(var, var) for var in outvars], eqns=eqns)
+        one = checkpoint_equation(template, sharing.shared(inner), invars, outvars)
         return [one, *self._report_makers, *self._reports]
+
+
+def _named(eqns: Sequence[Any], kept: frozenset[Any]) -> tuple[list[Any], dict[Any, Any]]:
+    """The equations with the kept values named for the checkpoint's policy, and those values' new variables."""
+    if not kept:
+        return list(eqns), {}
+    names: dict[Any, Any] = {}
+    found: list[Any] = []
+    for eqn in eqns:
+        found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
+        for var in kept.intersection(eqn.outvars):
+            names[var] = new_variable(var)
+            found.append(name_equation(KEPT, var, names[var]))
+    return found, names
 
 
 def _operands(eqns: Sequence[Any]) -> dict[Any, None]:
@@ -129,30 +171,64 @@ def _operands(eqns: Sequence[Any]) -> dict[Any, None]:
     return dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
 
 
-def cut(flat: Equations, places: Sequence[int], sunk: Sunk, plain: Callable[[int, int], bool], template: Any) -> Any:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """Where a list of equations is cut, and what stands alone between two cuts.
+
+    Attributes:
+        places: Positions, ascending, without the ends.
+        loops: Equations whose bodies are checkpointed.
+        whole: Equations that are left as they are.
+    """
+
+    places: Sequence[int]
+    loops: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
+
+
+def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | None, keep: float = 0.0) -> Any:
     """The function as a jaxpr with one checkpoint a segment.
 
     Args:
         flat: The function.
-        places: Cut positions, ascending, without the ends.
+        cuts: Where.
         sunk: Values that are made again in each segment.
-        plain: Whether the segment between two positions is left without a checkpoint.
-        template: The checkpoint equation to fill in.
+        policy: What segments keep, as JAX's checkpoint policy.
+        keep: Share of what is dear to compute again that they keep besides.
     """
-    bounds = [0, *places, len(flat.eqns)]
+    bounds = [0, *cuts.places, len(flat.eqns)]
     last = _last_segment_of(flat, bounds)
-    eqns: list[Any] = []
-    sharing = Sharing()
+    segments: list[Segment] = []
+    pieces: dict[int, Segment | Loop] = {}
     for position, (start, end) in enumerate(itertools.pairwise(bounds)):
-        segment = Segment(flat.eqns[start:end], sunk)
-        if plain(start, end):
-            eqns += segment.eqns
+        span = flat.eqns[start:end]
+        results = frozenset(var for eqn in span for var in eqn.outvars if last.get(var, -1) > position)
+        segments.append(Segment(span, sunk, results))
+        if start in cuts.loops:
+            pieces[position] = Loop(span[0])
+        elif start not in cuts.whole and end < len(flat.eqns):
+            pieces[position] = segments[-1]
+    kept = dict(zip(pieces, _kept(list(pieces.values()), keep), strict=True))
+    template, sharing = checkpoint_template(policy, prevent_cse=True), Sharing()
+    eqns: list[Any] = []
+    for position, segment in enumerate(segments):
+        piece = pieces.get(position)
+        if isinstance(piece, Loop):
+            segment = Segment([piece.checkpointed(policy, kept[position])], sunk, segment.results)  # noqa: PLW2901 - itself
+        if isinstance(piece, Segment):
+            eqns += piece.checkpointed(flat, template, kept[position], sharing)
         else:
-            eqns += segment.checkpointed(flat, lambda var, here=position: last.get(var, -1) > here, template, sharing)
+            eqns += segment.eqns
     eqns += sunk.equations_for(variables(flat.outvars))
     # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
     once = {id(eqn): eqn for eqn in eqns}
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
+
+
+def _kept(pieces: Sequence[Segment | Loop], keep: float) -> list[frozenset[Any]]:
+    if not keep:
+        return [frozenset()] * len(pieces)
+    return keep_within([piece.frontier() for piece in pieces], [piece.trips for piece in pieces], keep)
 
 
 def _last_segment_of(flat: Equations, bounds: Sequence[int]) -> dict[Any, int]:

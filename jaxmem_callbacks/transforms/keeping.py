@@ -1,0 +1,188 @@
+"""Which intermediates a checkpointed segment keeps: the dearest to compute again for their bytes.
+
+Enters: a segment's equations. Leaves: its frontier, from nothing kept to nothing computed again. For one price of a byte the
+cheapest choice is a minimum cut between what is stored anyway and what the backward pass needs, and so exact; the prices that
+matter are found by bisection. Segments are joined by spending bytes where they save most operations.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxmem_callbacks.transforms.equations import variables
+from jaxmem_callbacks.transforms.flops import equation_flops
+from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, needs_own_result, residual_values
+
+# Capacities are whole numbers of 32 bits in SciPy's flow; all that could be computed again together fits below the limit.
+_ALL = 2**30
+_ENDLESS = 2**31 - 1
+# More points of one segment than this are finer than the estimate.
+_MOST_POINTS = 24
+# What is left to compute again below this share of a segment's work is elementwise, which compilers fuse into its readers.
+_CHEAP_SHARE = 0.02
+# Values alike in bytes and work would all be kept at one price. A later one is a little cheaper: it waits shorter.
+_LATER_DISCOUNT = 0.05
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Kept:
+    """One point of a segment's frontier.
+
+    Attributes:
+        bytes: Kept from the forward to the backward pass besides the segment's inputs.
+        flops: Operations computed again.
+        values: What is kept.
+        priced: Its bytes as the search counts them, with the discount for what is kept shortly.
+    """
+
+    bytes: int
+    flops: int
+    values: frozenset[Any] = field(compare=False)
+    priced: float = field(compare=False)
+
+
+def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset()) -> list[Kept]:
+    """What a segment may keep: ascending in bytes, descending in operations computed again.
+
+    It ends where hardly anything dear is computed again: keeping more would cost bytes and save no time.
+
+    Args:
+        eqns: The segment's equations, in order, without reports.
+        free: Its results that are stored anyway, because a later segment takes them.
+    """
+    graph = _Graph(eqns, free)
+    none, everything = graph.cheapest(graph.dearest_price), graph.cheapest(0.0)
+    points = {none.bytes: none, everything.bytes: everything}
+    gaps = [_gap(none, everything)]
+    while gaps and len(points) < _MOST_POINTS:
+        _, left, right = heapq.heappop(gaps)
+        if right.priced <= left.priced or right.flops >= left.flops:
+            continue
+        middle = graph.cheapest((left.flops - right.flops) / (right.priced - left.priced))
+        if left.bytes < middle.bytes < right.bytes and right.flops <= middle.flops < left.flops:
+            points[middle.bytes] = middle
+            for gap in (_gap(left, middle), _gap(middle, right)):
+                heapq.heappush(gaps, gap)
+    return _worth_keeping(sorted(points.values()))
+
+
+def _gap(left: Kept, right: Kept) -> tuple[float, Kept, Kept]:
+    """Two neighbouring points, those with most between them first in a heap."""
+    return -float(left.flops - right.flops) * (right.bytes - left.bytes), left, right
+
+
+def _worth_keeping(points: Sequence[Kept]) -> list[Kept]:
+    chosen = [points[0]]
+    for point in points[1:]:
+        if chosen[-1].flops > _CHEAP_SHARE * points[0].flops and point.flops < chosen[-1].flops:
+            chosen.append(point)
+    return chosen
+
+
+def keep_within(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], share: float) -> list[frozenset[Any]]:
+    """What each segment keeps under one limit for all.
+
+    Args:
+        frontiers: One a segment, in the order of the forward pass.
+        trips: How often each segment runs, and so how often its kept values are stored.
+        share: Limit, as a share of what keeping everything would take.
+
+    Returns:
+        One set of values a segment. Of equal savings those of later segments come first: the backward pass frees them first.
+    """
+    left = share * sum(points[-1].bytes * times for points, times in zip(frontiers, trips, strict=True))
+    chosen = [0] * len(frontiers)
+    waiting = [(_gain(points, 0), -place) for place, points in enumerate(frontiers) if len(points) > 1]
+    heapq.heapify(waiting)
+    while waiting:
+        _, negative = heapq.heappop(waiting)
+        place = -negative
+        points, now = frontiers[place], chosen[place]
+        cost = (points[now + 1].bytes - points[now].bytes) * trips[place]
+        if cost > left:
+            continue
+        left -= cost
+        chosen[place] += 1
+        if chosen[place] + 1 < len(points):
+            heapq.heappush(waiting, (_gain(points, chosen[place]), negative))
+    return [points[index].values for points, index in zip(frontiers, chosen, strict=True)]
+
+
+def _gain(points: Sequence[Kept], index: int) -> float:
+    """Negative operations saved by a byte, for a heap that gives the smallest first."""
+    now, then = points[index], points[index + 1]
+    return -(now.flops - then.flops) / max(then.bytes - now.bytes, 1)
+
+
+class _Graph:
+    """A segment as a flow network: equations cost operations to do again, values cost bytes to keep.
+
+    An edge from the source to an equation is cut where the equation is done again, an edge from an equation to its result
+    where the result is kept. What is done again needs its operands, what the backward pass needs must be had: those edges
+    are endless.
+    """
+
+    def __init__(self, eqns: Sequence[Any], free: frozenset[Any]) -> None:
+        made = [var for eqn in eqns for var in eqn.outvars]
+        inputs = {var for eqn in eqns for var in variables(eqn.invars)}.difference(made)
+        number: dict[Hashable, int] = {var: index for index, var in enumerate(made, 2 + len(eqns))}
+        active = {var for var in inputs if is_inexact(var)}
+        self.needed = residual_values(eqns, inputs, active)
+        self.eqns = eqns
+        self.makes = [(2 + place, number[var], var) for place, eqn in enumerate(eqns) for var in eqn.outvars]
+        self.work = np.array([equation_flops(eqn) for eqn in eqns], np.float64)
+        self.sizes = np.array([0 if var in free else nbytes(var) for _, _, var in self.makes], np.float64)
+        self._later = 1.0 + _LATER_DISCOUNT * np.linspace(1.0, 0.0, len(self.makes))
+        uses = [(number[var], 2 + i) for i, eqn in enumerate(eqns) for var in variables(eqn.invars) if var in number]
+        # A derivative that is a function of the equation's own result does not see what was kept of it.
+        anyway = [
+            2 + i
+            for i, eqn in enumerate(eqns)
+            if needs_own_result(eqn) and not active.isdisjoint(variables(eqn.invars))
+        ]
+        endless = uses + [(number[var], 1) for var in self.needed] + [(place, 1) for place in anyway]
+        sources = [(0, 2 + place) for place in range(len(eqns))]
+        edges = np.array([*sources, *((maker, value) for maker, value, _ in self.makes), *endless])
+        self._rows, self._columns = edges.T
+        self._endless = np.full(len(endless), _ENDLESS)
+        self._nodes = 2 + len(eqns) + len(made)
+
+    @property
+    def dearest_price(self) -> float:
+        """Operations a byte, above which nothing is worth keeping."""
+        return 4.0 * (self.work.sum() + len(self.work)) / self.sizes[self.sizes > 0].min(initial=np.inf)
+
+    def cheapest(self, price: float) -> Kept:
+        """The cheapest choice where keeping a byte costs as much as ``price`` operations."""
+        if not self.needed:
+            return Kept(0, 0, frozenset(), 0.0)
+        kept, again = self._cut(price)
+        values = frozenset(self.makes[index][2] for index in np.flatnonzero(kept))
+        priced = float((self.sizes * self._later)[kept].sum())
+        return Kept(int(self.sizes[kept].sum()), int(self.work[again].sum()), values, priced)
+
+    def _cut(self, price: float) -> tuple[np.ndarray, np.ndarray]:
+        """Which results are kept and which equations are done again."""
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        # What is computed again never costs nothing, so that of two equal choices the one with less work is taken.
+        scale = _ALL / max(self.work.sum() + len(self.work), 1.0)
+        work = np.maximum((self.work + 1.0) * scale, 1.0)
+        bytes_ = np.minimum(np.ceil(self.sizes * self._later * price * scale), _ENDLESS)
+        capacity = np.concatenate([work, bytes_, self._endless]).astype(np.int32)
+        shape = (self._nodes, self._nodes)
+        network = csr_array((capacity, (self._rows, self._columns)), shape=shape, dtype=np.int32)
+        left = network - maximum_flow(network, 0, 1).flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        before = np.zeros(self._nodes, bool)
+        before[breadth_first_order(left, 0, return_predecessors=False)] = True
+        again = ~before[2 : 2 + len(self.eqns)]
+        makers, values = (np.array(column) for column in zip(*((m, v) for m, v, _ in self.makes), strict=True))
+        return before[makers] & ~before[values], again

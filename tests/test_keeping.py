@@ -1,0 +1,161 @@
+"""What a segment keeps, against every possible set of values: on functions small enough to enumerate, the cut is exact."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms.equations import flatten, variables
+from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
+from jaxmem_callbacks.transforms.keeping import Kept, frontier, keep_within
+from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
+
+pytestmark = pytest.mark.core
+
+# The discount that separates values alike may cost this much of the true optimum.
+WITHIN = 1.06
+
+
+@st.composite
+def functions(draw: st.DrawFn) -> Any:
+    """Equations of a random small network: products of several widths, elementwise functions, skips and diamonds."""
+    widths = draw(st.lists(st.sampled_from([2, 8, 32]), min_size=2, max_size=5))
+    choices = draw(st.lists(st.integers(0, 3), min_size=len(widths), max_size=len(widths)))
+    weights = [jnp.ones((a, b)) for a, b in itertools.pairwise([4, *widths])]
+
+    def network(x: Any, weights: Any) -> Any:
+        seen = [x]
+        for weight, choice in zip(weights, choices, strict=True):
+            x = x @ weight
+            x = (jnp.tanh, jnp.sin, lambda v: v * v, lambda v: v)[choice](x)
+            if seen[-1].shape == x.shape:
+                x = x + seen[-1]
+            seen.append(x)
+        return (x**2).sum()
+
+    return flatten(jax.make_jaxpr(network)(jnp.ones((16, 4)), weights)).eqns
+
+
+def every_choice(eqns: list[Any]) -> list[tuple[int, int]]:
+    """Bytes and recomputed operations of every set of values that could be kept."""
+    maker = {var: index for index, eqn in enumerate(eqns) for var in eqn.outvars}
+    inputs = {var for eqn in eqns for var in variables(eqn.invars)} - set(maker)
+    active = {var for var in inputs if is_inexact(var)}
+    needed = residual_values(eqns, inputs, active)
+    # tanh is differentiated by its own result, and so is done again whatever is kept of it.
+    anyway = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "tanh" and active & set(eqn.invars)}
+    found = []
+    for count in range(len(maker) + 1):
+        for kept in itertools.combinations(maker, count):
+            again = set(anyway)
+            pending = [var for var in needed if var not in kept]
+            pending += [v for i in anyway for v in variables(eqns[i].invars) if v in maker and v not in kept]
+            while pending:
+                index = maker[pending.pop()]
+                if index not in again:
+                    again.add(index)
+                    pending += [v for v in variables(eqns[index].invars) if v in maker and v not in kept]
+            found.append((sum(map(nbytes, kept)), sum(equation_flops(eqns[index]) for index in again)))
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(functions())
+def test_every_point_is_the_cheapest_for_some_price(eqns: list[Any]) -> None:
+    if sum(len(eqn.outvars) for eqn in eqns) > 11:
+        eqns = eqns[:11]
+    possible, points = np.array(every_choice(eqns), np.float64), frontier(eqns)
+    assert points[0].bytes == 0
+    assert points[0].flops == possible[possible[:, 0] == 0, 1].min()
+    for left, right in itertools.pairwise(points):
+        price = (left.flops - right.flops) / (right.bytes - left.bytes)
+        best = (possible[:, 0] * price + possible[:, 1]).min()
+        assert left.bytes * price + left.flops <= best * WITHIN + 1
+    assert [p.bytes for p in points] == sorted({p.bytes for p in points})
+    assert [p.flops for p in points] == sorted({p.flops for p in points}, reverse=True)
+
+
+def kept(bytes_: int, flops: int) -> Kept:
+    return Kept(bytes_, flops, frozenset([bytes_] if bytes_ else []), float(bytes_))
+
+
+def test_bytes_go_first_to_what_saves_most_and_of_equals_to_the_last_segment() -> None:
+    dear, cheap = [kept(0, 100), kept(10, 0)], [kept(0, 10), kept(10, 0)]
+    assert keep_within([cheap, dear, cheap], [1, 1, 1], 0.34) == [frozenset(), {10}, frozenset()]
+    assert keep_within([cheap, dear, cheap], [1, 1, 1], 0.67) == [frozenset(), {10}, {10}]
+    assert keep_within([cheap, dear, cheap], [1, 1, 1], 1.0) == [{10}, {10}, {10}]
+    # A loop stores what it keeps once a step: what would not fit leaves room for what does.
+    assert keep_within([dear, cheap], [8, 1], 0.5) == [frozenset(), {10}]
+
+
+DEPTH, WIDTH, ROWS = 6, 64, 256
+
+
+def unrolled(weights: Any, x: Any) -> Any:
+    for up, down in weights:
+        x = x + jnp.tanh(x @ up) @ down
+    return (x**2).mean()
+
+
+def scanned(weights: Any, x: Any) -> Any:
+    def layer(x: Any, weight: Any) -> Any:
+        return x + jnp.tanh(x @ weight[0]) @ weight[1], None
+
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *weights)
+    return (jax.lax.scan(layer, x, stacked)[0] ** 2).mean()
+
+
+def arguments() -> tuple[Any, Any]:
+    keys = jax.random.split(jax.random.key(0), (DEPTH, 2))
+    weights = [
+        (jax.random.normal(up, (WIDTH, 4 * WIDTH)) / 8, jax.random.normal(down, (4 * WIDTH, WIDTH)) / 16)
+        for up, down in keys
+    ]
+    return weights, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+
+
+def stored_bytes(loss: Any, *args: Any) -> int:
+    """What goes from the forward to the backward pass, by shapes."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *args))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_more_kept_is_less_computed_again_and_the_same_numbers(loss: Any) -> None:
+    args = arguments()
+    plain_value, plain_grads = jax.jit(jax.value_and_grad(loss))(*args)
+    plain_flops = jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(loss))(*args))
+    rows = []
+    for keep in (0.0, 0.5, 1.0):
+        cheaper = jm.remat(loss, keep=keep)
+        value, grads = jax.jit(jax.value_and_grad(cheaper))(*args)
+        np.testing.assert_allclose(value, plain_value, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, plain_grads)
+        flops = jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(cheaper))(*args))
+        rows.append((stored_bytes(cheaper, *args), flops / plain_flops))
+    (low, most), _, (high, least) = rows
+    assert [stored for stored, _ in rows] == sorted(stored for stored, _ in rows)
+    assert [flops for _, flops in rows] == sorted((flops for _, flops in rows), reverse=True)
+    assert high > low
+    assert least < 1.02 < most
+    assert high <= stored_bytes(loss, *args)
+
+
+@pytest.mark.parametrize("keep", [-0.1, 1.5, True])
+def test_a_share_that_is_none_is_refused(keep: Any) -> None:
+    with pytest.raises(PolicyError, match=r"keep=.*: expected a share from 0 .* to 1"):
+        jm.StepPolicy(remat="full", keep=keep)
+
+
+def test_keeping_without_remat_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"remat='none' leaves the loss untouched, so segments, keep"):
+        jm.StepPolicy(keep=0.5)
