@@ -194,8 +194,7 @@ def _needed(eqn: Any, active: set[Any]) -> list[Any]:
     if name in _BILINEAR:
         first, second = eqn.invars[:2]
         return [a for a, b in ((first, second), (second, first)) if is_variable(a) and is_variable(b) and b in active]
-    operands = variables(eqn.invars[_BY_OPERANDS.get(name, slice(None))])
-    return operands
+    return variables(eqn.invars[_BY_OPERANDS.get(name, slice(None))])
 
 
 def inner_residual_bytes(eqn: Any) -> int:
