@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxmem_callbacks.answers.plan import Plan as Plan
+    from jaxmem_callbacks.answers.plan import plan as plan
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
     from jaxmem_callbacks.config.presets import list_presets as list_presets
     from jaxmem_callbacks.config.presets import load_preset as load_preset
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _EXPORTS: dict[str, tuple[str, str | None]] = {
     "CollectingWriter": ("writers.collecting", "CollectingWriter"),
     "MemoryMonitor": ("callbacks.monitor", "MemoryMonitor"),
+    "Plan": ("answers.plan", "Plan"),
     "Preset": ("records.presets", "Preset"),
     "ScriptedProbe": ("probes.scripted", "ScriptedProbe"),
     "StepMemory": ("programs.memory", "StepMemory"),
@@ -46,6 +49,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "list_presets": ("config.presets", "list_presets"),
     "load_preset": ("config.presets", "load_preset"),
     "nnx": ("integrations.flax_nnx", None),
+    "plan": ("answers.plan", "plan"),
     "remat": ("transforms.remat", "remat"),
     "step_memory": ("programs.memory", "step_memory"),
     "value_and_grad": ("transforms.gradients", "value_and_grad"),
@@ -55,6 +59,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectingWriter",
     "MemoryMonitor",
+    "Plan",
     "Preset",
     "ScriptedProbe",
     "StepMemory",
@@ -67,6 +72,7 @@ __all__ = [
     "list_presets",
     "load_preset",
     "nnx",
+    "plan",
     "remat",
     "step_memory",
     "value_and_grad",

@@ -23,6 +23,7 @@ POLICIES = st.builds(StepPolicy, donate=DONATE) | st.builds(
     StepPolicy,
     remat=st.sampled_from([name for name in REMAT_SYNONYMS if name != "none"]),
     segments=st.none() | st.integers(1, 1000),
+    keep=st.floats(0, 1),
     save=NAMES.map(lambda names: ("kept", *names)),
     offload=NAMES.map(tuple),
     donate=DONATE,
@@ -78,6 +79,7 @@ def test_every_range_is_in_the_generated_records():
     # A new bounded field must get a strategy above, else the property says nothing about it.
     assert set(RANGES) == {
         "policy.segments",
+        "policy.keep",
         *(
             f"monitor.{name}"
             for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")

@@ -15,7 +15,7 @@ PACKAGE = "jaxmem_callbacks"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ORDER = [
     *("records", "config", "environment", "simulator", "_compat", "transforms", "programs", "planning", "probes"),
-    *("analysis", "writers", "recovery", "callbacks", "integrations", "cli"),
+    *("analysis", "writers", "recovery", "callbacks", "integrations", "answers", "cli"),
 ]
 FRAMEWORKS = {"flax", "keras", "orbax", "equinox", "tensorflow", "haiku", "penzai"}
 JAX = {"jax", "jaxlib"}

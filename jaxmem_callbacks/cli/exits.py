@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 OK = 0
+FAILED = 1
+"""The script itself failed; its traceback is on stderr."""
 REFUSED = 2
-"""Wrong arguments, a wrong preset or a script that never reaches a step; the reason is on stderr."""
+"""Wrong arguments, a wrong preset, a script that never reaches a step, or a plan in which nothing fits."""
 BROKEN_PIPE = 141
 """The reader of the output went away, as in ``jaxmem presets | head -1``; what a shell reports for SIGPIPE."""

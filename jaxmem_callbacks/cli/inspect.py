@@ -9,13 +9,12 @@ import json
 import sys
 from typing import Any
 
+from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, reach_step
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.units import format_bytes
-
-_FAILED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             reached = reach_step(args.script, args.script_args)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
-        return _FAILED
+        return FAILED
     report = _Report.of(reached, args.target, args.top)
     sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
     return 0
@@ -102,7 +101,8 @@ class _Report:
         )
 
     def as_text(self) -> str:
-        from jaxmem_callbacks.programs.memory_text import buffer_table, columns
+        from jaxmem_callbacks.programs.memory_text import buffer_table
+        from jaxmem_callbacks.records.columns import columns
 
         lines = [str(self.memory)]
         if self.plain is not None:

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "jaxmem_callbacks.cli.inspect",
         "what a training script's step needs, by argument, and what is donated",
     ),
+    "plan": ("jaxmem_callbacks.cli.plan", "the cheapest way to make a training script's step fit, on any hardware"),
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
 }
 

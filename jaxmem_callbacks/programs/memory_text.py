@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -73,13 +74,3 @@ def _cells(rows: Sequence[ArgumentMemory]) -> tuple[str, str, str, str]:
         format_bytes(sum(row.donated_bytes for row in rows)),
         format_bytes(sum(known) if len(known) == len(reused) else None),
     )
-
-
-def columns(rows: Sequence[Sequence[str]], sides: Sequence[str]) -> list[str]:
-    """Aligned lines; ``sides`` says for each column whether it is set ``left`` or ``right``."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [c.rjust(w) if side == "right" else c.ljust(w) for c, w, side in zip(row, widths, sides, strict=True)]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines

@@ -6,6 +6,7 @@
     |-- PatternError          (ValueError)    a path pattern that matches no module
     |-- DonationError         (ValueError)    a donation that was asked for and is not happening
     |-- PresetError           (ValueError)    YAML that is not a preset
+    |-- PlanError             (ValueError)    what a plan was asked for makes no sense, or nothing fits and it is to run
     |-- ScriptError           (RuntimeError)  a script that never calls a step
     |-- TargetError           (RuntimeError)  a compile target that is unknown or not installed
     `-- CompileError          (RuntimeError)  the compiler of an absent target failed, crashed or took too long
@@ -41,6 +42,10 @@ class DonationError(JaxmemError, ValueError):
 
 class PresetError(JaxmemError, ValueError):
     """YAML that is not a preset; the message gives file, line, column and the nearest valid name."""
+
+
+class PlanError(JaxmemError, ValueError):
+    """A plan that cannot be made as asked, or one in which nothing fits and that is to run all the same."""
 
 
 class ScriptError(JaxmemError, RuntimeError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.plans import UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.settings import MonitorSettings
 
@@ -32,7 +34,10 @@ def policy_of(policy_or_preset: StepPolicy | Preset) -> StepPolicy:
 
     Raises:
         TypeError: neither; a preset's name is answered with the call that loads it.
+        PlanError: the policy of a plan in which nothing fits.
     """
+    if isinstance(policy_or_preset, UnfitPolicy):
+        raise PlanError(policy_or_preset.reason)
     if isinstance(policy_or_preset, Preset):
         return policy_or_preset.policy
     if isinstance(policy_or_preset, StepPolicy):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from jax.extend import core
 
@@ -48,6 +48,11 @@ class FlopCount:
     def __sub__(self, other: FlopCount) -> FlopCount:
         return self + other.times(-1)
 
+    @property
+    def weight(self) -> float:
+        """What the dearer branch of a conditional has more of."""
+        return self.flops
+
     def times(self, trips: int) -> FlopCount:
         """As often as a loop runs; its inner while loops are still as many loops."""
         loops = self.loops_once if trips >= 0 else -self.loops_once
@@ -68,32 +73,66 @@ def count_flops(closed_jaxpr: Any) -> FlopCount:
     Scan bodies count as often as they run, while bodies once (and are told), of a conditional the dearest branch, a
     `shard_map` body on every device of its mesh.
     """
-    jaxpr = _open(closed_jaxpr)
-    return _Counter().jaxpr(jaxpr, (True,) * len(jaxpr.outvars))
+    return total_cost(closed_jaxpr, leaf_flops, _NOTHING, FlopCount(flops=0, loops_once=1))
 
 
 def equation_flops(eqn: Any) -> int:
     """Operations of one equation, its bodies included, all of whose results are used."""
-    return _Counter().equation(eqn, (True,) * len(eqn.outvars)).flops
+    walk = _Walk(leaf_flops, _NOTHING, FlopCount(flops=0, loops_once=1))
+    return walk.equation(eqn, (True,) * len(eqn.outvars)).flops
 
 
-class _Counter:
-    """Counts jaxprs, each inner one once for each set of its results that is used."""
+class Cost(Protocol):
+    """What can be added up over a program."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[bool, ...]], FlopCount] = {}
+    @property
+    def weight(self) -> float:
+        """What the dearer branch of a conditional has more of."""
+        ...
+
+    def __add__(self, other: Self) -> Self: ...
+
+    def times(self, trips: int) -> Self:
+        """As often as a loop runs."""
+        ...
+
+
+C = TypeVar("C", bound=Cost)
+
+
+def total_cost(closed_jaxpr: Any, leaf: Callable[[Any], C], nothing: C, loop: C) -> C:
+    """The cost of a traced program, from the costs of its equations without bodies.
+
+    Args:
+        closed_jaxpr: The program.
+        leaf: Cost of one such equation.
+        nothing: No cost.
+        loop: What a while loop costs besides its bodies, which are counted once.
+    """
+    jaxpr = _open(closed_jaxpr)
+    return _Walk(leaf, nothing, loop).jaxpr(jaxpr, (True,) * len(jaxpr.outvars))
+
+
+class _Walk(Generic[C]):
+    """Adds up jaxprs, each inner one once for each set of its results that is used."""
+
+    def __init__(self, leaf: Callable[[Any], C], nothing: C, loop: C) -> None:
+        self._leaf = leaf
+        self._nothing = nothing
+        self._loop = loop
+        self._known: dict[tuple[int, tuple[bool, ...]], C] = {}
         self._kept: list[Any] = []  # keeps the ids in `_known` from being given out again
 
-    def jaxpr(self, jaxpr: Any, used: tuple[bool, ...]) -> FlopCount:
+    def jaxpr(self, jaxpr: Any, used: tuple[bool, ...]) -> C:
         key = (id(jaxpr), used)
         if key not in self._known:
             self._kept.append(jaxpr)
-            self._known[key] = self._walk(jaxpr, used)
+            self._known[key] = self._added_up(jaxpr, used)
         return self._known[key]
 
-    def _walk(self, jaxpr: Any, used: tuple[bool, ...]) -> FlopCount:
+    def _added_up(self, jaxpr: Any, used: tuple[bool, ...]) -> C:
         """Backwards, so that equations without a reader are passed over."""
-        total = _NOTHING
+        total = self._nothing
         needed = {var for var, keep in zip(jaxpr.outvars, used, strict=True) if keep and isinstance(var, core.Var)}
         for eqn in reversed(jaxpr.eqns):
             outs = tuple(var in needed for var in eqn.outvars)
@@ -103,12 +142,12 @@ class _Counter:
             needed.update(var for var in eqn.invars if isinstance(var, core.Var))
         return total
 
-    def equation(self, eqn: Any, outs: tuple[bool, ...]) -> FlopCount:
-        """Operations of one equation, some of whose results are used."""
+    def equation(self, eqn: Any, outs: tuple[bool, ...]) -> C:
+        """The cost of one equation, some of whose results are used."""
         inner = list(_inner_jaxprs(eqn))
         name = eqn.primitive.name
         if not inner or name.startswith(("reduce", "scatter", "argm", "select_and")):
-            return _leaf(eqn)
+            return self._leaf(eqn)
         if name == "scan":
             body = inner[0]
             # What a loop carries has the body's own shape; what it stacks has one axis more, and may have no reader.
@@ -117,16 +156,16 @@ class _Counter:
             return self.jaxpr(body, keep).times(eqn.params["length"])
         if name == "while":
             parts = [self.jaxpr(body, (True,) * len(body.outvars)) for body in inner]
-            return sum(parts, FlopCount(flops=0, loops_once=1))
+            return sum(parts, self._loop)
         if name == "cond":
-            return max((self.jaxpr(branch, outs) for branch in inner), key=lambda count: count.flops)
+            return max((self.jaxpr(branch, outs) for branch in inner), key=lambda cost: cost.weight)
         if name == "custom_linear_solve":
             solve = _open(eqn.params["jaxprs"].solve)
             return self.jaxpr(solve, (True,) * len(solve.outvars))
-        counts = (
+        costs = (
             self.jaxpr(part, outs if len(part.outvars) == len(outs) else (True,) * len(part.outvars)) for part in inner
         )
-        return sum(counts, _NOTHING).times(_copies(eqn))
+        return sum(costs, self._nothing).times(_copies(eqn))
 
 
 def _copies(eqn: Any) -> int:
@@ -140,7 +179,7 @@ def _copies(eqn: Any) -> int:
     return 1
 
 
-def _leaf(eqn: Any) -> FlopCount:  # noqa: PLR0911 - one line a kind
+def leaf_flops(eqn: Any) -> FlopCount:  # noqa: PLR0911 - one line a kind
     """Operations of an equation that has no body (or whose body only combines two elements)."""
     name = eqn.primitive.name
     if name in _DOTS:

@@ -8,7 +8,7 @@ matter are found by bisection. Segments are joined by spending bytes where they 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,28 +95,75 @@ def keep_within(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], share
     Returns:
         One set of values a segment. Of equal savings those of later segments come first: the backward pass frees them first.
     """
-    left = share * sum(points[-1].bytes * times for points, times in zip(frontiers, trips, strict=True))
+    left = (
+        share * _everything(frontiers, trips) + 0.5
+    )  # bytes are whole: a share that came from bytes means those bytes
     chosen = [0] * len(frontiers)
-    waiting = [(_gain(points, 0), -place) for place, points in enumerate(frontiers) if len(points) > 1]
+    full = set[int]()
+    for place, index in _dearest_first(frontiers):
+        if place in full:
+            continue
+        points = frontiers[place]
+        cost = (points[index].bytes - points[index - 1].bytes) * trips[place]
+        if cost > left:
+            full.add(place)
+            continue
+        left -= cost
+        chosen[place] = index
+    return [points[index].values for points, index in zip(frontiers, chosen, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One point of what a whole loss may keep.
+
+    Attributes:
+        share: Of what keeping everything dear would take, from 0 to 1; `keep_within` takes it.
+        bytes: Kept besides the values at the cuts.
+        flops: Operations computed again.
+    """
+
+    share: float
+    bytes: int
+    flops: int
+
+
+def shares(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int]) -> list[Share]:
+    """The frontier of a whole loss: from nothing kept to hardly anything dear computed again."""
+    whole = _everything(frontiers, trips)
+    kept = 0
+    again = sum(points[0].flops * times for points, times in zip(frontiers, trips, strict=True))
+    found = [Share(0.0, 0, again)]
+    for place, index in _dearest_first(frontiers):
+        before, point = frontiers[place][index - 1 : index + 1]
+        kept += (point.bytes - before.bytes) * trips[place]
+        again -= (before.flops - point.flops) * trips[place]
+        found.append(Share(kept / whole if whole else 1.0, kept, again))
+    return found
+
+
+def _everything(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int]) -> int:
+    return sum(points[-1].bytes * times for points, times in zip(frontiers, trips, strict=True))
+
+
+def _dearest_first(frontiers: Sequence[Sequence[Kept]]) -> Iterator[tuple[int, int]]:
+    """Segment and point, one step along one frontier at a time, those first that save most operations a byte."""
+    waiting = [(_gain(points, 1), -place) for place, points in enumerate(frontiers) if len(points) > 1]
     heapq.heapify(waiting)
+    index = [1] * len(frontiers)
     while waiting:
         _, negative = heapq.heappop(waiting)
         place = -negative
-        points, now = frontiers[place], chosen[place]
-        cost = (points[now + 1].bytes - points[now].bytes) * trips[place]
-        if cost > left:
-            continue
-        left -= cost
-        chosen[place] += 1
-        if chosen[place] + 1 < len(points):
-            heapq.heappush(waiting, (_gain(points, chosen[place]), negative))
-    return [points[index].values for points, index in zip(frontiers, chosen, strict=True)]
+        yield place, index[place]
+        index[place] += 1
+        if index[place] < len(frontiers[place]):
+            heapq.heappush(waiting, (_gain(frontiers[place], index[place]), negative))
 
 
 def _gain(points: Sequence[Kept], index: int) -> float:
     """Negative operations saved by a byte, for a heap that gives the smallest first."""
-    now, then = points[index], points[index + 1]
-    return -(now.flops - then.flops) / max(then.bytes - now.bytes, 1)
+    before, point = points[index - 1], points[index]
+    return -(before.flops - point.flops) / max(point.bytes - before.bytes, 1)
 
 
 class _Graph:

@@ -19,6 +19,7 @@ import jax
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.transforms.keeping import Share
 
 
 class ActivePolicy:
@@ -27,11 +28,13 @@ class ActivePolicy:
     Attributes:
         policy: What to apply.
         used: Whether a `jm.value_and_grad`, `jm.grad` or `jm.nnx.value_and_grad` has met it while tracing.
+        survey: Called once a loss with what other shares of ``keep`` would store and compute again; None where nobody asks.
     """
 
-    def __init__(self, policy: StepPolicy) -> None:
+    def __init__(self, policy: StepPolicy, survey: Callable[[list[Share]], None] | None = None) -> None:
         self.policy = policy
         self.used = False
+        self.survey = survey
 
 
 @functools.cache

@@ -22,14 +22,14 @@ from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
-from jaxmem_callbacks.transforms.policy import activate
+from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
     scan_carry_bytes,
     scan_step_bytes,
     sink,
 )
-from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan
+from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
@@ -127,7 +127,8 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     cuts = Cuts(places=places, loops=frozenset(loops), whole=frozenset(own.difference(loops)))
-    jaxpr = cut(flat, cuts, sunk, keep, policy.keep)
+    active = active_policy()
+    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
     _require_checkpoint(jaxpr, flat, policy)
     return jaxpr
 

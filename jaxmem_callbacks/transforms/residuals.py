@@ -60,8 +60,13 @@ def nbytes(atom: Any) -> int:
     aval = atom.aval
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
-    itemsize = 16 if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
-    return math.prod(aval.shape) * itemsize
+    return array_bytes(aval.shape, aval.dtype)
+
+
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array, without a device's padding; typed random keys count as their words."""
+    itemsize = 16 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+    return math.prod(shape) * itemsize
 
 
 def is_inexact(atom: Any) -> bool:

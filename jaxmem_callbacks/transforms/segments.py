@@ -32,7 +32,7 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
-from jaxmem_callbacks.transforms.keeping import Kept, frontier, keep_within
+from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within, shares
 from jaxmem_callbacks.transforms.names import KEPT
 from jaxmem_callbacks.transforms.residuals import Sunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
@@ -186,7 +186,34 @@ class Cuts:
     whole: frozenset[int] = frozenset()
 
 
-def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | None, keep: float = 0.0) -> Any:
+Keep = Callable[[Sequence["Segment | Loop"]], Sequence[frozenset[Any]]]
+
+
+def no_more(pieces: Sequence[Segment | Loop]) -> list[frozenset[Any]]:
+    """Nothing besides what the policy says."""
+    return [frozenset()] * len(pieces)
+
+
+def keeping(share: float, survey: Callable[[list[Share]], None] | None = None) -> Keep:
+    """Values that are dear to compute again, within a share of their bytes.
+
+    Args:
+        share: From 0 to 1.
+        survey: Told what other shares would keep and compute again.
+    """
+    if not share and survey is None:
+        return no_more
+
+    def keep(pieces: Sequence[Segment | Loop]) -> Sequence[frozenset[Any]]:
+        frontiers, trips = [piece.frontier() for piece in pieces], [piece.trips for piece in pieces]
+        if survey is not None:
+            survey(shares(frontiers, trips))
+        return keep_within(frontiers, trips, share) if share else no_more(pieces)
+
+    return keep
+
+
+def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | None, keep: Keep = no_more) -> Any:
     """The function as a jaxpr with one checkpoint a segment.
 
     Args:
@@ -194,7 +221,7 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         cuts: Where.
         sunk: Values that are made again in each segment.
         policy: What segments keep, as JAX's checkpoint policy.
-        keep: Share of what is dear to compute again that they keep besides.
+        keep: What each segment and loop keeps besides.
     """
     bounds = [0, *cuts.places, len(flat.eqns)]
     last = _last_segment_of(flat, bounds)
@@ -208,7 +235,7 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
             pieces[position] = Loop(span[0])
         elif start not in cuts.whole and end < len(flat.eqns):
             pieces[position] = segments[-1]
-    kept = dict(zip(pieces, _kept(list(pieces.values()), keep), strict=True))
+    kept = dict(zip(pieces, keep(list(pieces.values())), strict=True))
     template, sharing = checkpoint_template(policy, prevent_cse=True), Sharing()
     eqns: list[Any] = []
     for position, segment in enumerate(segments):
@@ -223,12 +250,6 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
     once = {id(eqn): eqn for eqn in eqns}
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
-
-
-def _kept(pieces: Sequence[Segment | Loop], keep: float) -> list[frozenset[Any]]:
-    if not keep:
-        return [frozenset()] * len(pieces)
-    return keep_within([piece.frontier() for piece in pieces], [piece.trips for piece in pieces], keep)
 
 
 def _last_segment_of(flat: Equations, bounds: Sequence[int]) -> dict[Any, int]:

@@ -31,6 +31,7 @@ from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
 from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate, require_used
 
 
@@ -102,6 +103,7 @@ class JitStep:
         *,
         donate_argnames: tuple[str, ...] | None = None,
         state_shardings: Any = None,
+        survey: Callable[[list[Share]], None] | None = None,
     ) -> None:
         functools.update_wrapper(self, train_step, updated=())
         self.__wrapped__ = train_step
@@ -115,7 +117,7 @@ class JitStep:
         )
         if self._own_jit is not None:
             self._making.refuse_for_jitted(train_step, donate_argnames)
-        self._active = ActivePolicy(policy)
+        self._active = ActivePolicy(policy, survey)
         # A policy that leaves gradients alone adds nothing to JAX's cache key: the user's own jit keeps its compiles.
         self._context = self._active if policy.changes_gradients else None
         self._jitted: Jitted | None = self._own_jit

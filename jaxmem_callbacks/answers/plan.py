@@ -1,0 +1,153 @@
+"""`jm.plan`: a train step, hardware and a budget enter; a `Plan` to read, to look at and to train with leaves."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from jaxmem_callbacks.config.dump import preset_to_yaml
+from jaxmem_callbacks.planning.plan import Ask, make_plan, unfit_reason
+from jaxmem_callbacks.planning.search import Progress, pareto
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text, policy_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plan(  # noqa: PLR0913 - what users ask of a plan, by name
+    train_step: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    budget: str | float | None = None,
+    mesh: Any = None,
+    resident: Iterable[Any] = (),
+    search: Mapping[str, Any] | None = None,
+    progress: Progress | bool | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Which remat policy makes a step fit, at what cost, decided by the real compiler.
+
+        plan = jm.plan(train_step, state, batch, target="h100_sxm", budget="72GiB")
+        step = jm.jit_step(train_step, plan.policy)
+
+    The step is traced and compiled under at most 6 policies and never run; no device memory is taken.
+
+    Args:
+        train_step: The user's own step, which takes its gradient by ``jm.value_and_grad``, ``jm.grad`` or
+            ``jm.nnx.value_and_grad``; plain or jitted by the user.
+        *args: Its arguments: arrays, `jax.ShapeDtypeStruct`, results of `jax.eval_shape`, NNX modules and optimizers,
+            abstract ones too.
+        target: Hardware that need not be there, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
+        budget: Bytes as an int or ``"72GiB"``, or a share in (0, 1] of what is usable there. None: the whole frontier is
+            compiled, and the choice is made against the target's own limit.
+        mesh: Not used yet: arguments that carry shardings say where they lie.
+        resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
+        search: Not used yet; only remat is searched.
+        progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on
+            a terminal, False never.
+        **kwargs: The step's keyword arguments.
+
+    Returns:
+        The plan; ``print`` it.
+
+    Raises:
+        PlanError: no budget that makes sense; a step that is under a policy already.
+        TargetError: the target is unknown, or its compiler is not installed.
+        CompileError: the program cannot be exported, or the compiler failed, crashed or took too long.
+        PolicyError, LossRefusedError: only where even the plain step cannot be traced.
+    """
+    for name, value in (("mesh", mesh), ("search", search)):
+        if value is not None:
+            msg = f"{name}={value!r}: only remat is searched so far. Leave {name} out; shardings of the arguments are kept."
+            raise PlanError(msg)
+    ask = Ask(target=target, budget=budget, resident=resident)
+    return Plan(make_plan(train_step, args, kwargs, ask, _progress(progress)))
+
+
+@final
+class Plan:
+    """What was compiled, and which policy to use.
+
+    Args:
+        record: The figures; all of them also in ``to_json()``.
+    """
+
+    def __init__(self, record: PlanRecord) -> None:
+        self.record = record
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate to use; ``fits`` is False where nothing fits and this only comes nearest."""
+        return self.record.candidates[self.record.chosen]
+
+    @property
+    def policy(self) -> StepPolicy:
+        """What to give to `jm.jit_step`, which refuses it where nothing fits."""
+        policy = self.chosen.policy
+        if self.chosen.fits is not False:
+            return policy
+        fields = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
+        return UnfitPolicy(**fields, reason=unfit_reason(self.record))
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All that was compiled, largest first."""
+        return self.record.candidates
+
+    @functools.cached_property
+    def frontier(self) -> tuple[Candidate, ...]:
+        """Those that no other beats in both bytes and operations, largest first."""
+        return pareto(self.record.candidates)
+
+    @property
+    def compiles(self) -> int:
+        """How many compiles this took, those from the disk cache included."""
+        return self.record.compiles
+
+    def figure(self) -> Figure:
+        """The frontier as a matplotlib figure."""
+        from jaxmem_callbacks.writers.plan_figure import plan_figure
+
+        return plan_figure(self.record, self.frontier)
+
+    def to_yaml(self) -> str:
+        """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``."""
+        chosen, record = self.chosen, self.record
+        text = (
+            f"{policy_words(chosen.policy)} for {record.step} on {record.target}: {format_bytes(chosen.step_bytes)} of "
+            f"{format_bytes(record.budget_bytes)} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
+            f"program {record.fingerprint})."
+        )
+        return preset_to_yaml(Preset(name="plan", description=text, policy=chosen.policy))
+
+    def to_json(self) -> str:
+        """Every figure, bytes as integers."""
+        return plan_json(self.record)
+
+    def __str__(self) -> str:
+        return plan_text(self.record, self.frontier)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.record.step} for {self.record.target}: {policy_words(self.chosen.policy)}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html(self.record, self.frontier)
+
+
+def _progress(asked: Progress | bool | None) -> Progress | None:  # noqa: FBT001 - as the user said it
+    if callable(asked):
+        return asked
+    if asked is False or (asked is None and not sys.stderr.isatty()):
+        return None
+    return _to_stderr
+
+
+def _to_stderr(what: str, done: int, most: int) -> None:
+    sys.stderr.write(f"plan: {what} ({done} of at most {most} compiled)\n")

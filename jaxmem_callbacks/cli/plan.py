@@ -1,0 +1,98 @@
+"""``jaxmem plan SCRIPT``: a training script and hardware enter, the cheapest way to make its step fit leaves; no step runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED
+from jaxmem_callbacks.cli.script import ScriptFailedError, reach_step
+
+if TYPE_CHECKING:
+    from jaxmem_callbacks.answers.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "script",
+        metavar="SCRIPT",
+        help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
+        "where name() returns (train_step, args)",
+    )
+    parser.add_argument("--target", metavar="T", help="hardware that is not here, such as h100_sxm or v5e:2x2")
+    parser.add_argument(
+        "--budget", metavar="B", help="72GiB, or a share of what is usable such as 0.9; else the frontier"
+    )
+    parser.add_argument("--resident", metavar="SIZE", action="append", default=[], help="what else stays there, 2GiB")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
+    parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--args",
+        dest="script_args",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="ARG",
+        help="the script's own arguments: all that follows",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reach the step, plan it, print.
+
+    Returns:
+        0; 1 where the script itself failed; 2 where nothing fits.
+
+    Raises:
+        JaxmemError: as `reach_step` and `jm.plan`; the command line turns it into exit code 2.
+    """
+    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+    try:
+        with own_output:
+            reached = reach_step(args.script, args.script_args)
+    except ScriptFailedError as error:
+        sys.stderr.write(f"jaxmem: {error}\n")
+        return FAILED
+    from jaxmem_callbacks.answers.plan import plan
+
+    made = plan(
+        getattr(reached.step, "__wrapped__", reached.step) if hasattr(reached.step, "policy") else reached.step,
+        *reached.args,
+        target=args.target,
+        budget=_budget(args.budget),
+        resident=args.resident,
+        progress=True,
+        **reached.kwargs,
+    )
+    sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
+    if args.save is not None:
+        args.save.write_text(made.to_yaml(), "utf-8")
+    if args.figure is not None:
+        made.figure().savefig(args.figure, dpi=150)
+    return REFUSED if made.chosen.fits is False else OK
+
+
+def _budget(text: str | None) -> str | float | None:
+    """A share where the text is a number in (0, 1], else a size as it is."""
+    try:
+        share = float(text) if text is not None else 0.0
+    except ValueError:
+        return text
+    return share if text is not None and 0 < share <= 1 else text
+
+
+def _text(plan: Plan, saved: Path | None) -> str:
+    lines = [str(plan)]
+    if plan.chosen.fits is not False and plan.policy.remat != "none":
+        policy = (
+            f'jm.StepPolicy(remat="{plan.policy.remat}"'
+            + (f", keep={plan.policy.keep}" if plan.policy.keep else "")
+            + ")"
+        )
+        use = f'jm.load_preset("{saved}")' if saved is not None else policy
+        lines += ["", "To train so:", f"    step = jm.jit_step(train_step, {use})"]
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""A budget as the user writes it and a target enter; bytes that a step may use on one device leave, and where they come from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.units import format_bytes, parse_bytes
+
+# What JAX's allocator takes of a GPU unless told otherwise; the rest stays with CUDA, NCCL, cuDNN and other processes.
+_PREALLOCATED = 0.75
+_FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How much a step may use.
+
+    Attributes:
+        bytes: On one device; None where there is no limit (an attached CPU).
+        limit_bytes: All that a program could use there, or None.
+        reason: Where both come from, one sentence.
+    """
+
+    bytes: int | None
+    limit_bytes: int | None
+    reason: str
+
+
+def budget_for(asked: str | float | None, target: Target | None) -> Budget:
+    """What a step may use on one device of a target.
+
+    Args:
+        asked: Bytes, ``"72GiB"``, a share of what is usable there as a float in (0, 1], or None for all of it.
+        target: Hardware that is not there, or None for the attached devices.
+
+    Raises:
+        PlanError: no size, a share outside (0, 1], or a share of an unknown whole.
+    """
+    usable, reason = _usable(target)
+    if asked is None:
+        return Budget(bytes=usable, limit_bytes=usable, reason=reason)
+    if isinstance(asked, float):
+        if not 0 < asked <= 1:
+            msg = f"budget={asked!r}: a float is a share of the usable memory, above 0 and up to 1. For bytes type '72GiB'."
+            raise PlanError(msg)
+        if usable is None:
+            msg = (
+                f"budget={asked!r} is a share, and the whole is unknown: {reason} Type bytes instead, such as '12GiB'."
+            )
+            raise PlanError(msg)
+        return Budget(
+            bytes=int(usable * asked), limit_bytes=usable, reason=f"{asked:.0%} of the usable memory: {reason}"
+        )
+    try:
+        size = parse_bytes(asked)
+    except ValueError as error:
+        msg = f"budget={asked!r}: {error} A float above 0 and up to 1 is a share of the usable memory."
+        raise PlanError(msg) from None
+    return Budget(bytes=size, limit_bytes=usable, reason="as asked for")
+
+
+def _usable(target: Target | None) -> tuple[int | None, str]:
+    if target is None or target.platform == "cpu":
+        return _attached()
+    if target.memory_bytes is None:
+        return None, f"the memory of {target.name} is not known."
+    if target.platform == "tpu":
+        return target.memory_bytes, f"what the compiler lets a program use on {target.name}"
+    share, source = _gpu_share()
+    whole = format_bytes(target.memory_bytes)
+    return int(target.memory_bytes * share), f"{share:.0%} of the {whole} of {target.name}: {source}"
+
+
+def _gpu_share() -> tuple[float, str]:
+    """The share of a GPU that JAX's allocator takes, as this process is set up."""
+    text = os.environ.get(_FRACTION_VARIABLE) or os.environ.get("XLA_CLIENT_MEM_FRACTION") or ""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if 0 < share <= 1:
+        return share, f"{_FRACTION_VARIABLE}={text}"
+    return _PREALLOCATED, "JAX preallocates as much unless told otherwise"
+
+
+def _attached() -> tuple[int | None, str]:
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit") or None
+    if limit is None:
+        return None, f"the attached {device.platform} has no limit that its runtime reports."
+    return int(limit), f"bytes_limit of the attached {device.device_kind}"

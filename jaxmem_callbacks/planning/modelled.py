@@ -1,0 +1,67 @@
+"""A traced step and a device's peaks enter, modelled seconds leave. A model ranks policies; it is never a measurement.
+
+Matrix products take the longer of their operations and their operands' traffic. Compilers fuse elementwise work into its
+neighbours, so of its results a share is charged as traffic; reductions and gathers read and write memory in full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from jaxmem_callbacks.planning.speeds import Speed
+from jaxmem_callbacks.transforms.flops import leaf_flops, total_cost
+from jaxmem_callbacks.transforms.residuals import nbytes
+
+# Of what elementwise equations make, about this share is written to memory: the rest lives in registers of one fusion.
+_WRITTEN = 0.25
+_FREE = {"broadcast_in_dim", "iota", "name", "optimization_barrier", "pvary", "reshape", "squeeze", "stop_gradient"}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Modelled time, as `total_cost` adds it up."""
+
+    weight: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.weight + other.weight)
+
+    def times(self, trips: int) -> Seconds:
+        """As often as a loop runs."""
+        return Seconds(self.weight * trips)
+
+
+def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float:
+    """Seconds of one call, the work shared evenly by the devices and nothing waiting for a collective.
+
+    Args:
+        closed_jaxpr: The traced step, with the shapes of the whole mesh.
+        speed: Peaks of one device.
+        devices: How many share the work.
+    """
+    nothing = Seconds(0.0)
+    return total_cost(closed_jaxpr, lambda eqn: _equation(eqn, speed), nothing, nothing).weight / devices
+
+
+def _equation(eqn: Any, speed: Speed) -> Seconds:
+    name = eqn.primitive.name
+    if name in _FREE:
+        return Seconds(0.0)
+    made = sum(map(nbytes, eqn.outvars))
+    work = leaf_flops(eqn)
+    if work.dot_flops:
+        traffic = made + sum(map(nbytes, eqn.invars[:2]))
+        return Seconds(max(work.dot_flops / _matrix_flops(eqn, speed), traffic / speed.bandwidth))
+    if name.startswith(("reduce", "arg", "cum", "sort", "scatter", "gather", "dynamic", "concatenate")):
+        taken = sum(map(nbytes, eqn.invars)) if name.startswith(("reduce", "arg", "cum", "sort")) else made
+        return Seconds((made + taken) / speed.bandwidth)
+    return Seconds(_WRITTEN * made / speed.bandwidth)
+
+
+def _matrix_flops(eqn: Any, speed: Speed) -> float:
+    width = max(np.dtype(var.aval.dtype).itemsize for var in eqn.invars[:2])
+    return speed.flops * (speed.float32_share if width >= np.dtype(np.float32).itemsize else 1.0)

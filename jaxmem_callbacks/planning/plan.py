@@ -1,0 +1,160 @@
+"""A train step, its arguments, a target and a budget enter; a `PlanRecord` leaves: what was compiled and which policy to use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.search import Progress, RematSearch, choose
+from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
+from jaxmem_callbacks.programs.steps.kinds import OPTIMIZER, PARAMETERS
+from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.targets.target import Target, resolve_target
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes, parse_bytes
+from jaxmem_callbacks.transforms.residuals import array_bytes
+
+_MARGINS = {
+    "cuda": (
+        "left out without the GPU: the CUDA context and libraries (some hundred MiB), cuDNN and cuBLAS workspaces, NCCL buffers, "
+        "and fragmentation"
+    ),
+    "tpu": "left out without the TPU: fragmentation of what other programs leave behind",
+    "cpu": "left out: the host's own memory outside XLA",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What a plan is asked for, as `jm.plan` takes it.
+
+    Attributes:
+        target: Name of hardware that need not be there, or None.
+        budget: Bytes, text, a share, or None.
+        resident: What else stays in memory.
+    """
+
+    target: str | None = None
+    budget: str | float | None = None
+    resident: Iterable[Any] = ()
+
+
+def make_plan(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    ask: Ask,
+    progress: Progress | None = None,
+) -> PlanRecord:
+    """Compile a step under the policies worth trying, and choose; `jm.plan` has the words.
+
+    Raises:
+        PlanError, TargetError, CompileError, PolicyError: see `jm.plan`.
+    """
+    if isinstance(train_step, JitStep):
+        if train_step.policy.changes_gradients:
+            msg = (
+                f"The step is already under remat={train_step.policy.remat!r}. Plan the function that you wrote: "
+                f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
+            )
+            raise PlanError(msg)
+        train_step = train_step.__wrapped__
+    hardware = None if ask.target is None else resolve_target(ask.target)
+    if hardware is not None and hardware.platform == "cpu" and jax.default_backend() == "cpu":
+        hardware = None
+    limits = budget_for(ask.budget, hardware)
+    traced = JitStep(train_step, StepPolicy()).traced(args, dict(kwargs))
+    devices = max((_devices_of(leaf) for leaf in traced.leaves), default=1)
+    problem = Problem(
+        train_step=train_step,
+        args=args,
+        kwargs=kwargs,
+        target=hardware,
+        budget=limits,
+        resident_bytes=sum(map(_resident_bytes, ask.resident)),
+        device_count=devices,
+    )
+    compiler = Compiler(problem)
+    search = RematSearch(compiler, progress)
+    candidates = search.run(frontier=ask.budget is None)
+    chosen, reason = choose(candidates)
+    platform = hardware.platform if hardware is not None else jax.default_backend()
+    return PlanRecord(
+        step=getattr(train_step, "__name__", type(train_step).__name__),
+        target="attached" if hardware is None else hardware.name,
+        device_count=devices,
+        candidates=tuple(candidates),
+        chosen=chosen,
+        reason=reason,
+        limit_bytes=limits.limit_bytes,
+        budget_bytes=limits.bytes,
+        budget_reason=limits.reason,
+        resident_bytes=problem.resident_bytes,
+        least_bytes=_state_bytes(traced.leaves),
+        compiles=len(candidates),
+        compiled=sum(not candidate.cached for candidate in candidates),
+        margin=_MARGINS.get(platform, "") if hardware is not None else "",
+        versions=_versions(compiler, hardware),
+        flags={name: str(value) for answer in compiler.answers[:1] for name, value in answer.compiler_options.items()},
+        mesh=_mesh_of(traced.leaves),
+        fingerprint=compiler.plain.fingerprint,
+        notes=tuple(search.notes),
+    )
+
+
+def _resident_bytes(item: Any) -> int:
+    """Bytes that stay beside the step: a size, or a tree of arrays, real or abstract."""
+    if isinstance(item, (int, str)) and not isinstance(item, bool):
+        return parse_bytes(item)
+    leaves = [leaf for leaf in jax.tree.leaves(item) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if not leaves:
+        msg = f"resident holds {type(item).__name__}, which has no arrays. Give bytes, '2GiB', or trees of arrays."
+        raise PlanError(msg)
+    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _state_bytes(leaves: Sequence[Leaf]) -> int:
+    """What parameters and optimizer state alone take on one device."""
+    state = [leaf for leaf in leaves if leaf.kind in (PARAMETERS, OPTIMIZER)]
+    return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in state)
+
+
+def _devices_of(leaf: Leaf) -> int:
+    sharding = getattr(leaf.value, "sharding", None)
+    return int(getattr(sharding, "num_devices", 1) or 1)
+
+
+def _mesh_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+    for leaf in leaves:
+        mesh = getattr(getattr(leaf.value, "sharding", None), "mesh", None)
+        if mesh is not None:
+            return {str(name): int(size) for name, size in mesh.shape.items()}
+    return {}
+
+
+def _versions(compiler: Compiler, hardware: Target | None) -> dict[str, str]:
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    if hardware is not None:
+        found |= {name: version for answer in compiler.answers[:1] for name, version in answer.compiler.items()}
+    return found
+
+
+def unfit_reason(record: PlanRecord) -> str:
+    """What did not fit and by how much, for whoever is to run the policy all the same."""
+    best = record.candidates[record.chosen]
+    over = (best.step_bytes or 0) + record.resident_bytes - (record.budget_bytes or 0)
+    return (
+        f"Nothing fits: {record.step} needs {format_bytes(best.step_bytes)} on {record.target} under the policy that came "
+        f"nearest, {format_bytes(over)} more than the budget of {format_bytes(record.budget_bytes)} allows (parameters and "
+        f"optimizer state alone are {format_bytes(record.least_bytes)}). Plan for more or larger devices, a larger budget or "
+        "a smaller batch."
+    )

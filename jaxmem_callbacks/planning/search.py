@@ -1,0 +1,194 @@
+"""Which policies to compile for a target, and which of them to use. Enters: a compiler of candidates. Leaves: candidates.
+
+The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
+shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.keeping import Share
+
+MOST_COMPILES = 6
+_AT_ONCE = 2
+_PLAIN, _FULL = StepPolicy(), StepPolicy(remat="full")
+# Work of this share of the plain step is not worth another compile.
+_WORTH = 0.005
+_DIGITS = 10**5
+Progress = Callable[[str, int, int], None]
+
+
+@final
+class RematSearch:
+    """Finds the cheapest remat policy that fits.
+
+    Args:
+        compiler: Compiles the step under a policy.
+        progress: Called with what is compiled next, how many are done and how many may come.
+    """
+
+    def __init__(self, compiler: Compiler, progress: Progress | None = None) -> None:
+        self._compiler = compiler
+        self._progress = progress or (lambda _what, _done, _most: None)
+        self.found: dict[StepPolicy, Candidate] = {}
+        self.notes: list[str] = []
+        self.interrupted = False
+
+    def run(self, *, frontier: bool) -> list[Candidate]:
+        """Compile what is worth compiling.
+
+        Args:
+            frontier: Fill the whole range between the ends; else stop as soon as the answer is known.
+
+        Returns:
+            The candidates, in the order of their bytes, largest first.
+        """
+        try:
+            shares = self._survey()
+        except (PolicyError, LossRefusedError) as error:
+            self.notes.append(f"Remat was not tried: {error}")
+            self._compile([_PLAIN])
+            return self._ordered()
+        try:
+            self._compile([_PLAIN, _FULL])
+            if frontier:
+                self._compile([_kept(share) for share in _evenly(shares, MOST_COMPILES - 2)])
+            elif not _is_free(self.found[_PLAIN]):
+                self._close_in(shares)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.notes.append("Interrupted: this is the best of what was compiled so far.")
+            if not self.found:
+                raise
+        return self._ordered()
+
+    def _survey(self) -> list[Share]:
+        """What the losses of the step could keep, joined by share."""
+        facts = self._compiler.facts(_FULL, survey=True)
+        curves = [curve for curve in facts.shares if len(curve) > 1]
+        return sorted(curves[0], key=lambda point: point.share) if len(curves) == 1 else _joined(curves)
+
+    def _close_in(self, shares: Sequence[Share]) -> None:
+        """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
+        full = self.found[_FULL]
+        limit = self._compiler.problem.budget.bytes
+        if limit is None or full.fits is not True or full.step_bytes is None:
+            return
+        room = limit - self._compiler.problem.resident_bytes - full.step_bytes
+        fits, fails = 0, len(shares)  # the places between which the answer lies
+        while len(self.found) < MOST_COMPILES and fails - fits > 1:
+            if (shares[fits].flops - shares[-1].flops) <= _WORTH * self._compiler.plain.flops:
+                return
+            scale = self._corrected(shares, full.step_bytes)
+            under = [place for place in range(fits + 1, fails) if shares[place].bytes * scale <= room]
+            guess = max(under, default=fits + 1)
+            tried = [place for place in (guess, guess + 1) if place < fails][: MOST_COMPILES - len(self.found)]
+            self._compile([policy for place in tried if (policy := _kept(shares[place])) not in self.found])
+            for place in tried:
+                if self.found[_kept(shares[place])].fits:
+                    fits = max(fits, place)
+                else:
+                    fails = min(fails, place)
+
+    def _corrected(self, shares: Sequence[Share], least: int) -> float:
+        """What a modelled byte costs, by the points that were compiled."""
+        modelled = {_kept(share).keep: share.bytes for share in shares}
+        ratios = [
+            (candidate.step_bytes - least) / modelled[policy.keep]
+            for policy, candidate in self.found.items()
+            if candidate.step_bytes is not None and modelled.get(policy.keep)
+        ]
+        return max(max(ratios, default=1.0), 0.05)
+
+    def _compile(self, policies: Sequence[StepPolicy]) -> None:
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            waiting = {pool.submit(self._compiler.candidate, policy): policy for policy in policies}
+            self._progress(" and ".join(map(describe, policies)), len(self.found), MOST_COMPILES)
+            for done in concurrent.futures.as_completed(waiting):
+                self.found[waiting[done]] = done.result()
+                self._progress(describe(waiting[done]), len(self.found), MOST_COMPILES)
+
+    def _ordered(self) -> list[Candidate]:
+        return sorted(self.found.values(), key=lambda candidate: (-(candidate.step_bytes or 0), candidate.extra_flops))
+
+
+def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
+    """The candidate to use: of those that fit the one with fewest extra operations, then least time, then fewest bytes.
+
+    Where there is no limit the plain step; where nothing fits, what comes nearest.
+    """
+    numbered = list(enumerate(candidates))
+    fitting = [(index, each) for index, each in numbered if each.fits]
+    if fitting:
+        index, best = min(fitting, key=lambda pair: _cost(pair[1]))
+        return index, ("the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again")
+    if any(each.fits is None for each in candidates):
+        index, _ = min(numbered, key=lambda pair: _cost(pair[1]))
+        return index, "there is no limit here, so nothing is worth computing twice"
+    index, _ = min(numbered, key=lambda pair: (pair[1].step_bytes or 0, _cost(pair[1])))
+    return index, "nothing fits; this comes nearest"
+
+
+def _cost(candidate: Candidate) -> tuple[float, float, float]:
+    return candidate.extra_flops, candidate.modelled_s or 0.0, candidate.step_bytes or 0
+
+
+def _is_free(candidate: Candidate) -> bool:
+    """Whether the plain step is the answer: it fits, and its compiler recomputes nothing to make it fit."""
+    return candidate.fits is not False and not candidate.compiler_remat
+
+
+def _kept(share: Share) -> StepPolicy:
+    """A share as people can write it: rounded up, so that nothing of it is left out."""
+    return StepPolicy(remat="full", keep=min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0))
+
+
+def _evenly(shares: Sequence[Share], count: int) -> Iterator[Share]:
+    """Points of a frontier evenly spaced in operations, without its first."""
+    if not shares[1:]:
+        return
+    most, least = shares[0].flops, shares[-1].flops
+    seen = {0.0}
+    for place in range(1, count + 1):
+        goal = most - (most - least) * place / count
+        point = next(share for share in shares if share.flops <= goal + 1)
+        if point.share not in seen:
+            seen.add(point.share)
+            yield point
+
+
+def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
+    """Several losses of one step, each with its own shares, at a few common ones."""
+    grid = [place / 20 for place in range(21)]
+    rows = [[[point for point in curve if point.share <= share + 1e-12][-1] for curve in curves] for share in grid]
+    return [
+        Share(share, sum(point.bytes for point in row), sum(point.flops for point in row))
+        for share, row in zip(grid, rows, strict=True)
+    ]
+
+
+def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates that no other beats in bytes without costing more operations, in their order."""
+    known = [each for each in candidates if each.step_bytes is not None]
+
+    def beaten(one: Candidate) -> bool:
+        mine = (one.step_bytes or 0, one.extra_flops)
+        return any(
+            (o.step_bytes or 0) <= mine[0] and o.extra_flops <= mine[1] and (o.step_bytes, o.extra_flops) != mine
+            for o in known
+        )
+
+    return tuple(each for each in known if not beaten(each))
+
+
+def describe(policy: StepPolicy) -> str:
+    """A policy in few words, such as ``full, keep 0.35``."""
+    return f"{policy.remat}, keep {policy.keep:.3g}" if policy.keep else policy.remat

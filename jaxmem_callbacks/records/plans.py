@@ -1,0 +1,104 @@
+"""What a plan found: candidates with the compiler's bytes, which one was chosen and why, and what the figures rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jaxmem_callbacks.records.policies import StepPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One policy, compiled for the plan's target. Bytes are per device.
+
+    Attributes:
+        policy: What was compiled.
+        step_bytes: What the step needs by the target's own compiler: a refusal's figure where it refused, or None where it
+            said none.
+        fits: Whether resident bytes and the step fit into the budget; None where there is no budget.
+        flops: Operations of one step on all devices, counted from its trace, scan trips included.
+        extra_flops: Operations above the same step without remat, plus an estimate of what the compiler recomputes by itself.
+        compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
+        modelled_s: Modelled seconds of one step on the target, or None where its speed is not known. A model, not a measurement.
+        argument_bytes: Arguments, donated or not.
+        output_bytes: Results, those that reuse arguments included.
+        alias_bytes: Results that reuse a donated argument's memory.
+        temp_bytes: Temporaries.
+        refusal: The compiler's own words where it refused the program for its memory.
+        cached: Whether the answer came from the disk cache.
+        seconds: Time in the compiler; None where cached or refused.
+    """
+
+    policy: StepPolicy
+    step_bytes: int | None
+    fits: bool | None
+    flops: int
+    extra_flops: int
+    compiler_remat: int = 0
+    modelled_s: float | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    temp_bytes: int | None = None
+    refusal: str | None = None
+    cached: bool = False
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnfitPolicy(StepPolicy):
+    """The policy that came nearest in a plan in which nothing fits. Whoever is to run it refuses it.
+
+    Attributes:
+        reason: What did not fit, and by how much.
+    """
+
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    """Everything a plan found.
+
+    Attributes:
+        step: Name of the train step.
+        target: Canonical name of the hardware, such as ``h100_sxm`` or ``v5e:2x2``; ``attached`` for the attached devices.
+        device_count: Devices the step was compiled for.
+        candidates: In the order of their bytes, largest first.
+        chosen: Index of the chosen candidate.
+        reason: Why it was chosen, one sentence.
+        limit_bytes: Memory of one device, or None where unknown.
+        budget_bytes: What the step may use of it, or None without a limit.
+        budget_reason: Where the budget comes from.
+        resident_bytes: Bytes that must fit beside the step.
+        least_bytes: What the arguments alone take (parameters, optimizer state, batch), or None where unknown.
+        compiles: How many compiles were asked for, cached ones included.
+        compiled: How many were really run.
+        margin: What the figures leave out on this target, in words.
+        versions: Package -> version, of JAX and the compiler.
+        flags: XLA options the programs were compiled with.
+        mesh: Axis -> size, empty without a mesh.
+        fingerprint: Identifies the plain step's program; a step that has another was changed after planning.
+        notes: Further remarks, one sentence each.
+    """
+
+    step: str
+    target: str
+    device_count: int
+    candidates: tuple[Candidate, ...]
+    chosen: int
+    reason: str
+    limit_bytes: int | None
+    budget_bytes: int | None
+    budget_reason: str
+    resident_bytes: int = 0
+    least_bytes: int | None = None
+    compiles: int = 0
+    compiled: int = 0
+    margin: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    fingerprint: str = ""
+    notes: tuple[str, ...] = ()

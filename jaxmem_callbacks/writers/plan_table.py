@@ -1,0 +1,125 @@
+"""A plan enters; its table in plain text or HTML, and its figures as JSON, leave. Every figure says where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Collection
+
+from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
+
+_HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
+_SIDES = ("left", "left", "right", "right", "right", "right", "right", "right")
+
+
+def plan_text(record: PlanRecord, frontier: Collection[Candidate]) -> str:
+    """The whole plan: what was asked, every candidate, the choice, and what the figures leave out."""
+    return "\n".join(
+        [*_preface(record), "", *columns([_HEAD, *_rows(record, frontier)], _SIDES), "", *_remarks(record)]
+    )
+
+
+def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
+    """The same for a notebook."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEAD)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(record, frontier)
+    )
+    before, after = (
+        "".join(f"<p>{html.escape(line)}</p>" for line in lines if line)
+        for lines in (_preface(record), _remarks(record))
+    )
+    return f"{before}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{after}"
+
+
+def plan_json(record: PlanRecord) -> str:
+    """Every figure of the record, bytes as integers."""
+    return json.dumps(dataclasses.asdict(record), indent=1, default=dict)
+
+
+def policy_words(policy: StepPolicy) -> str:
+    """A policy in few words, such as ``full, keep 0.35``."""
+    words = [policy.remat]
+    if policy.segments is not None:
+        words.append(f"{policy.segments} segments")
+    if policy.keep:
+        words.append(f"keep {policy.keep:.3g}")
+    words += [
+        f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
+    ]
+    return ", ".join(words)
+
+
+def _preface(record: PlanRecord) -> list[str]:
+    devices = f", {record.device_count} devices" if record.device_count > 1 else ""
+    lines = [f"Plan of {record.step} for {record.target}{devices}; bytes on one device, by its own compiler"]
+    if record.budget_bytes is not None:
+        lines.append(f"Budget {format_bytes(record.budget_bytes)}: {record.budget_reason}")
+    else:
+        lines.append(f"No budget: {record.budget_reason}")
+    if record.resident_bytes:
+        lines.append(f"Beside the step stay {format_bytes(record.resident_bytes)}")
+    return lines
+
+
+def _rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
+    plain = min((each.flops for each in record.candidates if each.policy.remat == "none"), default=0)
+    rows: list[tuple[str, ...]] = []
+    for index, each in enumerate(record.candidates):
+        mark = "->" if index == record.chosen else " *" if each in frontier else ""
+        rows.append(
+            (
+                mark,
+                policy_words(each.policy),
+                format_bytes(each.step_bytes),
+                "refused" if each.refusal else format_bytes(each.temp_bytes),
+                _share(each, record),
+                f"{each.extra_flops / plain:+.1%}" if plain else f"{each.extra_flops:+}",
+                "unknown" if each.modelled_s is None else f"{each.modelled_s * 1e3:.4g} ms",
+                str(each.compiler_remat),
+            )
+        )
+    return rows
+
+
+def _share(candidate: Candidate, record: PlanRecord) -> str:
+    if record.budget_bytes is None or candidate.step_bytes is None:
+        return "no budget" if record.budget_bytes is None else "unknown"
+    share = (candidate.step_bytes + record.resident_bytes) / max(record.budget_bytes, 1)
+    return f"{share:.0%}" + ("" if candidate.fits else ", too much")
+
+
+def _remarks(record: PlanRecord) -> list[str]:
+    chosen = record.candidates[record.chosen]
+    lines = [f"-> {policy_words(chosen.policy)}: {record.reason}.   * no other is better in both bytes and operations"]
+    if chosen.fits is False:
+        lines.append(_shortfall(record, chosen))
+    if any(each.compiler_remat for each in record.candidates):
+        lines.append(
+            "compiler's remat: instructions that XLA computes again by its own choice near the limit; an estimate of their "
+            "work is in the extra FLOPs, so such a point is never free."
+        )
+    if any(each.modelled_s is not None for each in record.candidates):
+        lines.append(
+            "modelled: from FLOPs, bytes moved and the target's data sheet; it ranks policies and is no measurement."
+        )
+    cached = (
+        f", {record.compiles - record.compiled} of them from the cache" if record.compiled < record.compiles else ""
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    lines.append(f"{record.compiles} compiles{cached} ({versions}).")
+    if record.margin:
+        lines.append(f"Keep a margin: {record.margin}.")
+    return [*lines, *record.notes]
+
+
+def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
+    over = (chosen.step_bytes or 0) + record.resident_bytes - (record.budget_bytes or 0)
+    return (
+        f"Nothing fits, by {format_bytes(over)}. Parameters and optimizer state alone are {format_bytes(record.least_bytes)}, "
+        f"all arguments {format_bytes(chosen.argument_bytes)}, temporaries {format_bytes(chosen.temp_bytes)}."
+    )

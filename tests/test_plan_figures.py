@@ -1,0 +1,101 @@
+"""What a plan's figures rest on: modelled time, and what a compiler recomputes by itself, read from its program."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.modelled import modelled_seconds
+from jaxmem_callbacks.planning.speeds import Speed, speed_of
+from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
+from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
+from jaxmem_callbacks.records.errors import PlanError
+
+pytestmark = pytest.mark.core
+
+SPEED = Speed(flops=1e12, bandwidth=1e9, link=1e9, float32_share=0.5)
+
+
+def seconds(function: Any, *shapes: Any) -> float:
+    return modelled_seconds(jax.make_jaxpr(function)(*shapes), SPEED)
+
+
+def matrix(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def test_a_product_takes_the_longer_of_its_work_and_its_traffic() -> None:
+    large = matrix(4096, 4096)
+    assert seconds(jnp.matmul, large, large) == pytest.approx(max(2 * 4096**3 / 1e12, 3 * 2 * 4096**2 / 1e9))
+    thin = matrix(4096, 8), matrix(8, 4096)
+    assert seconds(jnp.matmul, *thin) == pytest.approx(2 * (2 * 8 * 4096 + 4096**2) / 1e9)
+    wide = matrix(4096, 4096, dtype=jnp.float32)
+    assert seconds(jnp.matmul, wide, wide) == pytest.approx(2 * 4096**3 / 0.5e12)
+
+
+def test_a_loop_takes_as_often_as_it_runs_and_devices_share() -> None:
+    def layers(x: Any, weights: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, weights)[0]
+
+    once, often = (seconds(layers, matrix(512, 512), matrix(count, 512, 512)) for count in (1, 32))
+    assert often == pytest.approx(32 * once)
+    jaxpr = jax.make_jaxpr(jnp.matmul)(matrix(64, 64), matrix(64, 64))
+    assert modelled_seconds(jaxpr, SPEED, devices=4) == pytest.approx(modelled_seconds(jaxpr, SPEED) / 4)
+
+
+def test_every_accelerator_has_a_speed_and_the_attached_cpu_none() -> None:
+    for name in target_names():
+        speed = speed_of(resolve_target(name, require_installed=False))
+        assert (speed is None) == (name == "cpu")
+        if speed is not None:
+            assert 1e13 < speed.flops < 1e16
+            assert 1e11 < speed.bandwidth < 1e13
+    assert speed_of(None) is None
+
+
+def test_what_a_compiler_recomputes_is_never_free() -> None:
+    hlo = textwrap.dedent(
+        """\
+        HloModule jit_step
+
+        %fused_computation.1 (p0: f32[8,16], p1: f32[16,32]) -> f32[8,32] {
+          %p0 = f32[8,16]{1,0} parameter(0)
+          %p1 = f32[16,32]{1,0} parameter(1)
+          ROOT %dot.1 = f32[8,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+        }
+
+        ENTRY %main (a: f32[8,16], b: f32[16,32]) -> f32[8,32] {
+          %a = f32[8,16]{1,0} parameter(0)
+          %b = f32[16,32]{1,0} parameter(1)
+          %exponential.2.remat = f32[8,16]{1,0} exponential(%a)
+          %fusion.1.remat2 = f32[8,32]{1,0} fusion(%exponential.2.remat, %b), kind=kOutput, calls=%fused_computation.1
+          %image = f32[2,8,8,4]{3,2,1,0} parameter(2)
+          %kernel = f32[3,3,4,6]{3,2,1,0} parameter(3)
+          %convolution.3.remat = f32[2,8,8,6]{3,2,1,0} convolution(%image, %kernel), dim_labels=b01f_01io->b01f
+          ROOT %add.1 = f32[8,32]{1,0} add(%fusion.1.remat2, %fusion.1.remat2)
+        }
+        """
+    )
+    elementwise, product, convolution = 8 * 16, 8 * 32 + 2 * 8 * 32 * 16, 2 * (2 * 8 * 8 * 6) * (3 * 3 * 4)
+    assert recomputed_flops(hlo) == elementwise + product + convolution
+    assert recomputed_flops(hlo.replace(".remat", ".clone")) == 0
+
+
+def test_the_budget_of_a_target_is_what_is_usable_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    gpu, tpu = (resolve_target(name, require_installed=False) for name in ("h100_sxm", "v5e"))
+    assert budget_for(None, gpu).bytes == int(gpu.memory_bytes * 0.75)
+    assert "75% of the 79.1 GiB of h100_sxm" in budget_for(None, gpu).reason
+    assert budget_for(None, tpu).bytes == tpu.memory_bytes
+    assert budget_for(0.5, tpu).bytes == tpu.memory_bytes // 2
+    assert budget_for("4GiB", gpu).bytes == 4 * 2**30
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert budget_for(None, gpu).bytes == int(gpu.memory_bytes * 0.9)
+    with pytest.raises(PlanError, match="above 0 and up to 1"):
+        budget_for(0.0, gpu)
