@@ -1,9 +1,18 @@
 """Eight virtual CPU devices, set the way that overwrites nothing of the environment; the backend starts after this file."""
 
+import os
+
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiles_of_this_run(tmp_path_factory):
+    """Compiles for absent hardware are kept for this run only: the user's cache is neither read nor filled."""
+    os.environ["JAXMEM_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiles"))
 
 
 def pytest_terminal_summary(terminalreporter):

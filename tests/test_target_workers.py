@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program, sharding_text
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
-from jaxmem_callbacks.programs.targets.worker import run_worker, worker_environment
+from jaxmem_callbacks.programs.targets.worker import end_workers, run_worker, worker_environment
 from jaxmem_callbacks.records.errors import CompileError
 from tests.target_step import ARGS, GIB, PARAM_BYTES, mesh_of, shape, train_step
 
@@ -52,6 +57,170 @@ def test_a_worker_that_takes_too_long_is_ended(tmp_path):
     assert not [
         child for child in psutil.Process().children(recursive=True) if "worker_main" in " ".join(child.cmdline())
     ]
+
+
+def workers(folder):
+    """Processes that were started for a folder, of this process and of its children."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if str(folder) in " ".join(process.cmdline())]
+
+
+def alive(process):
+    """Whether a process still does anything; what is left of one whose parent died may wait for ever to be looked at."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition, *, seconds=20.0):
+    """The condition's first true value; a failure where it has none in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    pytest.fail("it did not happen in time")
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """A worker that waits for ever, what its caller gets in the end, and the thread that the caller is."""
+    os.mkfifo(tmp_path / "request.json")
+    got = []
+
+    def call():
+        try:
+            run_worker(tmp_path, name="step for v5e", accelerator_type="", timeout_s=60)
+        except CompileError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    yield until(lambda: workers(tmp_path))[0], got, thread
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("sent", "advice"),
+    [
+        (signal.SIGKILL, r"This library did not end it; a system that runs out of memory does\. Close other programs"),
+        (signal.SIGSEGV, r"The fault lies in the compiler\. Install another version of it as docs/targets\.md says"),
+    ],
+)
+def test_a_worker_that_a_signal_ends_is_an_error_that_names_it(hanging, sent, advice):
+    process, got, thread = hanging
+    process.send_signal(sent)
+    thread.join(20)
+    message = rf"step for v5e: the worker .* crashed \(signal {sent.name}\), your own process is unharmed\. {advice}"
+    with pytest.raises(CompileError, match=message):
+        raise got[0]
+
+
+def test_workers_of_other_threads_can_be_ended(hanging):
+    process, got, thread = hanging
+    assert end_workers() == 1
+    thread.join(20)
+    assert not process.is_running()
+    with pytest.raises(
+        CompileError, match=r"step for v5e: the compile was ended on request, before it had an answer\."
+    ):
+        raise got[0]
+    assert end_workers() == 0
+
+
+GARBAGE = """
+import os, sys
+if "--with-caller" in sys.orig_argv:
+    folder = sys.orig_argv[-2]
+    print("a stray line")
+    if {answer!r}:
+        open(os.path.join(folder, "answer.json"), "w").write({answer!r})
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", r"No such file"),
+        ("{garbage", r"Expecting property name"),
+        ('{"figures": 1, "kept": [], "warnings": []}', r"is neither figures nor a refusal"),
+        ('{"figures": {}, "kept": [], "warnings": []}', r"there are figures, and no program"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, answer, reason):
+    (tmp_path / "sitecustomize.py").write_text(GARBAGE.format(answer=answer))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(
+        CompileError, match=rf"step for v5e: the worker .* its answer cannot be read: .*{reason}(?s:.*)a stray line"
+    ):
+        run_worker(tmp_path, name="step for v5e", accelerator_type="", timeout_s=60)
+
+
+# A worker that starts a process of its own, as compilers do, and hangs. It stands in for no compiler: none is reached.
+HANGING = """
+import subprocess, sys, time
+if "--with-caller" in sys.orig_argv:
+    subprocess.Popen(["sleep", "60"])
+    time.sleep(60)
+"""
+CALLER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
+import jax, jax.numpy as jnp
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.target import resolve_target
+x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+compile_for_target(lambda x: x @ x, (x,), target=resolve_target({target!r}, require_installed=False))
+"""
+
+
+def family(caller):
+    """The processes of a caller whose worker has started one of its own."""
+    found = psutil.Process(caller.pid).children(recursive=True)
+    return found if len(found) > 1 else None
+
+
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_ctrl_c_ends_the_worker_at_once_and_leaves_nothing(tmp_path, target):
+    (tmp_path / "sitecustomize.py").write_text(HANGING)
+    places = tmp_path / "places"
+    places.mkdir()
+    path = os.pathsep.join([worker_environment("")["PYTHONPATH"], str(tmp_path)])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TMPDIR": str(places)}
+    command = [sys.executable, "-c", CALLER.format(target=target)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as caller:
+        started = until(lambda: family(caller), seconds=60)
+        assert [place.name.startswith("jaxmem-") for place in places.iterdir()] == [True]
+        before = time.monotonic()
+        caller.send_signal(signal.SIGINT)
+        errors = caller.communicate(timeout=20)[1]
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert time.monotonic() - before < 10
+    assert not [process for process in started if alive(process)]
+    assert list(places.iterdir()) == []  # libtpu's lock file would lie here too
+
+
+KILLED = """
+import pathlib, sys
+from jaxmem_callbacks.programs.targets.worker import run_worker
+run_worker(pathlib.Path(sys.argv[1]), name="step", accelerator_type="", timeout_s=60)
+"""
+
+
+def test_a_worker_does_not_outlive_a_caller_that_is_killed(tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    os.mkfifo(place / "request.json")
+    environment = os.environ | {"PYTHONPATH": worker_environment("")["PYTHONPATH"]}
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(place)], env=environment) as caller:
+        worker = until(lambda: psutil.Process(caller.pid).children())[0]
+        caller.kill()
+    until(lambda: not alive(worker))
+    assert not place.exists()
 
 
 def test_a_refusal_for_memory_is_read_and_other_refusals_are_errors():

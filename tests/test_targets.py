@@ -16,27 +16,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
-from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import CompileError, TargetError
-from tests.target_step import ARGS, BATCH, GIB, HIDDEN, LAYERS, PARAM_BYTES, WIDTH, block, mesh_of, shape, train_step
+from tests.target_step import (
+    ARGS,
+    BATCH,
+    GIB,
+    HIDDEN,
+    LAYERS,
+    PARAM_BYTES,
+    WIDTH,
+    block,
+    mesh_of,
+    needs_compiler,
+    shape,
+    train_step,
+)
 
 pytestmark = pytest.mark.targets
 
 TARGETS = {"v5e:1x1": "tpu", "h100_sxm": "cuda"}
-
-
-def needs_compiler(name):
-    """Skip, and say so, where the target's compiler is not installed; fail where the machine is meant to have it."""
-    try:
-        return resolve_target(name)
-    except TargetError:
-        target = resolve_target(name, require_installed=False)
-        package = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[target.platform]
-        message = f"targets: {target.name.partition(':')[0]} not proved ({package} for this JAX is not installed)"
-        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
-            pytest.fail(message)
-        pytest.skip(message)
 
 
 @pytest.fixture(scope="module", params=sorted(TARGETS))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
@@ -124,6 +125,18 @@ def _dull(found: Instruction) -> bool:
     return found.op_name is None or "dynamic_update" in found.op_name
 
 
+def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
+    """``file:line`` of the first of these frames, innermost first, that is the user's; else the first of a package's."""
+    first: str | None = None
+    for file, line in frames:
+        if file.startswith((_OURS, "<")):
+            continue
+        if not any(part in file for part in _LIBRARIES):
+            return f"{file}:{line}"
+        first = first or f"{file}:{line}"
+    return first
+
+
 def without_export_prefix(text: str) -> str:
     """HLO text of a program that went through `jax.export`, with the names that a direct compile would have."""
     return _EXPORTED.sub("", text)
@@ -192,7 +205,10 @@ class _Frames:
 
     def source(self, frame: int) -> str | None:
         """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""
-        first: str | None = None
+        return user_source(self._chain(frame))
+
+    def _chain(self, frame: int) -> Iterator[tuple[str, int]]:
+        """Files and lines from a frame outwards."""
         seen: set[int] = set()
         while frame in self._frames and frame not in seen:
             seen.add(frame)
@@ -200,13 +216,8 @@ class _Frames:
             location = self._locations.get(fields.get("file_location_id", 0), {})
             file = self._files.get(location.get("file_name_id", 0))
             if file is not None:
-                where = f"{file}:{location.get('line', 0)}"
-                if not file.startswith((_OURS, "<")):
-                    if not any(part in file for part in _LIBRARIES):
-                        return where
-                    first = first or where
+                yield file, location.get("line", 0)
             frame = fields.get("parent_frame_id", 0) - self._no_parent
-        return first
 
 
 def _fields(text: str) -> dict[str, int]:

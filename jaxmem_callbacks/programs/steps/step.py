@@ -86,6 +86,7 @@ class Traced(NamedTuple):
     jaxpr: Any
     leaves: list[Leaf]
     undonated: tuple[str, ...]
+    out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is said of it
 
 
 class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside
@@ -181,7 +182,9 @@ class JitStep:
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
             leaves = call_leaves(arguments, count, traced)
-            return Traced(traced.jaxpr, leaves, undonated_names(arguments, leaves, traced.out_info))
+            out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
+            undonated = undonated_names(arguments, leaves, traced.out_info)
+            return Traced(traced.jaxpr, leaves, undonated, out_shardings)
 
     def without_policy(self) -> JitStep | None:
         """The same step without remat and without donation by this library, to compare with; None where it has neither."""

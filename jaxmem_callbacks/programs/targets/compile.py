@@ -1,7 +1,7 @@
 """A user's step and a target in, what the real compiler says about it out; no such hardware needs to be attached.
 
-The step is traced here (`exporting`), compiled in a worker process (`worker`, `worker_main`), and read back: bytes,
-optimised HLO and, on request, the buffers that make the peak.
+The step is traced here (`exporting`), compiled in a worker process (`worker`, `worker_main`) unless the answer is on disk
+(`cache`), and read back: bytes, optimised HLO and, on request, the buffers that make the peak.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from jaxmem_callbacks.programs.reading.buffers import past_the_cache, peak_buffe
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.dumps import dump_options
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
+from jaxmem_callbacks.programs.targets.cache import cache_entry
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
 from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortableProgram, export_program, flatten_program
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.programs.targets.worker import run_worker
+from jaxmem_callbacks.programs.targets.worker import run_worker, worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 
@@ -50,7 +51,7 @@ class TargetCompilation:
         limit_bytes: What there is, by the refusal or the target.
         host_temp_bytes: Host memory that the program uses for offloaded values.
         hlo_text: The optimised program, or None where it was not asked for or not compiled.
-        compile_seconds: Time in the compiler, lowering included; None where it refused.
+        compile_seconds: Time in the compiler, lowering included, when it was really asked; None where it refused.
         compiler_options: Options the program was compiled with.
         compiler: Package -> version of the compiler.
         paths: Path of each array argument, such as ``params['w']``.
@@ -59,6 +60,9 @@ class TargetCompilation:
         buffers: What makes the peak, largest first, or None where it was not asked for.
         warnings: What JAX warned of while lowering, such as donations that are not usable.
         refusal: The compiler's own words where it refused the program for its memory.
+        cached: Whether the answer comes from the disk cache: nothing was compiled. Where the same program was compiled
+            from other source lines before, or on behalf of other callers, ``hlo_text`` and ``refusal`` then hold no
+            source lines; those of ``buffers`` always hold.
     """
 
     target: Target
@@ -76,6 +80,7 @@ class TargetCompilation:
     buffers: tuple[Buffer, ...] | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
+    cached: bool = False
 
 
 def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
@@ -93,6 +98,7 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
     timeout_s: float = 600,
     want_buffers: bool = False,
     keep_hlo: bool = True,
+    cache: bool = True,
 ) -> TargetCompilation:
     """Compile a function for hardware that need not be there.
 
@@ -111,6 +117,9 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
         timeout_s: Seconds after which the compiler is ended.
         want_buffers: Also tell what makes the peak; the same compile writes it.
         keep_hlo: Keep the optimised program's text, which can be large.
+        cache: Take the answer from the disk cache where the same program was compiled before in the same way by the same
+            versions, and keep it there otherwise. ``JAXMEM_CACHE_DIR`` says where, and ``off`` there switches it off. Not
+            for the attached CPU, nor where your flags ask XLA for dumps.
 
     Returns:
         What the compiler said. A program too large for a TPU is an answer (``fits=False``), not an error.
@@ -138,6 +147,7 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
             folder=pathlib.Path(place),
             want_buffers=want_buffers,
             keep_hlo=keep_hlo,
+            cache=cache,
         )
         return _compile_here(job) if where.platform == "cpu" else _compile_there(job, timeout_s)
 
@@ -152,6 +162,7 @@ class _Job:
     folder: pathlib.Path
     want_buffers: bool
     keep_hlo: bool
+    cache: bool
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -169,24 +180,34 @@ def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
             f"{job.target.device_count}. Name a larger one: '{kind}:' and its topology or number of GPUs."
         )
         raise TargetError(msg)
-    _write_request(program, job)
-    accelerator = "v5litepod-4" if job.target.platform == "tpu" else ""  # any; the topology asked for is what counts
-    answer = run_worker(job.folder, name=title, accelerator_type=accelerator, timeout_s=timeout_s)
     compiler = compiler_versions(job.target.platform)
-    if "error" in answer:
-        needed, limit = refused_for_memory(title, answer["error"])
-        return TargetCompilation(
-            target=job.target,
-            memory=None,
-            fits=False,
-            needed_bytes=needed,
-            limit_bytes=job.target.memory_bytes if limit is None else limit,
-            compiler_options=job.options,
-            compiler=compiler,
-            warnings=tuple(answer["warnings"]),
-            refusal=answer["error"],
-        )
-    return dataclasses.replace(_read_answer(job, answer), compiler=compiler)
+    accelerator = "v5litepod-4" if job.target.platform == "tpu" else ""  # any; the topology asked for is what counts
+    request = _request(program, job)
+    known = cache_entry(program.blob, request, compiler, worker_environment(accelerator)) if job.cache else None
+    answer = known.load(job.folder, want_buffers=job.want_buffers) if known else None
+    cached = answer is not None
+    if answer is None:
+        _write_request(program, request, job)
+        answer = run_worker(job.folder, name=title, accelerator_type=accelerator, timeout_s=timeout_s)
+    result = _refused(job, title, answer) if "error" in answer else _read_answer(job, answer)
+    if known and not cached and (result.memory or result.needed_bytes):
+        known.keep(job.folder, want_buffers=job.want_buffers)
+    return dataclasses.replace(result, compiler=compiler, cached=cached)
+
+
+def _refused(job: _Job, title: str, answer: dict[str, Any]) -> TargetCompilation:
+    """A refusal for memory as the answer that it is."""
+    needed, limit = refused_for_memory(title, answer["error"])
+    return TargetCompilation(
+        target=job.target,
+        memory=None,
+        fits=False,
+        needed_bytes=needed,
+        limit_bytes=job.target.memory_bytes if limit is None else limit,
+        compiler_options=job.options,
+        warnings=tuple(answer["warnings"]),
+        refusal=answer["error"],
+    )
 
 
 def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
@@ -261,9 +282,10 @@ def _with_user_names(buffers: tuple[Buffer, ...], flat: FlatProgram) -> tuple[Bu
     return tuple(map(named, buffers))
 
 
-def _write_request(program: PortableProgram, job: _Job) -> None:
+def _request(program: PortableProgram, job: _Job) -> dict[str, Any]:
+    """What the worker is told besides the program, less what only this one compile needs."""
     config = {name: getattr(jax.config, name) for name in _COMPILER_CONFIG if hasattr(jax.config, name)}
-    request = {
+    return {
         "name": program.name,
         "platform": job.target.platform,
         "topology": job.target.topology,
@@ -273,12 +295,15 @@ def _write_request(program: PortableProgram, job: _Job) -> None:
         "shardings": program.shardings,
         "out_shardings": program.out_shardings,
         "donated": program.donated,
-        "compiler_options": job.all_options,
+        "compiler_options": job.options,
         "jax_config": {name: value for name, value in config.items() if isinstance(value, (bool, int, float, str))},
-        "folders": target_folders(),
     }
+
+
+def _write_request(program: PortableProgram, request: dict[str, Any], job: _Job) -> None:
+    whole = request | {"compiler_options": job.all_options, "folders": target_folders()}
     (job.folder / "program.bin").write_bytes(program.blob)
-    (job.folder / "request.json").write_text(json.dumps(request), "utf-8")
+    (job.folder / "request.json").write_text(json.dumps(whole), "utf-8")
 
 
 def _options(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:

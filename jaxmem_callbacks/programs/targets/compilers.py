@@ -22,15 +22,15 @@ _PACKAGES = {
 }
 
 
+def user_cache() -> pathlib.Path:
+    """This library's folder among the user's caches; it need not exist."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "jaxmem_callbacks"
+
+
 def default_folder() -> pathlib.Path:
     """Where compilers are looked for besides JAX's own environment; one for each JAX and Python, because they must match."""
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    return (
-        cache
-        / "jaxmem_callbacks"
-        / "targets"
-        / f"jax-{_version('jax', sys.path)}-python{sys.version_info.major}.{sys.version_info.minor}"
-    )
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return user_cache() / "targets" / f"jax-{_version('jax', sys.path)}-python{python}"
 
 
 def target_folders() -> list[str]:

@@ -34,9 +34,13 @@ def compile_step_for(
     flat = _flat_function(traced.jaxpr, step.name)
     abstract = [_abstract(leaf) for leaf in traced.leaves]
     donated = tuple(i for i, leaf in enumerate(traced.leaves) if leaf.donated)
+    results = [_portable(sharding) for sharding in traced.out_shardings]
+    pinned = results if any(sharding is not None for sharding in results) else None
 
     def compiled(*, want_buffers: bool) -> TargetCompilation:
-        return compile_for_target(flat, abstract, target=target, donate_argnums=donated, want_buffers=want_buffers)
+        return compile_for_target(
+            flat, abstract, target=target, donate_argnums=donated, out_shardings=pinned, want_buffers=want_buffers
+        )
 
     answer = compiled(want_buffers=False)
     uses = _uses(traced.leaves, _taken(traced.jaxpr), answer.hlo_text or "")
@@ -60,9 +64,12 @@ def _flat_function(jaxpr: Any, name: str) -> Callable[..., Any]:
 
 
 def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf.value, "sharding", None)
-    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_portable(getattr(leaf.value, "sharding", None)))
+
+
+def _portable(sharding: Any) -> Any:
+    """A sharding that means the same on other devices, else None."""
+    return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
 def _taken(jaxpr: Any) -> list[bool]:

@@ -1,11 +1,14 @@
 """Runs one request in a process of its own: folder in, the worker's answer out; time limit and crashes become errors.
 
 A separate process is what keeps the compilers of absent hardware, their environment variables, their log lines and their
-crashes out of the user's process. It is started by its file name, so that the user's script does not run again.
+crashes out of the user's process. It is started by its file name, so that the user's script does not run again. It never
+outlives its caller: whatever ends the wait, Ctrl-C too, ends the worker, and a caller that is killed ends it by the pipe
+between them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -20,6 +23,9 @@ from jaxmem_callbacks.records.errors import CompileError
 _TAIL_LINES = 15
 # Two compilers at once are as many as a small machine stands.
 _SLOTS = threading.BoundedSemaphore(2)
+# Workers that are compiling now -> whether `end_workers` ended them.
+_running: dict[subprocess.Popen[bytes], bool] = {}
+_SMALLER = "try a smaller program first (fewer unrolled layers: jax.lax.scan compiles one)"
 # What TPU libraries would otherwise ask the machine or its network for, and what silences them.
 _SETTINGS = {
     "JAX_PLATFORMS": "cpu",
@@ -71,42 +77,119 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
         The contents of ``answer.json``.
 
     Raises:
-        CompileError: the time is up, or the worker crashed; the message holds the end of what it wrote.
+        CompileError: the time is up, the worker crashed or was ended, or its answer cannot be read; the message holds the
+            end of what it wrote.
     """
-    command = [sys.executable, "-P", "-m", "jaxmem_callbacks.programs.targets.worker_main", str(folder)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "jaxmem_callbacks.programs.targets.worker_main",
+        str(folder),
+        "--with-caller",
+    ]
     log = folder / "worker.log"
     with _SLOTS, log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own module, in our own interpreter
             command,
             env=worker_environment(accelerator_type),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
+            _running[process] = False
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            msg = (
-                f"{name}: the compiler was ended after {timeout_s:g} s. Pass a larger timeout_s=, or try a smaller "
-                f"program first (fewer unrolled layers: jax.lax.scan compiles one).{_tail(log)}"
-            )
+            msg = f"{name}: the compiler was ended after {timeout_s:g} s. Pass a larger timeout_s=, or {_SMALLER}.{_tail(log)}"
             raise CompileError(msg) from None
         finally:
             _end(process)
-    answer = folder / "answer.json"
-    if code != 0 or not answer.exists():
-        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        msg = f"{name}: the worker that compiles it crashed ({ended}), your own process is unharmed.{_tail(log)}"
+            asked = _running.pop(process, False)
+    if code < 0 and asked:
+        msg = f"{name}: the compile was ended on request, before it had an answer. Ask for it again to have one."
         raise CompileError(msg)
-    return json.loads(answer.read_text("utf-8"))
+    if code != 0:
+        msg = f"{name}: the worker that compiles it crashed {_crash(code)}{_tail(log)}"
+        raise CompileError(msg)
+    return _answer(folder, name)
+
+
+def end_workers() -> int:
+    """End every compile that this process is waiting for, in whatever thread; each waiting thread gets a `CompileError`.
+
+    For those who compile in threads of their own: Ctrl-C reaches only the main thread.
+
+    Returns:
+        How many were ended.
+    """
+    ended = 0
+    for process in tuple(_running):
+        if process in _running and process.poll() is None:
+            _running[process] = True
+            _end_group(process)
+            ended += 1
+    return ended
+
+
+def usable_answer(text: str) -> dict[str, Any]:
+    """The contents of ``answer.json``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    answer = json.loads(text)
+    if isinstance(answer, dict) and isinstance(answer.get("warnings"), list):
+        refused = isinstance(answer.get("error"), str)
+        if refused or (isinstance(answer.get("figures"), dict) and isinstance(answer.get("kept"), list)):
+            return answer
+    msg = f"{text!r:.80} is neither figures nor a refusal"
+    raise ValueError(msg)
+
+
+def _answer(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """What a worker that ended well has said."""
+    try:
+        answer = usable_answer((folder / "answer.json").read_text("utf-8"))
+        if "error" not in answer and not (folder / "optimised.hlo").exists():
+            msg = "there are figures, and no program"
+            raise ValueError(msg)  # noqa: TRY301 - one error for all that an answer can lack
+    except (OSError, ValueError) as error:
+        msg = (
+            f"{name}: the worker that compiles it ended well, and its answer cannot be read: {error}. Expected figures or a "
+            f"refusal in answer.json. Look for what ends processes early (a sitecustomize of yours?), and ask again."
+            f"{_tail(folder / 'worker.log')}"
+        )
+        raise CompileError(msg) from error
+    return answer
+
+
+def _crash(code: int) -> str:
+    """How a worker ended that ended badly, and what to do."""
+    unharmed = "your own process is unharmed."
+    if code >= 0:
+        return f"(exit code {code}), {unharmed} Install its compiler anew as docs/targets.md says, or {_SMALLER}."
+    number = signal.Signals(-code)
+    if number is signal.SIGKILL:
+        why = "This library did not end it; a system that runs out of memory does. Close other programs, or"
+    else:
+        why = "The fault lies in the compiler. Install another version of it as docs/targets.md says, or"
+    return f"(signal {number.name}), {unharmed} {why} {_SMALLER}."
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the worker and whatever it started; a no-op for one that has ended by itself."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+    """End the worker, where it has not ended well by itself, with whatever it started, and let go of its pipe."""
+    if process.poll() != 0:
+        _end_group(process)
         process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says it the other way
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(log: pathlib.Path) -> str:

@@ -1,15 +1,20 @@
 """The worker's side of a compile for absent hardware: a folder with a request in, the same folder with an answer out.
 
 Started as ``python -m jaxmem_callbacks.programs.targets.worker_main FOLDER`` with the environment that `worker.py` made. Reads
-``request.json`` and ``program.bin``, writes ``answer.json`` and ``optimised.hlo``; the compiler dumps beside them.
+``request.json`` and ``program.bin``, writes ``answer.json`` and ``optimised.hlo``; the compiler dumps beside them. With
+``--with-caller`` it ends, and removes the folder, as soon as its standard input is closed.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
+import shutil
+import signal
 import sys
+import threading
 import time
 import warnings
 from typing import Any
@@ -117,5 +122,15 @@ def _sharding(text: dict[str, Any] | None, devices: list[Any], device_count: int
     return jax.sharding.NamedSharding(mesh, spec, memory_kind=kind)
 
 
+def _end_with_caller(folder: str) -> None:
+    """Wait until the caller is gone, killed perhaps, with nobody left to end this compile or to remove its files."""
+    while os.read(0, 1):  # not sys.stdin, whose lock a thread may not hold when the interpreter ends
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    if "--with-caller" in sys.argv[2:]:
+        threading.Thread(target=_end_with_caller, args=(sys.argv[1],), daemon=True).start()
     main(sys.argv[1])

@@ -1,0 +1,257 @@
+"""Answers of absent targets' compilers on disk: what a compile depends on enters, its answer's files leave where they are known.
+
+One file an answer, in `cache_folder`, named by the hash of all that the answer depends on and by that of its source lines.
+What is kept are the worker's own files, compressed, not what was read from them. Files are written whole or not at all and
+are never changed, so any number of processes may share the folder; one that cannot be used only costs compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.resources
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jaxlib
+
+from jaxmem_callbacks.programs.reading.dumps import dump_file
+from jaxmem_callbacks.programs.targets.compilers import user_cache
+from jaxmem_callbacks.programs.targets.fingerprint import Fingerprint, program_fingerprint
+from jaxmem_callbacks.programs.targets.worker import usable_answer
+from jaxmem_callbacks.records.units import GIB
+
+_VARIABLE = "JAXMEM_CACHE_DIR"
+_FORMAT = 1  # of an entry; the code that makes answers is part of the key by itself
+_LIMIT_BYTES = GIB
+_HOUR_S = 3600
+_ENTRY = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}\.zip")
+_TEMPORARY = ".jaxmem-"
+_ANSWER, _PROGRAM, _ABOUT, _DUMPS = "answer.json", "optimised.hlo", "about.json", "dump/"
+_DUMP_ENDINGS = (".txt", "-buffer-assignment.txt", "-live-range.txt")
+# Variables of the worker that its compiler reads.
+_READ_BY_COMPILERS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE")
+# What an entry that is truncated, foreign or made by other code raises when it is read.
+_BROKEN = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_TABLES = re.compile(r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*\n?", re.MULTILINE)
+_LINE = re.compile(r' ?(?:stack_frame_id=\d+|source_file="[^"]*"|source_(?:end_)?(?:line|column)=\d+)')
+
+
+def cache_folder() -> pathlib.Path | None:
+    """Where answers are kept: ``JAXMEM_CACHE_DIR``, else the user's own cache; None where that is empty or ``off``."""
+    said = os.environ.get(_VARIABLE)
+    if said is not None and said.strip().lower() in {"", "off"}:
+        return None
+    try:
+        return user_cache() / "compiles" if said is None else pathlib.Path(said).expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def cache_entry(
+    blob: bytes, request: Mapping[str, Any], versions: Mapping[str, str], environment: Mapping[str, str]
+) -> Entry | None:
+    """Where the answer to one request is kept.
+
+    Args:
+        blob: The serialised program.
+        request: All else that the worker is told, without the folders of this one compile.
+        versions: Package -> version of the compiler.
+        environment: The worker's environment.
+
+    Returns:
+        The entry, which need not exist; None where nothing is to be kept: the cache is off, or the user's flags lie in a
+        file or ask the compiler for files of its own.
+    """
+    folder = cache_folder()
+    if folder is None or _wants_a_real_compile(request["compiler_options"], environment):
+        return None
+    fingerprint = program_fingerprint(blob)
+    told = {
+        "format": _FORMAT,
+        "program": fingerprint.program,
+        "request": dict(request),
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, **versions},
+        "environment": {name: value for name, value in environment.items() if name.startswith(_READ_BY_COMPILERS)},
+        "worker": _worker_code(),
+    }
+    key = hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
+    return Entry(folder=folder, key=replace(fingerprint, program=key))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """The place of one answer.
+
+    Attributes:
+        folder: The cache.
+        key: What the answer depends on, as ``program``; its source lines; its call stacks.
+        limit_bytes: How large the whole folder may grow.
+    """
+
+    folder: pathlib.Path
+    key: Fingerprint
+    limit_bytes: int = _LIMIT_BYTES
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The entry's own file."""
+        return self.folder / f"{self.key.program}-{self.key.lines[:16]}.zip"
+
+    def load(self, place: pathlib.Path, *, want_buffers: bool) -> dict[str, Any] | None:
+        """Put the answer's files where a worker would have put them.
+
+        The same program traced from other source lines has the same figures: its answer is taken with the lines removed
+        from its texts, unless buffers are wanted, of which the lines are half the point. Where only callers moved, what is
+        told of buffers holds; the program's text, which has the callers too, still loses its lines.
+
+        Args:
+            place: The compile's folder.
+            want_buffers: Whether the compiler's dumps are needed too.
+
+        Returns:
+            The worker's answer, or None where it is not known.
+        """
+        for path in self._candidates(want_buffers=want_buffers):
+            try:
+                files = _read(path, self.key.program, want_buffers=want_buffers)
+                answer = usable_answer(files.pop(_ANSWER))
+                if json.loads(files.pop(_ABOUT))["stacks"] != self.key.stacks:
+                    _forget_lines(answer, "error")
+                    _forget_lines(files, _PROGRAM)
+                _lay_out(files, place)
+            except _BROKEN:
+                continue
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the least recently used is removed first
+            return answer
+        return None
+
+    def keep(self, place: pathlib.Path, *, want_buffers: bool) -> None:
+        """Keep the answer that lies in a compile's folder. A folder that cannot be written is no error."""
+        with contextlib.suppress(OSError):
+            self._write(place, want_buffers=want_buffers)
+            _prune(self.folder, self.limit_bytes)
+
+    def _candidates(self, *, want_buffers: bool) -> Iterator[pathlib.Path]:
+        yield self.path
+        if not want_buffers:
+            others = self.folder.glob(f"{self.key.program}-*.zip")
+            yield from (path for path in sorted(others) if path != self.path)
+
+    def _write(self, place: pathlib.Path, *, want_buffers: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self.folder)
+        temporary = pathlib.Path(name)
+        try:
+            with (
+                os.fdopen(number, "wb") as file,
+                zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as entry,
+            ):
+                entry.writestr(
+                    _ABOUT, json.dumps({"format": _FORMAT, "key": self.key.program, "stacks": self.key.stacks})
+                )
+                for path, inside in _answer_files(place, want_buffers=want_buffers):
+                    entry.write(path, inside)
+            temporary.replace(self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def without_source_lines(text: str) -> str:
+    """HLO text, or a compiler's message, without the source lines in it; the operations' names stay."""
+    return _LINE.sub("", _TABLES.sub("", text))
+
+
+def _forget_lines(texts: dict[str, Any], name: str) -> None:
+    if name in texts:
+        texts[name] = without_source_lines(texts[name])
+
+
+def _answer_files(place: pathlib.Path, *, want_buffers: bool) -> Iterator[tuple[pathlib.Path, str]]:
+    """The files that make an answer, with their names inside an entry. A refusal has no program."""
+    yield place / _ANSWER, _ANSWER
+    if (place / _PROGRAM).exists():
+        yield place / _PROGRAM, _PROGRAM
+        for ending in _DUMP_ENDINGS if want_buffers else ():
+            dump = dump_file(place / _DUMPS, ending)
+            yield dump, _DUMPS + dump.name
+
+
+def _read(path: pathlib.Path, key: str, *, want_buffers: bool) -> dict[str, str]:
+    """An entry's files by name; checksums are compared while they are read."""
+    with zipfile.ZipFile(path) as entry:
+        about = json.loads(entry.read(_ABOUT))
+        ours = about["format"] == _FORMAT and about["key"] == key
+        names = set(entry.namelist())
+        dumps = sorted(name for name in names if name.startswith(_DUMPS) and pathlib.PurePath(name).name)
+        complete = _PROGRAM not in names or not want_buffers or len(dumps) == len(_DUMP_ENDINGS)
+        if not ours or not complete:
+            msg = f"{path} holds another answer"
+            raise ValueError(msg)
+        wanted = [_ABOUT, _ANSWER, *({_PROGRAM} & names), *(dumps if want_buffers else ())]
+        return {name: entry.read(name).decode("utf-8") for name in wanted}
+
+
+def _lay_out(files: Mapping[str, str], place: pathlib.Path) -> None:
+    (place / _DUMPS).mkdir(exist_ok=True)
+    for name, text in files.items():
+        folder = place / _DUMPS if name.startswith(_DUMPS) else place
+        (folder / pathlib.PurePath(name).name).write_text(text, "utf-8")
+
+
+def _prune(folder: pathlib.Path, limit_bytes: int) -> None:
+    """Remove the least recently used entries above the limit, and what a process that was killed left half written.
+
+    Only files named as this module names them are ever removed.
+    """
+    entries: list[tuple[float, int, pathlib.Path]] = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process prunes too
+            stat = path.stat()
+            if _ENTRY.fullmatch(path.name):
+                entries.append((stat.st_mtime, stat.st_size, path))
+            elif path.name.startswith(_TEMPORARY) and time.time() - stat.st_mtime > _HOUR_S:
+                path.unlink()
+    excess = sum(size for _, size, _ in entries) - limit_bytes
+    for _, size, path in sorted(entries):
+        if excess <= 0:
+            break
+        path.unlink(missing_ok=True)
+        excess -= size
+
+
+def _wants_a_real_compile(options: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    """Whether flags ask the compiler to write files, or lie in a file whose content no key can know."""
+    flags = environment.get("XLA_FLAGS", "").strip()
+    said = [flags, environment.get("LIBTPU_INIT_ARGS", ""), *map(str, options)]
+    return any("xla_dump" in text for text in said) or (flags != "" and not flags.startswith("-"))
+
+
+@functools.cache
+def _worker_code() -> str:
+    """A hash of the code that lowers, compiles and reads the figures: what it does to an answer, no version tells."""
+    package = importlib.resources.files("jaxmem_callbacks.programs")
+    parts = (package / "targets" / "worker_main.py", package / "reading" / "compiler_figures.py")
+    return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
