@@ -16,7 +16,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
-from jaxmem_callbacks.transforms.keeping import Kept, frontier, keep_within
+from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within
+from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
 
 pytestmark = pytest.mark.core
@@ -148,6 +149,38 @@ def test_more_kept_is_less_computed_again_and_the_same_numbers(loss: Any) -> Non
     assert high > low
     assert least < 1.02 < most
     assert high <= stored_bytes(loss, *args)
+
+
+def attention(weights: Any, x: Any) -> Any:
+    """What transformers have: a norm, scores, a softmax, a gate, masks by division and by selection."""
+
+    def layer(x: Any, weight: Any) -> Any:
+        up, down = weight
+        h = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        scores = jnp.where(jnp.tri(ROWS, dtype=bool), h @ h.T, -1e9)
+        h = jax.nn.softmax(scores) @ h
+        h = jax.nn.silu(h @ up) * jnp.where(h.sum(-1, keepdims=True) > 0, h @ up, 0.0) / 0.9
+        return x + h @ down, None
+
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *weights)
+    return (jax.lax.scan(layer, x, stacked)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [unrolled, scanned, attention])
+def test_the_survey_foretells_the_work_of_every_share(loss: Any) -> None:
+    args = arguments()
+    told: list[list[Share]] = []
+
+    def flops(policy: jm.StepPolicy, survey: Any = None) -> int:
+        with activate(ActivePolicy(policy, survey)):
+            return jaxpr_flops(jax.make_jaxpr(jm.value_and_grad(loss))(*args))
+
+    plain, _ = flops(jm.StepPolicy()), flops(jm.StepPolicy(remat="full"), told.append)
+    (curve,) = told
+    assert len(curve) > 1
+    for share in curve:
+        extra = flops(jm.StepPolicy(remat="full", keep=share.share)) - plain
+        assert abs(extra - share.flops) <= 0.01 * plain, share
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.5, True])

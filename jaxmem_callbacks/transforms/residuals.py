@@ -199,6 +199,8 @@ def _needed(eqn: Any, active: set[Any]) -> list[Any]:
     if name in _BILINEAR:
         first, second = eqn.invars[:2]
         return [a for a, b in ((first, second), (second, first)) if is_variable(a) and is_variable(b) and b in active]
+    if name == "div" and not (is_variable(eqn.invars[1]) and eqn.invars[1] in active):
+        return variables(eqn.invars[1:])  # a quotient is linear in what is divided
     return variables(eqn.invars[_BY_OPERANDS.get(name, slice(None))])
 
 
