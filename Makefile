@@ -5,7 +5,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering clean python
+.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering bench-plan clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -50,6 +50,9 @@ bench-remat: python ## bytes and FLOPs of the cut against remat written by hand,
 
 bench-lowering: python ## what cutting a loss costs at start-up
 	@$(ENVIRONMENT) run project,test python -m benchmarks.lowering $(ARGS)
+
+bench-plan: python ## plans against remat written by hand, on H100 and v5e; hours, goes on where it stopped
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)
 
 clean: ## remove environments, caches and runs
 	rm -rf .venv .venv-3.* runs build dist .pytest_cache .ruff_cache .hypothesis .cache

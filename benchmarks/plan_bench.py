@@ -1,0 +1,232 @@
+"""The frontier of `jm.plan` against remat written by hand: model x target x {none, each policy by hand, ours}.
+
+    python -m benchmarks.plan_bench [--models vit ...] [--targets h100_sxm v5e:2x2] [--policies none full ...]
+
+Each row is one whole AdamW step: its bytes by the target's own compiler, its operations by count, what the compiler
+recomputes by itself, and the seconds it took. results/plan_bench_jax_<version>.json is written row by row; a run goes on
+where the last one stopped, and measures again only what was made with other versions or another source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import inspect
+import itertools
+import json
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+
+import jaxmem_callbacks as jm
+from benchmarks.plan_models import FAMILIES, PlanCase
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.records.errors import CompileError, TargetError
+from jaxmem_callbacks.transforms.flops import jaxpr_flops
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+TARGETS = ("h100_sxm", "v5e:2x2")
+NONE, OURS = "none", "ours"
+# Rooms whose change may change a plan.
+PLANNING_ROOMS = ("_compat", "integrations", "planning", "transforms")
+AT_ONCE = 2
+
+Row = dict[str, Any]
+
+
+class Table:
+    """The result file: its rows, one for each model, target and policy, written as they come."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Read the rows already there."""
+        self.path = path
+        self._lock = threading.Lock()
+        self.rows: list[Row] = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+
+    def has(self, key: Row) -> bool:
+        """Whether a row was measured for exactly this model, target, policy, versions and source."""
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        """Put a row in the place of an older one and write the file, whole or not at all."""
+        place = ("model", "target", "policy")
+        with self._lock:
+            others = [old for old in self.rows if any(old[name] != row[name] for name in place)]
+            self.rows = sorted([*others, row], key=_order)
+            result = {"command": "python -m benchmarks.plan_bench", "rows": self.rows}
+            draft = self.path.with_suffix(".part")
+            draft.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+            draft.replace(self.path)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    models = list(FAMILIES)
+    place = models.index(row["model"]) if row["model"] in models else len(models)
+    return place, row["target"], row["policy"] == OURS, row["policy"] != NONE, row["policy"]
+
+
+def row_key(model: str, target: str, policy: str) -> Row:
+    """What a row stands for, and what it was made with."""
+    platform = resolve_target(target).platform
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    if platform != "cpu":
+        versions |= compiler_versions(platform)
+    key: Row = {
+        "model": model,
+        "target": target,
+        "policy": policy,
+        "versions": versions,
+        "source": source_hash(FAMILIES[model]),
+    }
+    if policy == OURS:
+        rooms = [path for room in PLANNING_ROOMS for path in sorted((ROOT / "jaxmem_callbacks" / room).rglob("*.py"))]
+        key["library"] = _hash(rooms)
+    return key
+
+
+def source_hash(factory: Callable[..., PlanCase]) -> str:
+    """Of the family's own file and of the files beside it that it imports."""
+    own = pathlib.Path(inspect.getfile(factory))
+    beside = set(re.findall(r"^from benchmarks\.plan_models\.(\w+) import", own.read_text("utf-8"), re.MULTILINE))
+    return _hash([own, *(own.with_name(f"{name}.py") for name in sorted(beside))])
+
+
+def _hash(paths: Iterable[pathlib.Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def step_row(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
+    """One step, plain or with remat by hand, compiled for the target."""
+    step, arguments = case.plain if policy == NONE else case.hand[policy], case.arguments
+    flops = jaxpr_flops(jax.make_jaxpr(step)(*arguments))
+    compiled = compile_for_target(
+        step, arguments, target=target, donate_argnames=case.donate_argnames, keep_hlo=False, timeout_s=timeout_s
+    )
+    row: Row = {"step_bytes": compiled.needed_bytes, "fits": compiled.fits, "flops": flops}
+    if compiled.memory is None:
+        return row | {"refusal": (compiled.refusal or "").partition("\n")[0]}
+    return row | {
+        "argument_bytes": compiled.memory.argument_bytes,
+        "temp_bytes": compiled.memory.temp_bytes,
+        "compiler_remat": compiled.memory.compiler_remat,
+        "compile_seconds": round(compiled.compile_seconds or 0, 1),
+    }
+
+
+def plan_row(case: PlanCase, target: str) -> Row:
+    """The frontier of `jm.plan` for the plain step: every candidate that it compiled."""
+    plan = jm.plan(case.plain, *case.arguments, target=target)
+    candidates = [
+        {
+            "remat": candidate.policy.remat,
+            "segments": candidate.policy.segments,
+            "keep": candidate.policy.keep,
+            "step_bytes": candidate.step_bytes,
+            "temp_bytes": candidate.temp_bytes,
+            "flops": candidate.flops,
+            "extra_flops": candidate.extra_flops,
+            "compiler_remat": candidate.compiler_remat,
+            "compile_seconds": candidate.seconds,
+        }
+        for candidate in plan.candidates
+    ]
+    return {"compiles": plan.compiles, "candidates": candidates}
+
+
+def measured(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
+    """One row's figures, or the error in its place."""
+    begun = time.perf_counter()
+    try:
+        row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
+    except CompileError as error:
+        row = {"error": str(error)[:500]}
+    return row | {"seconds": round(time.perf_counter() - begun, 1)}
+
+
+def closest(candidates: Sequence[Row], hand: Row) -> tuple[float, float]:
+    """Bytes and FLOPs over those of a policy by hand, at the candidate whose larger ratio is least."""
+    ratios = [
+        (candidate["step_bytes"] / hand["step_bytes"], candidate["flops"] / hand["flops"])
+        for candidate in candidates
+        if candidate["step_bytes"] is not None
+    ]
+    return min(ratios, key=max)
+
+
+def told(rows: Sequence[Row]) -> list[str]:
+    """The table as text: a line for each row, ours beside each policy by hand."""
+    lines: list[str] = []
+    for (model, target), several in itertools.groupby(rows, key=lambda row: (row["model"], row["target"])):
+        here = {row["policy"]: row for row in several}
+        candidates = here.get(OURS, {}).get("candidates", [])
+        for policy, row in here.items():
+            if policy == OURS:
+                continue
+            if "error" in row or row["step_bytes"] is None:
+                lines.append(f"{model:20s} {target:10s} {policy:14s} {row.get('error', 'refused')}"[:120])
+                continue
+            against = (
+                "" if policy == NONE or not candidates else "  ours x{:.3f} x{:.3f}".format(*closest(candidates, row))
+            )
+            lines.append(
+                f"{model:20s} {target:10s} {policy:14s} {row['step_bytes'] / 2**20:8.0f} MiB {row['flops'] / 1e9:8.0f} GFLOP"
+                f" {row.get('compiler_remat', 0):4d} recomputed {row['seconds']:6.1f} s{against}"
+            )
+    return lines
+
+
+def wanted(options: argparse.Namespace, table: Table) -> list[tuple[str, str, str]]:
+    """Model, target and policy of the rows still to be measured; a target without its compiler is told and left out."""
+    jobs: list[tuple[str, str, str]] = []
+    for target in options.targets:
+        try:
+            resolve_target(target)
+        except TargetError as error:
+            print(f"{target} is left out: {error}")
+            continue
+        for model in options.models:
+            rows = [NONE, *FAMILIES[model]().hand, *([OURS] if "plan" in jm.__all__ else [])]
+            chosen = [policy for policy in rows if not options.policies or policy in options.policies]
+            jobs += [(model, target, policy) for policy in chosen if not table.has(row_key(model, target, policy))]
+    return jobs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is not yet in the file, two at a time, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    parser.add_argument("--policies", nargs="+", help="none, ours, or names of policies by hand; default: all")
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no compile after this time")
+    parser.add_argument("--timeout-seconds", type=float, default=600, help="of one compile")
+    options = parser.parse_args(arguments)
+    table = Table(RESULTS / f"plan_bench_jax_{jax.__version__}.json")
+    jobs, end = wanted(options, table), time.monotonic() + options.limit_seconds
+
+    def work(job: tuple[str, str, str]) -> bool:
+        model, target, policy = job
+        if time.monotonic() > end:
+            return False
+        row = row_key(*job) | measured(FAMILIES[model](), policy, target, options.timeout_seconds)
+        table.add(row)
+        print(f"{model} {target} {policy}: {row['seconds']} s", flush=True)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        done = sum(pool.map(work, jobs))
+    print(*told([row for row in table.rows if row["target"] in options.targets]), sep="\n")
+    print(f"{done} of {len(jobs)} rows measured; {table.path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The models that plans are judged on: remat by hand changes what is kept and nothing else, at tiny sizes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.plan_bench import Table, closest, row_key, source_hash, told
+from benchmarks.plan_models import FAMILIES, PlanCase
+from benchmarks.plan_models.case import policy
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
+from tests.comparisons import CHECKPOINTS
+
+TINY = {
+    "linen_transformer": {"batch": 2, "length": 6, "width": 16, "heads": 4, "layers": 1, "vocabulary": 11},
+    "nnx_transformer": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "dropout_transformer": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 1, "vocabulary": 11},
+    "mixture": {
+        "batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 1, "hidden": 8, "experts": 4, "vocabulary": 11,
+    },
+    "vit": {"batch": 2, "size": 8, "patch": 4, "width": 8, "heads": 2, "layers": 1, "classes": 5},
+    "resnet": {"batch": 2, "size": 16, "channels": 4, "stages": (1,), "classes": 5},
+    "unet": {"batch": 2, "size": 8, "channels": (8,)},
+    "lstm": {"batch": 2, "length": 6, "width": 8, "layers": 2, "vocabulary": 11},
+    "equinox_transformer": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 1, "vocabulary": 11},
+    "mixer": {"batch": 2, "size": 8, "patch": 4, "width": 8, "hidden": 8, "layers": 1, "classes": 5},
+    "encoder_decoder": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 1, "vocabulary": 11},
+}  # fmt: skip
+FLOAT32_ONLY = ("lstm", "equinox_transformer", "mixer")
+HAND = [
+    (name, remat)
+    for name in TINY
+    for remat in (
+        ["full", "chunked"] if name == "lstm" else
+        ["full", "names"] if name in {"resnet", "unet"} else
+        ["full", "dots", "dots_no_batch", "names"]
+    )
+]  # fmt: skip
+# What remat must not change holds at every level of optimisation; the lowest compiles fastest.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.cache
+def tiny(name: str) -> PlanCase:
+    return FAMILIES[name](**TINY[name], **({} if name in FLOAT32_ONLY else {"dtype": jnp.float32}))
+
+
+@functools.cache
+def arguments_of(name: str):
+    """Random numbers in the arguments' shapes, as in the middle of a run: the optimizer's moments are above zero, so that
+    no gradient which is only rounding is divided by its own size.
+    """
+    random = np.random.default_rng(0)
+
+    def numbers(leaf, *, positive=False):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), leaf.shape) if leaf.shape else jax.random.key(0)
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jnp.asarray(random.integers(0, 5, leaf.shape), leaf.dtype)
+        return jnp.asarray(random.uniform(0.1 if positive else -0.5, 0.6, leaf.shape), leaf.dtype)
+
+    params, opt_state, *batch = tiny(name).arguments
+    opt_state = jax.tree.map(functools.partial(numbers, positive=True), opt_state)
+    return jax.tree.map(numbers, params), opt_state, *jax.tree.map(numbers, batch)
+
+
+@functools.cache
+def traced(name: str, remat: str):
+    case = tiny(name)
+    return jax.jit(case.plain if remat == "none" else case.hand[remat]).trace(*arguments_of(name))
+
+
+def run(name: str, remat: str):
+    return traced(name, remat).lower().compile(compiler_options=QUICK)(*arguments_of(name))
+
+
+@functools.cache
+def plain_result(name: str):
+    return run(name, "none")
+
+
+@functools.cache
+def names_and_policies(name: str, remat: str):
+    """Whether a step names values, and the policies of its checkpoints, inner ones included."""
+
+    def inside(jaxpr):
+        for eqn in open_jaxpr(jaxpr).eqns:
+            yield eqn
+            for body in subjaxprs(eqn):
+                yield from inside(body)
+
+    found = list(inside(traced(name, remat).jaxpr))
+    named = any(eqn.primitive.name == "name" for eqn in found)
+    return named, [eqn.params["policy"] for eqn in found if eqn.primitive.name in CHECKPOINTS]
+
+
+def plain_numbers(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf, np.float64)
+
+
+def assert_same(got, expected, tolerance):
+    """The same tree, and each leaf's error within a share of its largest number; the first leaf that is not is named."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, value), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        value, other = plain_numbers(value), plain_numbers(other)  # noqa: PLW2901 - the same leaf, as numbers
+        error, size = np.max(np.abs(other - value), initial=0), np.max(np.abs(value), initial=0)
+        assert error <= tolerance * max(size, 1e-6), (jax.tree_util.keystr(path), error, size)
+
+
+def test_every_family_and_every_policy_is_tested() -> None:
+    assert list(FAMILIES) == list(TINY)
+    assert [(name, remat) for name in FAMILIES for remat in tiny(name).hand] == HAND
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "remat"), HAND)
+def test_remat_by_hand_is_there(name, remat) -> None:
+    named, policies = names_and_policies(name, remat)
+    assert policies
+    assert named == (remat == "names")
+    if remat != "names":
+        assert set(policies) == {None if remat == "chunked" else policy(remat, ())}
+
+
+# The other rows differ from `full` in names and policy alone, which the test above reads; one of each framework is run.
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [row for row in HAND if row[1] in {"full", "chunked"}]
+    + [
+        ("linen_transformer", "names"),
+        ("nnx_transformer", "names"),
+        ("equinox_transformer", "dots"),
+        ("mixer", "dots_no_batch"),
+    ],
+)
+def test_remat_by_hand_computes_the_same(name, remat) -> None:
+    assert_same(run(name, remat), plain_result(name), 1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", TINY)
+def test_the_plain_step_has_no_hint_and_returns_what_it_takes(name) -> None:
+    assert names_and_policies(name, "none") == (False, [])
+    params, opt_state, loss = plain_result(name)
+    given, returned = (
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (arguments_of(name), (params, opt_state))
+    )
+    assert given[:2] == returned
+    assert np.isfinite(loss)
+
+
+def rows_of_a_plan():
+    hand = {"step_bytes": 100, "flops": 100, "seconds": 1.0}
+    key = row_key("vit", "cpu", "full")
+    candidates = [
+        {"step_bytes": 50, "flops": 130},
+        {"step_bytes": 104, "flops": 101},
+        {"step_bytes": None, "flops": 90},
+    ]
+    return key | hand, row_key("vit", "cpu", "ours") | {"candidates": candidates, "seconds": 2.0}
+
+
+def test_the_point_compared_is_nearest_in_both_and_never_a_refused_one() -> None:
+    hand, ours = rows_of_a_plan()
+    assert closest(ours["candidates"], hand) == (1.04, 1.01)
+    assert [line.split()[-2:] for line in told([hand, ours])] == [["x1.040", "x1.010"]]
+
+
+def test_rows_already_measured_are_kept_until_source_or_versions_change(tmp_path) -> None:
+    path = tmp_path / "table.json"
+    hand, ours = rows_of_a_plan()
+    first = Table(path)
+    assert not first.has(row_key("vit", "cpu", "full"))
+    first.add(hand)
+    first.add(ours)
+    again = Table(path)
+    assert again.has(row_key("vit", "cpu", "full"))
+    assert not again.has(row_key("vit", "cpu", "full") | {"source": "of another day"})
+    again.add(hand | {"step_bytes": 7})
+    assert [(row["policy"], row.get("step_bytes")) for row in Table(path).rows] == [("full", 7), ("ours", None)]
+
+
+def test_a_row_knows_its_own_model_and_what_that_imports() -> None:
+    hashes = {name: source_hash(factory) for name, factory in FAMILIES.items()}
+    assert len(set(hashes.values())) == len(FAMILIES)
+    assert "library" in row_key("vit", "cpu", "ours")
+    assert "library" not in row_key("vit", "cpu", "full")
