@@ -16,6 +16,7 @@ import zipfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -86,6 +87,19 @@ def test_moved_source_lines_are_the_same_program_with_other_lines():
 )
 def test_another_program_has_another_hash(changed):
     assert fingerprint(**changed).program != fingerprint().program
+
+
+def test_a_program_with_large_constants_is_hashed_as_it_is():
+    table = np.random.default_rng(0).random(5 * 2**20, np.float32)
+
+    def found():
+        return program_fingerprint(export_program(flatten_program(lambda x: x + table, (shape(1),), {}), "cuda").blob)
+
+    one, again = [found() for _ in range(2)]
+    assert one == again
+    assert one.program == one.lines == one.stacks
+    table[-1] += 1
+    assert found().program != one.program
 
 
 IN_ANOTHER_PROCESS = """

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import jax
+import psutil
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.worker import worker_environment
+from tests.processes import alive, until
 from tests.target_step import GIB, mesh_of, needs_compiler, shape
 
 pytestmark = pytest.mark.targets
@@ -77,6 +81,47 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert again[1:] in (both[0][1:], both[1][1:])  # to the letter, time in the compiler and program text included
     assert (again[5] > 0, figures[5]) == (True, 0)
     assert off == other == "a worker was asked for"  # so the two answers above needed none
+
+
+COMPILING = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import jax, jax.numpy as jnp
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+def step(x, w):
+    for i in range(300):  # some seconds for a TPU's compiler
+        x = jnp.tanh(x @ w) * i
+    return x
+x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+compile_for_target(jax.grad(lambda x, w: step(x, w).sum()), (x, x), target="v5e")
+"""
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="reads the libraries that another process has loaded")
+def test_ctrl_c_in_the_middle_of_a_real_compile_leaves_nothing(tmp_path):
+    needs_compiler("v5e")
+    places, compiles = tmp_path / "places", tmp_path / "compiles"
+    places.mkdir()
+    locks = {path: path.exists() for path in (pathlib.Path("/tmp/libtpu_lockfile"), places / "libtpu_lockfile")}  # noqa: S108
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": worker_environment("")["PYTHONPATH"],
+        "JAXMEM_CACHE_DIR": str(compiles),
+        "TMPDIR": str(places),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILING], env=environment, stderr=subprocess.PIPE, text=True
+    ) as caller:
+        worker = until(lambda: psutil.Process(caller.pid).children(), seconds=60)[0]
+        until(lambda: any("libtpu" in library.path for library in worker.memory_maps()), seconds=60)
+        time.sleep(1)
+        caller.send_signal(signal.SIGINT)
+        errors = caller.communicate(timeout=20)[1]
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert not alive(worker)
+    assert list(places.iterdir()) == []
+    assert not compiles.exists()
+    assert {path: path.exists() for path in locks} == locks
 
 
 @pytest.fixture

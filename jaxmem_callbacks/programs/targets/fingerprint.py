@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import jax.export
 
 from jaxmem_callbacks.programs.reading.hlo import user_source
+from jaxmem_callbacks.records.units import MIB
 
+# A program with larger constants is hashed as it is, lines and all: its text would take several times its size.
+_LARGE_BYTES = 16 * MIB
 # `#loc27 = loc("jit(step)/blk/dot_general"(#loc22))` defines what `loc(#loc27)` refers to.
 _DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)\n", re.MULTILINE)
 _REFERENCE = re.compile(r"#loc(\d*)")
@@ -45,6 +48,9 @@ def program_fingerprint(blob: bytes) -> Fingerprint:
     Args:
         blob: What ``exported.serialize()`` gave.
     """
+    if len(blob) > _LARGE_BYTES:
+        whole = hashlib.sha256(blob).hexdigest()
+        return Fingerprint(program=whole, lines=whole, stacks=whole)
     exported = jax.export.deserialize(bytearray(blob))
     text = exported.mlir_module()
     facts = (
