@@ -3,6 +3,7 @@
 `jax.export` writes the same trace as the same bytes in two processes, but these bytes hold the call stack of every operation.
 A comment added above the step, the line that asks, or a notebook's new process (whose cells are files named after it) changes
 them and not what is compiled. So one hash has no lines, one the lines that are told of operations, one whole call stacks.
+A Pallas kernel is the exception: JAX hands it on with its lines inside, and where these move it counts as another program.
 """
 
 from __future__ import annotations
