@@ -8,6 +8,8 @@ from typing import final
 from jaxmem_callbacks.analysis.figures import FIGURES, FRAGMENTATION
 from jaxmem_callbacks.analysis.fragmentation import fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.analysis.plan_check import plan_row
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.units import format_bytes
@@ -32,8 +34,9 @@ class KnownRow:
 class KnownHere:
     """Follows observations and tells what is known so far."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, plan: PlanRecord | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._plan = plan
         self._latest: dict[tuple[str, str], Reading] = {}
         self._why: dict[str, str] = {}
         self._programs: dict[str, ProgramMemory] = {}
@@ -61,7 +64,14 @@ class KnownHere:
 
     def rows(self) -> tuple[KnownRow, ...]:
         """All figures, known or not, then programs, then what the monitor itself lost."""
-        return (*self._figures(), self._fragmentation(), *self._limit(), *self._needs(), self._drops())
+        return (
+            *self._figures(),
+            self._fragmentation(),
+            *self._limit(),
+            *self._needs(),
+            *self._planned(),
+            self._drops(),
+        )
 
     def _figures(self) -> list[KnownRow]:
         rows: list[KnownRow] = []
@@ -108,6 +118,13 @@ class KnownHere:
         ]
         unknown = {name: why for name, why in self._unknown_programs.items() if name not in self._programs}
         return rows + [_unknown(f"need of {name}", "compiler", why) for name, why in unknown.items()]
+
+    def _planned(self) -> list[KnownRow]:
+        if self._plan is None:
+            return []
+        program = self._programs.get(self._plan.step)
+        latest, text = plan_row(self._plan, None if program is None else program.step_bytes)
+        return [_row(f"plan of {self._plan.step}", latest, "plan", text)]
 
     def _drops(self) -> KnownRow:
         return _row("stamps dropped by the monitor", str(self._dropped), "monitor", "the ring was full that often")

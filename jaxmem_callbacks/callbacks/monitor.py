@@ -18,13 +18,14 @@ from typing import Any, Self, final
 from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
 from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
+from jaxmem_callbacks.analysis.plan_check import PlanDetector
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.callbacks.ticker import Ticker
-from jaxmem_callbacks.callbacks.wanted import folder_of, settings_of, writers_of
+from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, versions_now, writers_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
@@ -51,11 +52,12 @@ class MemoryMonitor:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
         logdir: Folder for the event file and ``memory.jsonl``; None writes no files.
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
+        plan: What `jm.plan` gave for the step: the monitor says when it is stale, and shows predicted beside compiled bytes.
         probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
             which is read at every ``every_steps``-th call.
 
     Raises:
-        TypeError: a preset or writer that is none.
+        TypeError: a preset, plan or writer that is none.
         ValueError: settings out of range, or a ``logdir`` that is no local folder.
 
     Example:
@@ -72,8 +74,10 @@ class MemoryMonitor:
         *,
         logdir: str | os.PathLike[str] | None = None,
         writer: Any = None,
+        plan: Any = None,
         probes: Sequence[Probe] | None = None,
     ) -> None:
+        planned = plan_of(plan)
         settings = settings_of(preset)
         folder: Path | None = folder_of(logdir)
         self._faults = Faults(settings.on_error)
@@ -90,9 +94,10 @@ class MemoryMonitor:
             NearOomDetector(settings),
             FragmentationDetector(settings),
             RecompilationDetector(since_s=time.time()),
+            *([PlanDetector(planned, versions_now())] if planned is not None else []),
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
-        self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s)
+        self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
         self._ticker = Ticker(look_s, self._try_look)
         self._look_lock = threading.Lock()
         self._pid = os.getpid()

@@ -15,6 +15,7 @@ from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import GIB
@@ -34,10 +35,17 @@ class Recorder:
         open_writers: Called at the first record.
         faults: Told of writers that raise.
         look_s: Seconds between two calls of ``record``.
+        plan: What was foretold of the step, or None.
     """
 
     def __init__(
-        self, settings: MonitorSettings, open_writers: Callable[[], list[Writer]], faults: Faults, *, look_s: float
+        self,
+        settings: MonitorSettings,
+        open_writers: Callable[[], list[Writer]],
+        faults: Faults,
+        *,
+        look_s: float,
+        plan: PlanRecord | None = None,
     ) -> None:
         self._settings = settings
         self._open_writers = open_writers
@@ -46,7 +54,7 @@ class Recorder:
         # A window closes at the look nearest to its end; waiting for the next one would put two scans into some windows.
         self._windows = Windows(settings.window_s - look_s / 2)
         self._history = History()
-        self._known = KnownHere(settings.limit_bytes)
+        self._known = KnownHere(settings.limit_bytes, plan)
         self._known_shape: object = None
         self._unavailable: set[Unavailable] = set()
         self._latest: dict[tuple[str, str], Reading] = {}

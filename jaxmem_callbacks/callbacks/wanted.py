@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Writer
@@ -35,6 +37,24 @@ def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSetting
         raise TypeError(msg)
     _check(settings)
     return settings
+
+
+def plan_of(plan: Any) -> PlanRecord | None:
+    """The record of a plan, from what `jm.plan` gave or from the record itself.
+
+    Raises:
+        TypeError: neither.
+    """
+    record = getattr(plan, "record", plan)
+    if record is None or isinstance(record, PlanRecord):
+        return record
+    msg = f"MemoryMonitor got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned."
+    raise TypeError(msg)
+
+
+def versions_now() -> dict[str, str]:
+    """The versions that decide whether a plan is about this process."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
 
 
 def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:

@@ -13,7 +13,6 @@ from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.search import Progress, RematSearch, choose
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
-from jaxmem_callbacks.programs.steps.kinds import OPTIMIZER, PARAMETERS
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
@@ -21,6 +20,7 @@ from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes, parse_bytes
+from jaxmem_callbacks.programs.steps.kinds import OPTIMIZER, PARAMETERS
 from jaxmem_callbacks.transforms.residuals import array_bytes
 
 _MARGINS = {
@@ -91,6 +91,7 @@ def make_plan(
     return PlanRecord(
         step=getattr(train_step, "__name__", type(train_step).__name__),
         target="attached" if hardware is None else hardware.name,
+        platform=platform,
         device_count=devices,
         candidates=tuple(candidates),
         chosen=chosen,
@@ -106,6 +107,7 @@ def make_plan(
         versions=_versions(compiler, hardware),
         flags={name: str(value) for answer in compiler.answers[:1] for name, value in answer.compiler_options.items()},
         mesh=_mesh_of(traced.leaves),
+        signature=tuple((leaf.path, leaf.type_text) for leaf in traced.leaves),
         fingerprint=compiler.plain.fingerprint,
         notes=tuple(search.notes),
     )

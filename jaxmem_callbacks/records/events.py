@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-EventKind = Literal["near_oom", "fragmentation", "recompilation"]
+EventKind = Literal["near_oom", "fragmentation", "recompilation", "plan_stale", "prediction_off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

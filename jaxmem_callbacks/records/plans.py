@@ -64,6 +64,7 @@ class PlanRecord:
     Attributes:
         step: Name of the train step.
         target: Canonical name of the hardware, such as ``h100_sxm`` or ``v5e:2x2``; ``attached`` for the attached devices.
+        platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``.
         device_count: Devices the step was compiled for.
         candidates: In the order of their bytes, largest first.
         chosen: Index of the chosen candidate.
@@ -79,12 +80,14 @@ class PlanRecord:
         versions: Package -> version, of JAX and the compiler.
         flags: XLA options the programs were compiled with.
         mesh: Axis -> size, empty without a mesh.
+        signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
         fingerprint: Identifies the plain step's program; a step that has another was changed after planning.
         notes: Further remarks, one sentence each.
     """
 
     step: str
     target: str
+    platform: str
     device_count: int
     candidates: tuple[Candidate, ...]
     chosen: int
@@ -100,5 +103,6 @@ class PlanRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
+    signature: tuple[tuple[str, str], ...] = ()
     fingerprint: str = ""
     notes: tuple[str, ...] = ()

@@ -12,6 +12,8 @@ EVENT_TITLES: dict[EventKind, str] = {
     "near_oom": "Near out of memory",
     "fragmentation": "Fragmentation",
     "recompilation": "Recompilation",
+    "plan_stale": "Stale plan",
+    "prediction_off": "Prediction off",
 }
 
 

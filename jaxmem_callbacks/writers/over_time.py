@@ -24,7 +24,13 @@ _DEVICE_LINES = {
     "memory/live_arrays_gib": ("live arrays", "#2ca02c"),
 }
 _HOST = "memory/host_gib"
-_EVENT_COLOURS: dict[EventKind, str] = {"near_oom": "#d62728", "fragmentation": "#9467bd", "recompilation": "#ff7f0e"}
+_EVENT_COLOURS: dict[EventKind, str] = {
+    "near_oom": "#d62728",
+    "fragmentation": "#9467bd",
+    "recompilation": "#ff7f0e",
+    "plan_stale": "#8c564b",
+    "prediction_off": "#e377c2",
+}
 
 
 def draw_over_time(
