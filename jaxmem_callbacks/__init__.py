@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
     from jaxmem_callbacks.transforms.policy import apply_policy as apply_policy
     from jaxmem_callbacks.transforms.remat import remat as remat
+    from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
+    from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
     from jaxmem_callbacks.writers.collecting import CollectingWriter as CollectingWriter
     from jaxmem_callbacks.writers.shapes import as_writer as as_writer
 
@@ -44,10 +46,12 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "apply_policy": ("transforms.policy", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
     "grad": ("transforms.gradients", "grad"),
+    "infer_shardings": ("transforms.sharding.infer", "infer_shardings"),
     "jit_step": ("programs.steps.step", "jit_step"),
     "linen": ("integrations.flax_linen", None),
     "list_presets": ("config.presets", "list_presets"),
     "load_preset": ("config.presets", "load_preset"),
+    "make_mesh": ("transforms.sharding.mesh", "make_mesh"),
     "nnx": ("integrations.flax_nnx", None),
     "plan": ("answers.plan", "plan"),
     "remat": ("transforms.remat", "remat"),
@@ -67,10 +71,12 @@ __all__ = [
     "apply_policy",
     "as_writer",
     "grad",
+    "infer_shardings",
     "jit_step",
     "linen",
     "list_presets",
     "load_preset",
+    "make_mesh",
     "nnx",
     "plan",
     "remat",

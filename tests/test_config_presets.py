@@ -78,10 +78,14 @@ def test_list_presets_is_what_is_shipped():
         "donate",
         "dots_no_batch_remat",
         "dots_remat",
+        "fsdp",
+        "fsdp_tensor",
         "full_remat",
         "monitor_only",
         "quiet_monitor",
+        "replicate",
         "tight_headroom",
+        "zero1",
     )
 
 

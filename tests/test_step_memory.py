@@ -15,12 +15,12 @@ from flax.training.train_state import TrainState
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.memory import known_memory
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.kinds import is_batch_name, kind_of_argument
 from jaxmem_callbacks.programs.steps.leaves import call_leaves
 from jaxmem_callbacks.programs.steps.program import read_program
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
+from jaxmem_callbacks.transforms.kinds import is_batch_name, kind_of_argument
 
 OPTIMIZER = optax.adam(1e-2)
 LAYERS, WIDTH, ROWS = 6, 32, 64

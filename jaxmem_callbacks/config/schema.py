@@ -25,7 +25,13 @@ from pydantic import (
 from jaxmem_callbacks.config.documents import KeyPath
 from jaxmem_callbacks.config.problems import Place, Problem, describe, shorten
 from jaxmem_callbacks.records.errors import did_you_mean
-from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
+from jaxmem_callbacks.records.policies import (
+    REMAT_SYNONYMS,
+    SHARDING_SYNONYMS,
+    StepPolicy,
+    canonical_remat,
+    canonical_sharding,
+)
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import parse_bytes
 
@@ -62,17 +68,35 @@ def _size_type(minimum: int) -> Any:
 
 
 _REMAT_WORDS = sorted(word for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms))
+_SHARDING_WORDS = sorted(word for name, synonyms in SHARDING_SYNONYMS.items() for word in (name, *synonyms))
+_MESH_AXES: dict[str, Any] = {
+    "anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
+}
+_SHARDING_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "enum": _SHARDING_WORDS},
+        {"type": "object", "additionalProperties": _MESH_AXES, "minProperties": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "prefixItems": [{"type": "string"}, _MESH_AXES], "minItems": 2, "maxItems": 2},
+            "minItems": 1,
+        },
+    ]
+}
+_SHARDING: Any = Annotated[Any, AfterValidator(canonical_sharding), WithJsonSchema(_SHARDING_SCHEMA)]
 # Fields whose YAML form is not that of their Python type.
 _TYPES: dict[str, Any] = {
     "policy.remat": Annotated[
         str, AfterValidator(canonical_remat), WithJsonSchema({"type": "string", "enum": _REMAT_WORDS})
     ],
+    "policy.sharding": _SHARDING | None,
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
 }
 _EXPECTED: dict[str, str] = {
     "description": "a text",
     "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
+    "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
     "policy.donate": "auto, a list of argument names such as [state], or [] for none",
 }
 

@@ -33,6 +33,13 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return nnx.jit(function, **options)
 
 
+def pinned(value: Any, shardings: Any) -> Any:
+    """The shardings by path, which is how `nnx.jit` takes them for a module; it holds the module's new state there too."""
+    if not is_object(value) or not is_object(shardings):
+        return shardings
+    return nnx.StateSharding(nnx.state(shardings))
+
+
 def arrays(value: Any) -> Any:
     """A module's arrays as nested dicts by path; anything else unchanged."""
     return nnx.to_pure_dict(nnx.state(value)) if is_object(value) else value

@@ -16,7 +16,6 @@ from jaxmem_callbacks.programs.memory_text import memory_table
 from jaxmem_callbacks.programs.reading.buffers import peak_buffers_attached
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
-from jaxmem_callbacks.programs.steps.kinds import OTHER, STATE
 from jaxmem_callbacks.programs.steps.program import Program
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
@@ -25,6 +24,7 @@ from jaxmem_callbacks.records.errors import CompileError, DonationError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.kinds import OTHER, STATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,10 @@
-"""StepPolicy: what plans choose, presets say and steps obey. One table here has the remat policies' names and synonyms."""
+"""StepPolicy: what plans choose, presets say and steps obey. Two tables here have the policies' names and synonyms."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 
@@ -24,6 +25,17 @@ REMAT_SYNONYMS: dict[str, tuple[str, ...]] = {
 }
 _CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
+
+# Where the state lies on a mesh: canonical spelling -> other words for it.
+SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "replicate": ("replicated", "ddp", "data_parallel"),
+    "zero1": ("zero_1", "zero-1"),
+    "fsdp": ("zero3", "zero_3", "zero-3", "fully_sharded"),
+    "fsdp_tensor": ("fsdp+tensor", "fsdp_tp", "fsdp+tp"),
+}
+_SHARDING_WORDS = {word: name for name, synonyms in SHARDING_SYNONYMS.items() for word in (name, *synonyms)}
+MeshAxes = str | tuple[str, ...] | None
+ShardingRules = tuple[tuple[str, MeshAxes], ...]
 
 
 def canonical_remat(name: str) -> str:
@@ -47,6 +59,47 @@ def canonical_remat(name: str) -> str:
     raise PolicyError(msg)
 
 
+def canonical_sharding(value: Any) -> str | ShardingRules:
+    """The one spelling of a sharding: a name from any synonym, or rules as pairs of a logical name and mesh axes.
+
+    Args:
+        value: A name; a mapping from logical axis names to a mesh axis, several or None; or the same as pairs, the first
+            match first.
+
+    Raises:
+        PolicyError: no such name, or no rules; the message lists the names and shows a rule.
+    """
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in _SHARDING_WORDS:
+            return _SHARDING_WORDS[word]
+        msg = f"Unknown sharding {value!r}.{did_you_mean(word, _SHARDING_WORDS)} {_SHARDING_EXPECTED}"
+        raise PolicyError(msg)
+    pairs: Any = tuple(cast("Mapping[Any, Any]", value).items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not pairs:
+        msg = f"sharding={value!r}: {_SHARDING_EXPECTED}"
+        raise PolicyError(msg)
+    return tuple(_sharding_rule(pair) for pair in cast("tuple[Any, ...]", pairs))
+
+
+_SHARDING_EXPECTED = (
+    f"Expected one of: {', '.join(SHARDING_SYNONYMS)}; or rules from logical axis names to mesh axes such as "
+    "{'embed': 'fsdp', 'mlp': 'tensor'}."
+)
+
+
+def _sharding_rule(pair: Any) -> tuple[str, MeshAxes]:
+    """One pair, its mesh axes as a name, a tuple of names or None."""
+    if isinstance(pair, list | tuple) and len(cast("tuple[Any, ...]", pair)) == 2 and isinstance(pair[0], str):  # noqa: PLR2004 - a pair
+        name, axes = cast("tuple[str, Any]", tuple(pair))
+        if axes is None or isinstance(axes, str):
+            return name, axes
+        if isinstance(axes, list | tuple) and axes and all(isinstance(axis, str) for axis in cast("Any", axes)):
+            return name, tuple(cast("tuple[str, ...]", axes))
+    msg = f"sharding has the rule {pair!r}. {_SHARDING_EXPECTED}"
+    raise PolicyError(msg)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPolicy:
     """What is done to a train step to make it cheaper in memory.
@@ -61,6 +114,8 @@ class StepPolicy:
         offload: Such names that are moved to host memory between forward and backward.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
             None where nothing was said (``jit_step`` then takes ``auto``).
+        sharding: Where the state lies on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
+            too), ``fsdp_tensor``, or rules from logical axis names to mesh axes; None where nothing was said.
     """
 
     remat: str = "none"
@@ -69,6 +124,7 @@ class StepPolicy:
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     donate: Literal["auto"] | tuple[str, ...] | None = None
+    sharding: str | ShardingRules | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", canonical_remat(self.remat))
@@ -85,6 +141,12 @@ class StepPolicy:
             raise PolicyError(msg)
         if self.donate is not None and not isinstance(self.donate, str):
             object.__setattr__(self, "donate", tuple(self.donate))
+        if self.sharding is not None:
+            object.__setattr__(self, "sharding", canonical_sharding(self.sharding))
+        self._check_remat()
+
+    def _check_remat(self) -> None:
+        """Numbers in their ranges, and no two words that contradict each other."""
         if self.segments is not None and (isinstance(self.segments, bool) or self.segments < 1):
             msg = f"segments={self.segments!r}: expected a whole number of at least 1, or None to choose by live bytes."
             raise PolicyError(msg)

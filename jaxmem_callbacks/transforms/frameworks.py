@@ -13,6 +13,8 @@ from typing import Any, Protocol, cast
 
 import jax
 
+from jaxmem_callbacks.transforms.sharding.annotations import Annotator
+
 
 class Framework(Protocol):
     """One framework with mutable objects, such as Flax NNX. Implemented by a module of ``integrations``."""
@@ -28,13 +30,22 @@ class Framework(Protocol):
         """The framework's own jit, with ``donate_argnames`` and the rest of jax.jit's options; has ``.lower``."""
         ...
 
+    def pinned(self, value: Any, shardings: Any) -> Any:
+        """What the framework's jit takes in ``in_shardings`` for an argument, given one sharding for each of its arrays."""
+        ...
+
     def arrays(self, value: Any) -> Any:
         """The object's arrays as a plain pytree of dicts, keyed by path; other values unchanged."""
         ...
 
 
 # Root module of the user's object -> the file that knows it.
-_KNOWN = {"flax.nnx": "jaxmem_callbacks.integrations.flax_nnx"}
+_KNOWN = (("flax.nnx", "jaxmem_callbacks.integrations.flax_nnx"),)
+# Root module of what wraps annotated arrays -> the file that reads the annotation.
+_ANNOTATORS = (
+    ("flax.nnx.variablelib", "jaxmem_callbacks.integrations.nnx_axes"),
+    ("flax.core.meta", "jaxmem_callbacks.integrations.linen_axes"),
+)
 
 
 def framework_of(*trees: Any) -> Framework | None:
@@ -45,17 +56,26 @@ def framework_of(*trees: Any) -> Framework | None:
 
 def _owner(value: Any) -> Framework | None:
     """The framework of one value, judged by the modules of its classes, so that nothing is imported for plain arrays."""
-    place = _place_of(type(value))
+    place = _place_of(type(value), _KNOWN)
     if place is None:
         return None
     framework = cast("Framework", importlib.import_module(place))
     return framework if framework.is_object(value) else None
 
 
+def annotator_of(node: Any) -> Annotator | None:
+    """Who reads what a node says about the axes of its array, or None for plain containers and arrays."""
+    place = _place_of(type(node), _ANNOTATORS)
+    if place is None:
+        return None
+    annotator = cast("Annotator", importlib.import_module(place))
+    return annotator if annotator.is_annotated(node) else None
+
+
 @functools.cache
-def _place_of(kind: type) -> str | None:
+def _place_of(kind: type, known: tuple[tuple[str, str], ...]) -> str | None:
     for base in kind.__mro__:
-        for root, place in _KNOWN.items():
+        for root, place in known:
             if base.__module__ == root or base.__module__.startswith(root + "."):
                 return place
     return None

@@ -19,14 +19,15 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.steps.kinds import is_batch_name
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.kinds import is_batch_name
 
 _READ_ONLY_WORDS = ("ref", "reference", "teacher", "frozen", "old", "pretrained", "base", "target")
 _DEPTH = 2  # `return (params, opt_state), loss` is as deep as steps nest what they return
 
 Shape = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
+Place = tuple[int, ...]  # indices from the whole result to one inside it
 
 
 def infer_donation(arguments: Sequence[tuple[str, Any]], results: Any) -> tuple[str, ...]:
@@ -36,22 +37,26 @@ def infer_donation(arguments: Sequence[tuple[str, Any]], results: Any) -> tuple[
         arguments: The traced (not static) arguments with their names, in order.
         results: The step's results as shapes.
     """
+    return tuple(updated_arguments(arguments, results))
+
+
+def updated_arguments(arguments: Sequence[tuple[str, Any]], results: Any) -> dict[str, Place | None]:
+    """The arguments that the step returns updated, and where; None for a framework's objects, which change in place."""
     free = _result_nodes(results)
-    donated: list[str] = []
+    updated: dict[str, Place | None] = {}
     only_state_so_far = True
     for name, value in _readers_last(arguments):
         if framework_of(value) is not None:
-            donated.append(name)
+            updated[name] = None
             continue
         shape = _shape_of(value)
         place = None if is_batch_name(name) else next((p for p, s in free.items() if s == shape), None)
         if place is None or not shape[1] or (_is_single_array(shape) and not (only_state_so_far and _is_worth(shape))):
             only_state_so_far = False
             continue
-        donated.append(name)
+        updated[name] = place
         free = {p: s for p, s in free.items() if not _overlap(p, place)}
-    order = [name for name, _ in arguments]
-    return tuple(sorted(donated, key=order.index))
+    return {name: updated[name] for name, _ in arguments if name in updated}
 
 
 def needs_results(arguments: Sequence[tuple[str, Any]]) -> bool:
@@ -95,17 +100,23 @@ def _is_worth(shape: Shape) -> bool:
     return math.prod(shape[1][0][0]) > 1
 
 
-def _result_nodes(results: Any, place: tuple[int, ...] = ()) -> dict[tuple[int, ...], Shape]:
+def _result_nodes(results: Any, place: Place = ()) -> dict[Place, Shape]:
     """Every result an argument could come back as: the whole, its elements, and theirs."""
     nodes = {place: _shape_of(results)}
-    if len(place) < _DEPTH and type(results) in (tuple, list, dict):
-        elements = results.values() if isinstance(results, dict) else results
-        for index, element in enumerate(elements):
+    if len(place) < _DEPTH:
+        for index, element in enumerate(result_elements(results)):
             nodes |= _result_nodes(element, (*place, index))
     return nodes
 
 
-def _overlap(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+def result_elements(results: Any) -> list[Any]:
+    """What a result that is a plain container holds, in order; nothing for any other."""
+    if type(results) not in (tuple, list, dict):
+        return []
+    return list(results.values() if isinstance(results, dict) else results)
+
+
+def _overlap(a: Place, b: Place) -> bool:
     shorter = min(len(a), len(b))
     return a[:shorter] == b[:shorter]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.steps.kinds import NodeKind, kind_of_argument, kind_of_node
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.kinds import NodeKind, kind_of_argument, kind_of_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,12 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jax
+
 from jaxmem_callbacks.programs.steps.aliases import LeafUse
-from jaxmem_callbacks.programs.steps.donation import check_names, infer_donation, needs_results
+from jaxmem_callbacks.programs.steps.donation import check_names, infer_donation, needs_results, updated_arguments
 from jaxmem_callbacks.programs.steps.jitting import Jitted, jit_plain, static_arguments
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, parameter_names
-from jaxmem_callbacks.programs.steps.placement import jit_shardings, require_placed, state_argument
+from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of_state, pinned_leaves, require_placed
+from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,6 +28,9 @@ class Making:
     Attributes:
         donate: Argument names, ``()`` for none; ``auto`` or None to infer.
         state_shardings: What the state is pinned to, or None.
+        policy: Says, where it has a sharding, where all that is updated lies.
+        pins: Where arguments must lie, decided at the first call.
+        pinned_like: What the pinned arguments were like then: for others the pins are decided anew.
         static: Arguments found to be static so far.
         donated: Arguments that are donated.
         jitted: The jit made so far.
@@ -30,6 +38,9 @@ class Making:
 
     donate: Literal["auto"] | tuple[str, ...] | None
     state_shardings: Any = None
+    policy: StepPolicy = field(default_factory=StepPolicy)
+    pins: tuple[Pin, ...] = ()
+    pinned_like: tuple[Any, ...] = ()
     static: tuple[str, ...] = ()
     donated: tuple[str, ...] = ()
     jitted: Jitted | None = field(default=None)
@@ -37,6 +48,17 @@ class Making:
     def explicit(self, *, own_jit: bool) -> bool:
         """Whether the user wrote down what is donated, here or in a jit of his own."""
         return own_jit or isinstance(self.donate, tuple)
+
+    @property
+    def places(self) -> bool:
+        """Whether anything says where the state lies."""
+        return self.state_shardings is not None or self.policy.sharding is not None
+
+    def pinned(self, leaves: list[Leaf]) -> list[Leaf]:
+        """The call's leaves, those of a pinned state with the place that it will have."""
+        for one in self.pins:
+            leaves = pinned_leaves(leaves, one)
+        return leaves
 
     def refuse_for_jitted(self, step: Callable[..., Any], donate_argnames: tuple[str, ...] | None) -> None:
         """Refuse what only the user's own jit can do.
@@ -54,6 +76,15 @@ class Making:
                     "function to jm.jit_step."
                 )
                 raise DonationError(msg)
+
+    def require_placed(self, step: Callable[..., Any], arguments: Sequence[tuple[str, Any]], results: Any) -> None:
+        """Hold the arguments of the user's own jit against the policy's sharding.
+
+        Raises:
+            PolicyError: there is no mesh, or the state lies elsewhere.
+        """
+        if self.policy.sharding is not None:
+            pin(step, self, arguments, results)
 
     def check_jitted(self, step: Callable[..., Any], uses: Sequence[LeafUse], undonated: Sequence[str]) -> None:
         """Compare what the policy asks with what the user's own jit donates.
@@ -84,13 +115,13 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
 
     Raises:
         DonationError: ``donate_argnames`` has a name that is no argument.
-        PolicyError: the state lies elsewhere than ``state_shardings`` says.
+        PolicyError: the state lies elsewhere than ``state_shardings`` or the policy's sharding says.
         TypeError: a value that is no array sits inside a tree of arrays.
     """
     arguments = named_arguments(function, args, kwargs)
     static = static_arguments(arguments, function)
-    require_pinned(arguments, making, function)
-    if making.jitted is not None and set(static) <= set(making.static):
+    pins_hold = require_pinned(arguments, making, function)
+    if making.jitted is not None and pins_hold and set(static) <= set(making.static):
         return making.jitted
     making.static = tuple(dict.fromkeys((*making.static, *static)))
     options = _options("static", making.static, function, arguments, len(args))
@@ -98,22 +129,56 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
     results = _results_if_needed(function, making, traced, options, (args, kwargs))
     making.donated = _donated(function, making, traced, results)
     options |= _options("donate", making.donated, function, arguments, len(args))
-    if making.state_shardings is not None:
-        options |= _pinned(function, making, traced, results, kwargs)
+    if making.places:
+        pin(function, making, traced, results)
+        options |= _pinned_options(making, traced, results, kwargs)
     call = jit_plain(function, arguments, **options)
     making.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
     return making.jitted
 
 
-def require_pinned(arguments: Sequence[tuple[str, Any]], making: Making, function: Callable[..., Any]) -> None:
-    """Refuse a state that lies elsewhere than it is pinned to.
+def require_pinned(arguments: Sequence[tuple[str, Any]], making: Making, function: Callable[..., Any]) -> bool:
+    """Refuse a state that lies elsewhere than it is pinned to; whether the pins are those for a state like this one.
 
     Raises:
         PolicyError: with the line that moves it.
     """
+    if making.pinned_like != _likeness(arguments, making.pins):
+        return False
+    by_name = dict(arguments)
+    if making.state_shardings is not None and not making.pins:
+        own = pin_of_state(arguments, making.state_shardings, {}, None, function)
+        require_placed(own, by_name[own.argument])
+    for one in making.pins:
+        require_placed(one, by_name[one.argument])
+    return True
+
+
+def pin(function: Callable[..., Any], making: Making, traced: Sequence[tuple[str, Any]], results: Any) -> None:
+    """Decide where the state must lie, and refuse one that does not.
+
+    Raises:
+        PolicyError: there is no mesh, or the state lies elsewhere; says what to type.
+    """
+    updated = updated_arguments(traced, results)
+    own = None
     if making.state_shardings is not None:
-        index = state_argument(arguments, making.state_shardings, function)
-        require_placed(*arguments[index], making.state_shardings)
+        own = pin_of_state(traced, making.state_shardings, updated, results, function)
+    pins = [] if own is None else [own]
+    if making.policy.sharding is not None:
+        pins += pins_of_policy(making.policy, traced, updated, own, function)
+    making.pins, making.pinned_like = tuple(pins), _likeness(traced, pins)
+    require_pinned(traced, making, function)
+
+
+def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tuple[Any, ...]:
+    """Tree and shapes of the arguments that a policy pins; what the user pins is the user's word for every state."""
+    names = {one.argument for one in pins if one.said != "state_shardings"}
+    return tuple(
+        (name, jax.tree.structure(value), tuple(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(value)))
+        for name, value in arguments
+        if name in names
+    )
 
 
 def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> tuple[str, ...]:
@@ -133,7 +198,7 @@ def _results_if_needed(
 ) -> Any:
     """The step's results as shapes. Jits of one plain function share their trace; an NNX jit is traced once more."""
     inferring = not isinstance(making.donate, tuple) and needs_results(traced)
-    if not inferring and making.state_shardings is None:
+    if not inferring and not (making.places and needs_results(traced)):
         return None
     args, kwargs = call
     return jit_plain(function, traced, **options).eval_shape(*args, **kwargs)
@@ -170,19 +235,24 @@ def _is_position_only(name: str, function: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.kind is parameter.POSITIONAL_ONLY
 
 
-def _pinned(
-    function: Callable[..., Any],
-    making: Making,
-    traced: Sequence[tuple[str, Any]],
-    results: Any,
-    kwargs: dict[str, Any],
+def _pinned_options(
+    making: Making, traced: Sequence[tuple[str, Any]], results: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    dynamic = [name for name in kwargs if name not in making.static]
-    if dynamic:
+    values = dict(traced)
+    in_place = any(framework_of(values[one.argument]) is not None for one in making.pins)
+    refused = [name for name in kwargs if in_place or name not in making.static]
+    if refused:
         msg = (
-            f"state_shardings pins arguments by position, and {', '.join(dynamic)} came by keyword. Call the step with "
-            f"positional arrays: step({', '.join(name for name, _ in traced)})."
+            f"{making.pins[0].said} pins arguments by position, and {', '.join(refused)} came by keyword. Call the step with "
+            f"positional arguments: step({', '.join(name for name, _ in traced)})."
         )
         raise PolicyError(msg)
-    index = state_argument(traced, making.state_shardings, function)
-    return jit_shardings(index, len(traced), making.state_shardings, results, traced[index][1])
+
+    def prefix_of(name: str, shardings: Any) -> Any:
+        framework = framework_of(values[name])
+        return shardings if framework is None else framework.pinned(values[name], shardings)
+
+    options = jit_shardings(making.pins, [name for name, _ in traced], results, prefix_of)
+    if kwargs:  # jax.jit takes no in_shardings beside keywords: the state was checked, and its update is pinned
+        del options["in_shardings"]
+    return options

@@ -24,6 +24,7 @@ from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_lowered, jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments
 from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, undonated_names
+from jaxmem_callbacks.programs.steps.placement import require_returned
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, changes
@@ -55,7 +56,8 @@ def jit_step(
         donate_argnames: Arguments whose memory the results take over. None: as the policy says, and where that says
             nothing, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
         state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
-            and is never moved silently.
+            and is never moved silently. A policy with a sharding says the same of every argument that is returned
+            updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; for one argument this word wins.
 
     Returns:
         A callable with the step's arguments and results; it also has ``lower``, ``trace``, ``policy``, ``__wrapped__``.
@@ -115,6 +117,7 @@ class JitStep:
         self._making = Making(
             donate=policy.donate if donate_argnames is None else tuple(donate_argnames),
             state_shardings=state_shardings,
+            policy=policy,
         )
         if self._own_jit is not None:
             self._making.refuse_for_jitted(train_step, donate_argnames)
@@ -144,8 +147,8 @@ class JitStep:
         except _NewSignature:
             pass
         except ValueError:
-            require_pinned(named_arguments(self.__wrapped__, args, kwargs), self._making, self.__wrapped__)
-            raise
+            if require_pinned(named_arguments(self.__wrapped__, args, kwargs), self._making, self.__wrapped__):
+                raise  # else a state of other shapes, which lies elsewhere: it is made anew
         else:
             if compiles.count != before:
                 self._after_compile(args, kwargs)
@@ -181,7 +184,7 @@ class JitStep:
             traced = jax_traced(self.trace(*args, **kwargs))
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
-            leaves = call_leaves(arguments, count, traced)
+            leaves = self._making.pinned(call_leaves(arguments, count, traced))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings)
@@ -192,7 +195,8 @@ class JitStep:
             return JitStep(self.__wrapped__, StepPolicy()) if self.policy.changes_gradients else None
         if not (self.policy.changes_gradients or self._making.donated or self._making.donate is None):
             return None
-        return JitStep(self.__wrapped__, StepPolicy(), donate_argnames=(), state_shardings=self._making.state_shardings)
+        plain = StepPolicy(sharding=self.policy.sharding)
+        return JitStep(self.__wrapped__, plain, donate_argnames=(), state_shardings=self._making.state_shardings)
 
     def __repr__(self) -> str:
         return f"jm.jit_step({self.name}, {self.policy})"
@@ -256,8 +260,11 @@ class JitStep:
         with self._tracing():
             lowered = jax_lowered(jitted.lower(args, kwargs))
             require_used(self._active, self.__wrapped__)
+            arguments, count = self._arguments(jitted, args, kwargs)
+            if self._own_jit is not None:
+                self._making.require_placed(jitted.function, arguments, lowered.out_info)
             compiled = lowered.compile()
-        arguments, count = self._arguments(jitted, args, kwargs)
+            require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted.function)
         leaves = call_leaves(arguments, count, lowered)
         program = read_program(
             self.name,

@@ -1,0 +1,30 @@
+"""Flax Linen: what a metadata box (``nn.Partitioned``, ``nn.LogicallyPartitioned``) says about the axes of its array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flax.core import meta
+from flax.core.spmd import get_logical_axis_rules
+
+from jaxmem_callbacks.records.policies import ShardingRules
+from jaxmem_callbacks.transforms.sharding.annotations import Annotation
+
+
+def is_annotated(node: Any) -> bool:
+    """Whether a node is a box of Flax Linen."""
+    return isinstance(node, meta.AxisMetadata)
+
+
+def annotation(node: Any) -> Annotation | None:
+    """The box's names: those that ``nn.with_partitioning`` or ``nn.with_logical_partitioning`` gave and nn.scan extended."""
+    if not isinstance(node, meta.Partitioned):
+        return None  # another kind of metadata, such as of weight norms: nothing about sharding
+    own = getattr(node, "rules", None) or ()
+    return Annotation(names=tuple(node.names), rules=rule_pairs((*own, *get_logical_axis_rules())))
+
+
+def rule_pairs(rules: Iterable[Any]) -> ShardingRules:
+    """Flax's rules with lists of mesh axes as tuples."""
+    return tuple((str(name), tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)

@@ -1,0 +1,28 @@
+"""Flax NNX: what a Variable's metadata says about the axes of its array, by ``out_sharding`` and ``sharding_rules``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmem_callbacks.integrations.linen_axes import rule_pairs
+from jaxmem_callbacks.transforms.sharding.annotations import Annotation
+
+
+def is_annotated(node: Any) -> bool:
+    """Whether a node is an NNX variable."""
+    return isinstance(node, nnx.Variable)
+
+
+def annotation(node: Any) -> Annotation | None:
+    """The variable's axis names; an optimizer's variables carry those of their parameters."""
+    metadata = node.get_metadata()
+    said = metadata.get("out_sharding") or metadata.get("sharding")
+    names = said.spec if isinstance(said, NamedSharding) else said
+    if not isinstance(names, tuple | PartitionSpec) or not names:
+        return None
+    own = metadata.get("sharding_rules") or ()
+    return Annotation(names=tuple(names), rules=rule_pairs((*own, *get_logical_axis_rules())))

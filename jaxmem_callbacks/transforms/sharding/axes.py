@@ -1,0 +1,105 @@
+"""A mesh enters; which of its axes shard the state, split matrices and divide the batch leaves, by their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import ShardingRules
+
+# Names of mesh axes by what they are for, in the order in which they are looked for.
+STATE_AXES = ("fsdp", "zero", "shard", "data", "dp", "batch", "devices", "device", "replica")
+TENSOR_AXES = ("tensor", "tp", "model", "mp")
+
+# Logical axis names that models use -> what shards them, the first that divides and is free counts.
+_WIDE = (
+    "mlp",
+    "ff",
+    "ffn",
+    "d_ff",
+    "hidden",
+    "heads",
+    "q_heads",
+    "qkv",
+    "kv_heads",
+    "joined_kv",
+    "vocab",
+    "vocabulary",
+)
+_NARROW = ("embed", "embedding", "d_model", "model_dim", "features", "emb")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshRoles:
+    """What the axes of one mesh are for.
+
+    Attributes:
+        state: The axis that the state is split over, or None.
+        tensor: The axis that matrices are split over, or None.
+        sizes: Axis -> size.
+    """
+
+    state: str | None
+    tensor: str | None
+    sizes: dict[str, int]
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes that the batch is divided over: all but the tensor axis."""
+        return tuple(name for name in self.sizes if name in STATE_AXES or name == self.state)
+
+    def size(self, axes: str | tuple[str, ...]) -> int:
+        """Devices along one axis or several."""
+        names = (axes,) if isinstance(axes, str) else axes
+        size = 1
+        for name in names:
+            size *= self.sizes[name]
+        return size
+
+
+def mesh_roles(mesh: Any) -> MeshRoles:
+    """The roles of a mesh's axes, by name.
+
+    Of several that could hold the state the first with more than one device does; the only axis of a mesh does whatever its
+    name, unless it is called like one for matrices.
+    """
+    sizes = {str(name): int(size) for name, size in mesh.shape.items()}
+
+    def first(names: tuple[str, ...]) -> str | None:
+        there = [name for name in names if name in sizes]
+        return next((name for name in there if sizes[name] > 1), there[0] if there else None)
+
+    tensor = first(TENSOR_AXES)
+    only = next(iter(sizes)) if len(sizes) == 1 and tensor is None else None
+    return MeshRoles(state=first(STATE_AXES) or only, tensor=tensor, sizes=sizes)
+
+
+def require_axes(roles: MeshRoles, sharding: str) -> None:
+    """Refuse a mesh that has no axis for a policy.
+
+    Raises:
+        PolicyError: with the axes that are there and a mesh that would do.
+    """
+    needs: list[tuple[str, tuple[str, ...]]] = []
+    if sharding in {"zero1", "fsdp", "fsdp_tensor"} and roles.state is None:
+        needs.append(("an axis for the state", STATE_AXES))
+    if sharding == "fsdp_tensor" and roles.tensor is None:
+        needs.append(("an axis for matrices", TENSOR_AXES))
+    if needs:
+        there = ", ".join(f"{name}={size}" for name, size in roles.sizes.items()) or "none"
+        what = " and ".join(f"{words}, called one of {', '.join(names)}" for words, names in needs)
+        example = '{"fsdp": -1, "tensor": 2}' if sharding == "fsdp_tensor" else '{"fsdp": -1}'
+        msg = f"sharding={sharding!r} needs {what}; the mesh has the axes {there}. Type jm.make_mesh({example})."
+        raise PolicyError(msg)
+
+
+def shipped_rules(roles: MeshRoles, sharding: str) -> ShardingRules:
+    """Rules from logical names for a named policy; empty where the arrays stay whole."""
+    state, tensor = roles.state, roles.tensor
+    if sharding == "fsdp":
+        return tuple((name, state) for name in (*_NARROW, *_WIDE))
+    if sharding == "fsdp_tensor":
+        by_tensor = tuple((name, tensor) for name in _WIDE)
+        return (*by_tensor, *((name, state) for name in (*_NARROW, *_WIDE)))
+    return ()

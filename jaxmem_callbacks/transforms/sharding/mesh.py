@@ -1,0 +1,159 @@
+"""Axes as a mapping or as text enter; a mesh leaves: of devices that are attached, or abstract, of devices that need not be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxmem_callbacks.records.errors import PolicyError
+
+Axes = Mapping[str, int] | str
+AxisTypes = Literal["auto", "explicit"] | AxisType | Mapping[str, Any]
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?\d+)\s*")
+_EXAMPLE = 'jm.make_mesh({"data": 2, "fsdp": -1}) or jm.make_mesh("data=2,fsdp=-1")'
+
+
+def make_mesh(axes: Axes, devices: Sequence[Any] | None = None, *, axis_types: AxisTypes = "auto") -> Mesh:
+    """A mesh of named axes over all devices.
+
+        mesh = jm.make_mesh({"data": 2, "fsdp": -1})        # on eight devices: data=2, fsdp=4
+
+    Devices are ordered by `jax.make_mesh`, which knows how TPUs are wired.
+
+    Args:
+        axes: Axis names with sizes, outermost first, as a mapping or as text ``"data=2,fsdp=-1"``. At most one size is -1: it
+            takes the devices that the others leave.
+        devices: Which devices, all of them used; None for all that JAX sees.
+        axis_types: ``auto`` (the compiler places intermediates; what ordinary models need) or ``explicit`` (shardings are part
+            of the types, and the model says where they change), for all axes or by name. `jax.make_mesh` itself takes explicit.
+
+    Returns:
+        The mesh. `jax.set_mesh` makes it the one that ``jm.jit_step`` uses.
+
+    Raises:
+        PolicyError: axes that are none, or whose product is not the number of devices; says what is there and what to type.
+    """
+    there = list(jax.devices() if devices is None else devices)
+    sizes = _filled(parse_axes(axes), len(there), _what(there))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types), devices=there)
+
+
+def abstract_mesh(axes: Axes, device_count: int, *, axis_types: AxisTypes = "auto") -> AbstractMesh:
+    """A mesh of the same axes over devices that need not be there, for planning; shardings on it hold no device.
+
+    Args:
+        axes: As in `make_mesh`.
+        device_count: How many devices the target has.
+        axis_types: As in `make_mesh`.
+
+    Raises:
+        PolicyError: as in `make_mesh`.
+    """
+    sizes = _filled(parse_axes(axes), device_count, f"the target has {device_count} devices")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types))
+
+
+def parse_axes(axes: Axes) -> dict[str, int]:
+    """Axis -> size as the user wrote them, -1 included.
+
+    Raises:
+        PolicyError: not axes with whole sizes of at least 1, one of them at most -1.
+    """
+    found = _parsed_text(axes) if isinstance(axes, str) else _parsed_mapping(axes)
+    wrong = [name for name, size in found.items() if size != -1 and size < 1]
+    if wrong or not found:
+        what = f"axis {wrong[0]!r} has size {found[wrong[0]]}" if wrong else "no axes were given"
+        msg = f"make_mesh: {what}. Expected names with sizes of at least 1, one of them at most -1: {_EXAMPLE}."
+        raise PolicyError(msg)
+    free = [name for name, size in found.items() if size == -1]
+    if len(free) > 1:
+        msg = (
+            f"make_mesh: the axes {', '.join(free)} are all -1. Expected one at most, which takes the devices that the others "
+            f"leave: {_EXAMPLE}."
+        )
+        raise PolicyError(msg)
+    return found
+
+
+def _parsed_mapping(axes: Any) -> dict[str, int]:
+    if not isinstance(axes, Mapping):
+        msg = f"make_mesh: axes={axes!r}. Expected a mapping of names to sizes, or a text: {_EXAMPLE}."
+        raise PolicyError(msg)
+    given = cast("Mapping[Any, Any]", axes)
+    for name, size in given.items():
+        if not isinstance(name, str) or not name or isinstance(size, bool) or not isinstance(size, int):
+            msg = f"make_mesh: {name!r}: {size!r} is no axis. Expected a name and a whole number: {_EXAMPLE}."
+            raise PolicyError(msg)
+    return dict(given)
+
+
+def _parsed_text(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = _AXIS.fullmatch(part)
+        if match is None or match[1] in found:
+            what = "comes twice" if match else "is no axis"
+            msg = f"make_mesh: {part.strip()!r} in {text!r} {what}. Expected names with sizes: {_EXAMPLE}."
+            raise PolicyError(msg)
+        found[match[1]] = int(match[2])
+    return found
+
+
+def _filled(sizes: dict[str, int], count: int, there: str) -> dict[str, int]:
+    """The sizes with -1 filled in; their product is the number of devices."""
+    given = math.prod(size for size in sizes.values() if size != -1)
+    free = next((name for name, size in sizes.items() if size == -1), None)
+    if free is not None and count % given == 0 and count >= given:
+        return {name: count // given if name == free else size for name, size in sizes.items()}
+    if free is None and given == count:
+        return sizes
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    wants = f"a multiple of {given}" if free is not None else str(given)
+    msg = f"make_mesh: the axes {text} need {wants} devices, and {there}. {_advice(sizes, count)}"
+    raise PolicyError(msg)
+
+
+def _advice(sizes: dict[str, int], count: int) -> str:
+    """Axes that fit, as near as possible to those given: each size made the largest divisor of what is left that it allows."""
+    left, fitting = count, dict.fromkeys(sizes, 1)
+    for name, size in sizes.items():
+        if size != -1:
+            fitting[name] = math.gcd(size, left)
+            left //= fitting[name]
+    grows = next((name for name, size in sizes.items() if size == -1), max(sizes, key=lambda name: sizes[name]))
+    fitting[grows] *= left
+    fewer = math.prod(size for size in sizes.values() if size != -1)
+    some = f", or on fewer devices jm.make_mesh(..., devices=jax.devices()[:{fewer}])" if fewer < count else ""
+    text = ", ".join(f'"{name}": {size}' for name, size in fitting.items())
+    return f"Type jm.make_mesh({{{text}}}){some}."
+
+
+def _what(devices: list[Any]) -> str:
+    kind = devices[0].device_kind if devices else "none"
+    return f"there are {len(devices)} devices ({kind})"
+
+
+def _types(sizes: dict[str, int], axis_types: Any) -> tuple[AxisType, ...]:
+    """One axis type an axis, from one word for all or from words by name."""
+    if isinstance(axis_types, Mapping):
+        by_name = cast("Mapping[str, Any]", axis_types)
+        unknown = sorted(set(by_name) - set(sizes))
+        if unknown:
+            msg = f"make_mesh: axis_types names {', '.join(unknown)}, which is no axis. Expected names from: {', '.join(sizes)}."
+            raise PolicyError(msg)
+        return tuple(_type(by_name.get(name, "auto")) for name in sizes)
+    return tuple(_type(axis_types) for _ in sizes)
+
+
+def _type(word: Any) -> AxisType:
+    known = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    found = word if isinstance(word, AxisType) else known.get(word) if isinstance(word, str) else None
+    if found is None or found not in known.values():
+        msg = f"make_mesh: axis_types={word!r}. Expected 'auto' or 'explicit', for all axes or by name: {{'fsdp': 'auto'}}."
+        raise PolicyError(msg)
+    return found

@@ -1,0 +1,295 @@
+"""`jm.jit_step` under a sharding policy: where the mesh comes from, and that nothing is moved or left undone silently."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh
+
+pytestmark = pytest.mark.core
+FSDP = jm.StepPolicy(sharding="fsdp")
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Any:
+    return jm.make_mesh("fsdp=8")
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return ((batch @ params["w"]) ** 2).mean()
+
+
+def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+    loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def data() -> tuple[Any, Any, Any]:
+    params = {"w": jnp.ones((16, 64)) / 16}
+    return params, OPTIMIZER.init(params), jnp.ones((8, 16))
+
+
+def placed(mesh: Any, policy: jm.StepPolicy = FSDP) -> tuple[Any, Any, Any]:
+    params, opt_state, batch = data()
+    state = jax.device_put((params, opt_state), jm.infer_shardings((params, opt_state), mesh, policy))
+    return *state, jax.device_put(batch, NamedSharding(mesh, P("fsdp")))
+
+
+def test_without_a_mesh_both_lines_are_shown():
+    with pytest.raises(PolicyError) as caught:
+        jm.jit_step(train_step, FSDP)(*data())
+    assert "sharding='fsdp' needs a mesh, and none is set where train_step is called" in str(caught.value)
+    assert '\n    jax.set_mesh(jm.make_mesh({"fsdp": -1}))  # before the first step\n' in str(caught.value)
+    line = "state_shardings=jm.infer_shardings((params, opt_state), mesh, policy))"
+    assert f"    step = jm.jit_step(train_step, policy, {line}" in str(caught.value)
+
+
+def test_a_state_that_lies_elsewhere_is_never_moved(mesh):
+    params, opt_state, batch = data()
+    step = jm.jit_step(train_step, FSDP)
+    line = "params, opt_state = jax.device_put((params, opt_state), jm.infer_shardings((params, opt_state), mesh, policy))."
+    with jax.set_mesh(mesh):
+        with pytest.raises(PolicyError, match=re.escape("params['w'] lies as SingleDeviceSharding")) as caught:
+            step(params, opt_state, batch)
+        assert "as sharding='fsdp' says. It is never moved silently." in str(caught.value)
+        assert line in str(caught.value)
+        assert not params["w"].is_deleted()
+        policy = FSDP
+        exec(line.removesuffix("."), {"jax": jax, "jm": jm}, names := locals())  # noqa: S102 - what users paste must run
+        assert policy
+        new_params, new_opt_state, _ = step(names["params"], names["opt_state"], batch)
+        assert new_params["w"].sharding.spec == P(None, "fsdp")
+        half_moved = jax.device_put(new_opt_state, NamedSharding(mesh, P()))
+        with pytest.raises(PolicyError, match=re.escape("opt_state[0].trace['w'] lies as NamedSharding(mesh=")):
+            step(new_params, half_moved, batch)
+        assert not new_params["w"].is_deleted()
+
+
+def test_one_argument_is_told_by_its_own_name(mesh):
+    def one_state(state: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x + batch.sum(), state), 0.0
+
+    line = re.escape("state = jax.device_put(state, jm.infer_shardings(state, mesh, policy)).")
+    with jax.set_mesh(mesh), pytest.raises(PolicyError, match=line):
+        jm.jit_step(one_state, FSDP)({"w": jnp.ones((64, 64))}, jnp.ones(8))
+
+
+def test_fresh_counters_of_one_element_may_lie_anywhere(mesh):
+    """`tx.init` and `TrainState.create` make them; JAX spreads a single number, and nothing is compiled twice for it."""
+    optimizer = optax.adam(1e-3)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, _, batch = placed(mesh)
+    opt_state = optimizer.init(params)
+    assert not opt_state[0].count.committed
+    jitted = jm.jit_step(step, FSDP)
+    with jax.set_mesh(mesh):
+        for _ in range(2):
+            params, opt_state, _ = jitted(params, opt_state, batch)
+    assert int(opt_state[0].count) == 2
+
+
+def test_the_mesh_of_state_shardings_is_used_and_its_word_wins(mesh):
+    params, opt_state, batch = placed(mesh)
+    other = {"w": NamedSharding(mesh, P("fsdp"))}  # the other dimension
+    params = jax.device_put(params, other)
+    step = jm.jit_step(train_step, FSDP, state_shardings=other)
+    with pytest.raises(PolicyError, match=r"opt_state\[0\]\.trace\['w'\] lies as SingleDevice"):
+        step(params, OPTIMIZER.init(data()[0]), batch)
+    params, opt_state, _ = step(params, opt_state, batch)
+    assert params["w"].sharding.spec == P("fsdp")
+    assert opt_state[0].trace["w"].sharding.spec == P(None, "fsdp")
+
+
+def test_shardings_of_the_whole_state_are_enough(mesh):
+    def one_state(state: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x + batch.sum(), state), 0.0
+
+    state = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    wanted = jm.infer_shardings(state, mesh, FSDP)
+    step = jm.jit_step(one_state, FSDP, state_shardings=wanted)
+    state, _ = step(jax.device_put(state, wanted), jnp.ones(8))
+    assert state["w"].sharding == wanted["w"]
+
+
+def test_a_policy_and_shardings_that_contradict_each_other_are_refused(mesh):
+    params, opt_state, batch = placed(mesh)
+    whole = {"w": NamedSharding(mesh, P())}
+    step = jm.jit_step(train_step, FSDP, state_shardings=whole)
+    with pytest.raises(PolicyError, match="sharding='fsdp' and state_shardings contradict each other"):
+        step(jax.device_put(params, whole), opt_state, batch)
+
+
+def test_a_policy_that_would_split_nothing_is_refused(mesh):
+    def step(state: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x + batch.sum(), state), 0.0
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(
+            PolicyError, match=re.escape("sharding='fsdp' would do nothing on this mesh (fsdp=8): no array")
+        ):
+            jm.jit_step(step, FSDP)({"w": jnp.ones((63, 63))}, jnp.ones(8))
+        with pytest.raises(PolicyError, match="sharding='zero1' would do nothing on this mesh"):
+            jm.jit_step(step, jm.StepPolicy(sharding="zero1"))({"w": jnp.ones((64, 64))}, jnp.ones(8))
+        with pytest.raises(
+            PolicyError, match=r"would do nothing: <lambda> returns none of its arguments updated \(state, batch\)"
+        ):
+            jm.jit_step(lambda state, batch: (state["w"] * batch).sum(), FSDP)({"w": jnp.ones((8, 8))}, jnp.ones(8))
+
+
+def test_one_device_is_no_reason_to_refuse():
+    with jax.set_mesh(jm.make_mesh("fsdp=1", devices=jax.devices()[:1])):
+        params, _, loss = jm.jit_step(train_step, FSDP)(*data())
+    assert np.isfinite(loss)
+    assert params["w"].shape == (16, 64)
+
+
+def test_arrays_by_keyword_are_refused(mesh):
+    params, opt_state, batch = placed(mesh)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(PolicyError, match="sharding='fsdp' pins arguments by position, and batch came"),
+    ):
+        jm.jit_step(train_step, FSDP)(params, opt_state, batch=batch)
+
+
+def test_a_switch_by_keyword_beside_an_nnx_module_is_refused(mesh):
+    def step(model: Any, batch: Any, *, square: bool) -> Any:
+        return model(batch).sum() if square else 0.0
+
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    model = jax.device_put(model, jm.infer_shardings(model, mesh, FSDP))
+    with jax.set_mesh(mesh), pytest.raises(PolicyError, match="pins arguments by position, and square came by keyword"):
+        jm.jit_step(step, FSDP)(model, jnp.ones((8, 64)), square=True)
+
+
+def test_switches_and_results_in_dictionaries_are_pinned_around(mesh):
+    def step(params: Any, batch: Any, *, square: bool) -> Any:
+        value = (batch**2 if square else batch).sum()
+        return {"loss": value, "params": jax.tree.map(lambda x: x + value, params)}
+
+    params, _, batch = placed(mesh)
+    jitted = jm.jit_step(step, FSDP)
+    with jax.set_mesh(mesh):
+        params = jitted(params, batch, square=True)["params"]
+        params = jitted(params, batch, square=False)["params"]
+    assert params["w"].sharding.spec == P(None, "fsdp")
+
+
+def test_a_state_of_other_shapes_is_pinned_anew(mesh):
+    step = jm.jit_step(train_step, FSDP)
+    with jax.set_mesh(mesh):
+        step(*placed(mesh))
+        params = {"w": jnp.ones((128, 16)) / 16}  # the other dimension is the larger one
+        state = (params, OPTIMIZER.init(params))
+        moved = jax.device_put(state, jm.infer_shardings(state, mesh, FSDP))
+        params, _, _ = step(*moved, jnp.ones((8, 128)))
+    assert params["w"].sharding.spec == P("fsdp")
+
+
+def test_a_shorter_batch_keeps_the_state_where_it_is(mesh):
+    step = jm.jit_step(train_step, FSDP)
+    params, opt_state, batch = placed(mesh)
+    with jax.set_mesh(mesh):
+        params, opt_state, _ = step(params, opt_state, batch)
+        params, opt_state, _ = step(params, opt_state, jnp.ones((3, 16)))
+    assert params["w"].sharding.spec == P(None, "fsdp")
+
+
+def test_a_step_that_the_user_jitted_is_held_against_the_policy(mesh):
+    params, opt_state, batch = placed(mesh)
+    wanted = jm.infer_shardings((params, opt_state), mesh, FSDP)
+    careless = jax.jit(train_step, out_shardings=(NamedSharding(mesh, P()), None, None))
+    with jax.set_mesh(mesh):
+        with pytest.raises(PolicyError, match="train_step is already jitted and returns params") as caught:
+            jm.jit_step(careless, FSDP)(params, opt_state, batch)
+        assert "Write it where it is jitted: jax.jit(train_step, out_shardings=...)" in str(caught.value)
+        with pytest.raises(PolicyError, match=r"params\['w'\] lies as .*, expected .* as sharding='fsdp' says"):
+            jm.jit_step(careless, FSDP)(*data())
+        pinned = jm.jit_step(jax.jit(train_step, out_shardings=(*wanted, None)), FSDP)
+        params, _, _ = pinned(params, opt_state, batch)
+    assert params["w"].sharding.spec == P(None, "fsdp")
+
+
+def test_an_equinox_jit_is_held_against_the_policy_too(mesh):
+    model = eqx.nn.Linear(64, 64, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    def train(model: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x - batch.sum(), model), batch.sum()
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(PolicyError, match=re.escape("model.weight lies as SingleDeviceSharding")):
+            jm.jit_step(train, FSDP)(model, jnp.ones(8))
+        moved = jax.device_put(model, jm.infer_shardings(model, mesh, FSDP))
+        model, _ = jm.jit_step(train, FSDP)(moved, jnp.ones(8))
+    assert model.weight.sharding.spec == P(None, "fsdp")
+
+
+def test_nnx_objects_are_told_and_moved_as_trees(mesh):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+    def train(model: Any, batch: Any) -> Any:
+        _, grads = jm.nnx.value_and_grad(lambda m: (m(batch) ** 2).mean())(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), grads))
+
+    step = jm.jit_step(train, FSDP)
+    with jax.set_mesh(mesh):
+        line = re.escape("model = jax.device_put(model, jm.infer_shardings(model, mesh, policy))")
+        with pytest.raises(PolicyError, match=line):
+            step(model, jnp.ones((8, 64)))
+        model = jax.device_put(model, jm.infer_shardings(model, mesh, FSDP))
+        before = model.kernel[...] + 0
+        step(model, jnp.ones((8, 64)))
+    assert model.kernel[...].sharding.spec == P(None, "fsdp")
+    assert not np.allclose(model.kernel[...], before)
+
+
+def test_figures_need_no_arrays(mesh):
+    """`jm.step_memory` of shapes without shardings compiles the step as the policy places it."""
+    state = jax.eval_shape(lambda: data()[:2])
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    with jax.set_mesh(mesh):
+        split = jm.step_memory(jm.jit_step(train_step, FSDP), *state, batch)
+        whole = jm.step_memory(jm.jit_step(train_step, jm.StepPolicy(sharding="replicate")), *state, batch)
+    assert split.donated_bytes * 8 == whole.donated_bytes == 2 * 16 * 64 * 4
+    assert split.alias_bytes == split.donated_bytes
+
+
+def test_a_step_is_traced_for_devices_that_are_not_there():
+    """What planning does: an abstract mesh, shapes only, and every array told where it will lie."""
+    state = jax.eval_shape(lambda: data()[:2])
+    batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    with jax.sharding.use_abstract_mesh(abstract_mesh("fsdp=64", 64)):
+        traced = jm.jit_step(train_step, FSDP).traced((*state, batch), {})
+    specs = {leaf.path: getattr(leaf.value.sharding, "spec", None) for leaf in traced.leaves}
+    assert specs["params['w']"] == specs["opt_state[0].trace['w']"] == P(None, "fsdp")
+    assert specs["batch"] is None
+    assert [getattr(s, "spec", None) for s in traced.out_shardings] == [P(None, "fsdp"), P(None, "fsdp"), None]
+
+
+def test_a_step_inside_another_trace_is_placed_by_that_one(mesh):
+    params, opt_state, batch = placed(mesh)
+    step = jm.jit_step(train_step, FSDP)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(step, params, opt_state, batch)
+    assert shapes[0]["w"].shape == (16, 64)
