@@ -190,5 +190,5 @@ def test_a_share_that_is_none_is_refused(keep: Any) -> None:
 
 
 def test_keeping_without_remat_is_refused() -> None:
-    with pytest.raises(PolicyError, match=r"remat='none' leaves the loss untouched, so segments, keep"):
+    with pytest.raises(PolicyError, match=r"remat='none' leaves the loss untouched, so segments, levels, keep"):
         jm.StepPolicy(keep=0.5)

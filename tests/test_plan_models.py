@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.plan_bench import Table, closest, row_key, source_hash, told
+from benchmarks.plan_bench import Table, closest, row_key, source_hash, stale, told
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
@@ -182,6 +182,8 @@ def test_rows_already_measured_are_kept_until_source_or_versions_change(tmp_path
     again = Table(path)
     assert again.has(row_key("vit", "cpu", "full"))
     assert not again.has(row_key("vit", "cpu", "full") | {"source": "of another day"})
+    assert [stale(row) for row in again.rows] == [False, False]
+    assert stale(hand | {"source": "of another day"})
     again.add(hand | {"step_bytes": 7})
     assert [(row["policy"], row.get("step_bytes")) for row in Table(path).rows] == [("full", 7), ("ours", None)]
 

@@ -103,7 +103,10 @@ def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
         ({"donate": "state"}, "donate='state': expected 'auto', a tuple of argument names such as ('state',), or ()."),
         ({"remat": "full", "segments": 0}, "segments=0: expected a whole number of at least 1, or None"),
         ({"remat": "full", "segments": True}, "segments=True: expected a whole number"),
-        ({"segments": 3}, "remat='none' leaves the loss untouched, so segments, keep, save and offload would do nothing."),
+        (
+            {"segments": 3},
+            "remat='none' leaves the loss untouched, so segments, levels, keep, save and offload would do nothing.",
+        ),
         ({"save": ("x",)}, "Use remat='full'."),
         ({"remat": "save_names"}, "remat='save_only_these_names' needs the names to keep: save=('context', ...)"),
     ],

@@ -118,8 +118,9 @@ def test_five_steps_under_full_remat_equal_the_plain_ones(name: str, plain_runs:
 @pytest.mark.parametrize("policy", [
     jm.StepPolicy(remat="dots"), jm.StepPolicy(remat="save_all"), jm.StepPolicy(remat="dots_with_no_batch_dims"),
     jm.StepPolicy(remat="full", segments=2), jm.StepPolicy(remat="full", save=("hidden",)),
+    jm.StepPolicy(remat="full", levels=2), jm.StepPolicy(remat="full", keep=0.5),
     jm.StepPolicy(remat="full", offload=("hidden",)), jm.StepPolicy(remat="offload_dots"),
-], ids=lambda policy: f"{policy.remat}-{policy.segments}-{policy.save}-{policy.offload}")  # fmt: skip
+], ids=lambda p: f"{p.remat}-{p.segments}-{p.levels}-{p.keep}-{p.save}-{p.offload}")  # fmt: skip
 def test_other_policies_equal_the_plain_step(policy: jm.StepPolicy) -> None:
     sample = SAMPLES["named"]()
     assert_same_run(train(sample, policy), train(sample, jm.StepPolicy()))

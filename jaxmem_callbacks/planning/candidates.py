@@ -122,6 +122,7 @@ class Compiler:
             extra_flops=facts.flops - self.plain.flops,
             modelled_s=facts.modelled_s,
             refusal=answer.refusal,
+            cached=answer.cached,
         )
 
     def _attached(self, policy: StepPolicy) -> tuple[ProgramMemory, str]:
@@ -153,8 +154,8 @@ class Compiler:
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
             temp_bytes=memory.temp_bytes,
-            cached=getattr(answer, "cached", False),
-            seconds=None if answer is None else answer.compile_seconds,
+            cached=answer is not None and answer.cached,
+            seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )
 
     def _fits(self, step_bytes: int, answer: TargetCompilation | None) -> bool | None:

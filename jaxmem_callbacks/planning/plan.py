@@ -17,10 +17,10 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes, parse_bytes
-from jaxmem_callbacks.programs.steps.kinds import OPTIMIZER, PARAMETERS
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS
 from jaxmem_callbacks.transforms.residuals import array_bytes
 
 _MARGINS = {
@@ -85,14 +85,21 @@ def make_plan(
     )
     compiler = Compiler(problem)
     search = RematSearch(compiler, progress)
-    candidates = search.run(frontier=ask.budget is None)
+    return _record(compiler, search.run(frontier=ask.budget is None), traced.leaves, tuple(search.notes))
+
+
+def _record(
+    compiler: Compiler, candidates: Sequence[Candidate], leaves: Sequence[Leaf], notes: tuple[str, ...]
+) -> PlanRecord:
+    problem = compiler.problem
+    train_step, hardware, limits = problem.train_step, problem.target, problem.budget
     chosen, reason = choose(candidates)
     platform = hardware.platform if hardware is not None else jax.default_backend()
     return PlanRecord(
         step=getattr(train_step, "__name__", type(train_step).__name__),
         target="attached" if hardware is None else hardware.name,
         platform=platform,
-        device_count=devices,
+        device_count=problem.device_count,
         candidates=tuple(candidates),
         chosen=chosen,
         reason=reason,
@@ -100,16 +107,16 @@ def make_plan(
         budget_bytes=limits.bytes,
         budget_reason=limits.reason,
         resident_bytes=problem.resident_bytes,
-        least_bytes=_state_bytes(traced.leaves),
+        least_bytes=_state_bytes(leaves),
         compiles=len(candidates),
         compiled=sum(not candidate.cached for candidate in candidates),
         margin=_MARGINS.get(platform, "") if hardware is not None else "",
         versions=_versions(compiler, hardware),
         flags={name: str(value) for answer in compiler.answers[:1] for name, value in answer.compiler_options.items()},
-        mesh=_mesh_of(traced.leaves),
-        signature=tuple((leaf.path, leaf.type_text) for leaf in traced.leaves),
+        mesh=_mesh_of(leaves),
+        signature=tuple((leaf.path, leaf.type_text) for leaf in leaves),
         fingerprint=compiler.plain.fingerprint,
-        notes=tuple(search.notes),
+        notes=notes,
     )
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.programs.targets.worker import end_workers
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -19,7 +21,7 @@ from jaxmem_callbacks.transforms.keeping import Share
 
 MOST_COMPILES = 6
 _AT_ONCE = 2
-_PLAIN, _FULL = StepPolicy(), StepPolicy(remat="full")
+_PLAIN, _FULL, _TWICE = StepPolicy(), StepPolicy(remat="full"), StepPolicy(remat="full", levels=2)
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
 _DIGITS = 10**5
@@ -80,6 +82,8 @@ class RematSearch:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
         full = self.found[_FULL]
         limit = self._compiler.problem.budget.bytes
+        if full.fits is False:
+            self._compile([_TWICE])
         if limit is None or full.fits is not True or full.step_bytes is None:
             return
         room = limit - self._compiler.problem.resident_bytes - full.step_bytes
@@ -109,12 +113,18 @@ class RematSearch:
         return max(max(ratios, default=1.0), 0.05)
 
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            waiting = {pool.submit(self._compiler.candidate, policy): policy for policy in policies}
-            self._progress(" and ".join(map(describe, policies)), len(self.found), MOST_COMPILES)
+        pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
+        waiting = {pool.submit(self._compiler.candidate, policy): policy for policy in policies}
+        self._progress(" and ".join(map(describe, policies)), len(self.found), MOST_COMPILES)
+        try:
             for done in concurrent.futures.as_completed(waiting):
                 self.found[waiting[done]] = done.result()
                 self._progress(describe(waiting[done]), len(self.found), MOST_COMPILES)
+        finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(each.done() for each in waiting):
+                end_workers()
+                time.sleep(0.05)
 
     def _ordered(self) -> list[Candidate]:
         return sorted(self.found.values(), key=lambda candidate: (-(candidate.step_bytes or 0), candidate.extra_flops))
@@ -191,4 +201,9 @@ def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def describe(policy: StepPolicy) -> str:
     """A policy in few words, such as ``full, keep 0.35``."""
-    return f"{policy.remat}, keep {policy.keep:.3g}" if policy.keep else policy.remat
+    words = [policy.remat]
+    if policy.levels > 1:
+        words.append(f"{policy.levels} levels")
+    if policy.keep:
+        words.append(f"keep {policy.keep:.3g}")
+    return ", ".join(words)

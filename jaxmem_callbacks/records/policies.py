@@ -24,6 +24,7 @@ REMAT_SYNONYMS: dict[str, tuple[str, ...]] = {
     "save_and_offload_only_these_names": ("offload_names", "save_and_offload"),
 }
 _CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
+_LEVELS = (1, 2)
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
 
 # Where the state lies on a mesh: canonical spelling -> other words for it.
@@ -108,6 +109,8 @@ class StepPolicy:
         remat: What the backward pass keeps, by canonical name or synonym; ``none`` leaves the loss untouched, ``full``
             keeps only the values at the cuts.
         segments: Number of segments the loss is cut into, or None to choose by live bytes.
+        levels: 1, or 2 for checkpoints around groups of segments and for loops of loops: about the root of what one level
+            keeps, for one more forward computation.
         keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
             most operations a byte come first.
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
@@ -120,6 +123,7 @@ class StepPolicy:
 
     remat: str = "none"
     segments: int | None = None
+    levels: int = 1
     keep: float = 0.0
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
@@ -150,12 +154,17 @@ class StepPolicy:
         if self.segments is not None and (isinstance(self.segments, bool) or self.segments < 1):
             msg = f"segments={self.segments!r}: expected a whole number of at least 1, or None to choose by live bytes."
             raise PolicyError(msg)
+        if isinstance(self.levels, bool) or self.levels not in _LEVELS:
+            msg = f"levels={self.levels!r}: expected 1 or 2. A third level would compute everything a fourth time."
+            raise PolicyError(msg)
         if isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
             msg = f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is dear to compute)."
             raise PolicyError(msg)
-        if self.remat == "none" and (self.segments is not None or self.keep or self.save or self.offload):
+        if self.remat == "none" and (
+            self.segments is not None or self.levels > 1 or self.keep or self.save or self.offload
+        ):
             msg = (
-                "remat='none' leaves the loss untouched, so segments, keep, save and offload would do nothing. "
+                "remat='none' leaves the loss untouched, so segments, levels, keep, save and offload would do nothing. "
                 "Use remat='full'."
             )
             raise PolicyError(msg)

@@ -21,6 +21,7 @@ from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.levels import grouped, loop_of_loops
 from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
@@ -41,6 +42,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
     policy: str = "full",
     *,
     segments: int | None = None,
+    levels: int = 1,
     keep: float = 0.0,
     save: Sequence[str] = (),
     offload: Sequence[str] = (),
@@ -52,6 +54,8 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         policy: What each segment keeps besides its inputs: ``none`` (the loss untouched), ``full`` (nothing),
             ``dots_saveable``, ... or a synonym.
         segments: How many segments, or None to choose by live bytes.
+        levels: 2 puts checkpoints around groups of segments too, and makes loops of loops: about the root of what one level
+            keeps, for one more forward computation.
         keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
             those first that save most operations a byte. 1 computes hardly more than cheap elementwise operations again.
         save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
@@ -65,7 +69,9 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         LossRefusedError: when called: the loss has effects a recomputation would repeat, or nothing to cut.
         TypeError: when called with objects of a framework that are not plain arrays; names the call to use.
     """
-    chosen = StepPolicy(remat=policy, segments=segments, keep=keep, save=tuple(save), offload=tuple(offload))
+    chosen = StepPolicy(
+        remat=policy, segments=segments, levels=levels, keep=keep, save=tuple(save), offload=tuple(offload)
+    )
     return rematerialised(loss, chosen)
 
 
@@ -126,11 +132,17 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     land = _landscape(flat, residuals, loops, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
-    cuts = Cuts(places=places, loops=frozenset(loops), whole=frozenset(own.difference(loops)))
+    twice = policy.levels > 1
+    cuts = Cuts(
+        places=places,
+        loops=frozenset(loops),
+        whole=frozenset(own.difference(loops)),
+        **({"deepen": loop_of_loops} if twice else {}),
+    )
     active = active_policy()
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
     _require_checkpoint(jaxpr, flat, policy)
-    return jaxpr
+    return grouped(flat, jaxpr) if twice else jaxpr
 
 
 def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None:

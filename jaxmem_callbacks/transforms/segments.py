@@ -179,11 +179,13 @@ class Cuts:
         places: Positions, ascending, without the ends.
         loops: Equations whose bodies are checkpointed.
         whole: Equations that are left as they are.
+        deepen: A checkpointed loop as the equations to put in its place.
     """
 
     places: Sequence[int]
     loops: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
+    deepen: Callable[[Any], list[Any]] = lambda eqn: [eqn]
 
 
 Keep = Callable[[Sequence["Segment | Loop"]], Sequence[frozenset[Any]]]
@@ -224,15 +226,13 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         keep: What each segment and loop keeps besides.
     """
     bounds = [0, *cuts.places, len(flat.eqns)]
-    last = _last_segment_of(flat, bounds)
     segments: list[Segment] = []
     pieces: dict[int, Segment | Loop] = {}
-    for position, (start, end) in enumerate(itertools.pairwise(bounds)):
-        span = flat.eqns[start:end]
-        results = frozenset(var for eqn in span for var in eqn.outvars if last.get(var, -1) > position)
-        segments.append(Segment(span, sunk, results))
+    for position, results in enumerate(results_by_segment(flat.eqns, flat.outvars, bounds)):
+        start, end = bounds[position : position + 2]
+        segments.append(Segment(flat.eqns[start:end], sunk, results))
         if start in cuts.loops:
-            pieces[position] = Loop(span[0])
+            pieces[position] = Loop(flat.eqns[start])
         elif start not in cuts.whole and end < len(flat.eqns):
             pieces[position] = segments[-1]
     kept = dict(zip(pieces, keep(list(pieces.values())), strict=True))
@@ -241,7 +241,8 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     for position, segment in enumerate(segments):
         piece = pieces.get(position)
         if isinstance(piece, Loop):
-            segment = Segment([piece.checkpointed(policy, kept[position])], sunk, segment.results)  # noqa: PLW2901 - itself
+            loop = piece.checkpointed(policy, kept[position])
+            segment = Segment(cuts.deepen(loop), sunk, segment.results)  # noqa: PLW2901 - itself
         if isinstance(piece, Segment):
             eqns += piece.checkpointed(flat, template, kept[position], sharing)
         else:
@@ -252,9 +253,14 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
 
 
-def _last_segment_of(flat: Equations, bounds: Sequence[int]) -> dict[Any, int]:
-    """The last segment that uses each variable; results count as used behind the last."""
+def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
+    """What each segment makes that a later one, or the function's result, uses."""
     last: dict[Any, int] = {}
-    for position, (start, end) in enumerate(itertools.pairwise(bounds)):
-        last.update(dict.fromkeys(_operands(flat.eqns[start:end]), position))
-    return last | dict.fromkeys(variables(flat.outvars), len(bounds))
+    spans = [eqns[start:end] for start, end in itertools.pairwise(bounds)]
+    for position, span in enumerate(spans):
+        last.update(dict.fromkeys(_operands(span), position))
+    last.update(dict.fromkeys(variables(outvars), len(spans)))
+    return [
+        frozenset(var for eqn in span for var in eqn.outvars if last.get(var, -1) > position)
+        for position, span in enumerate(spans)
+    ]

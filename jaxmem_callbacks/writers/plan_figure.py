@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.units import GIB, MIB
+from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.plan_table import policy_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# A budget this many times the largest point would squeeze all points into one corner.
+_NEAR = 2
 
 
 def plan_figure(record: PlanRecord, frontier: Sequence[Candidate]) -> Figure:
@@ -35,11 +38,15 @@ def plan_figure(record: PlanRecord, frontier: Sequence[Candidate]) -> Figure:
         colour = "tab:green" if index == record.chosen else "tab:red" if each.fits is False else "tab:blue"
         axes.scatter(*place, color=colour, facecolors="none" if each.compiler_remat else colour, zorder=2)
         axes.annotate(policy_words(each.policy), place, xytext=(6, 6), textcoords="offset points", fontsize=8)
-    if record.budget_bytes is not None:
+    most = max((each.step_bytes or 0 for each in shown), default=0)
+    if record.budget_bytes is not None and record.budget_bytes < _NEAR * most:
         axes.axvline(record.budget_bytes / unit, color="tab:red", linestyle="--", linewidth=1)
         axes.annotate(
-            "budget", (record.budget_bytes / unit, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8
+            " budget", (record.budget_bytes / unit, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8
         )
+    elif record.budget_bytes is not None:
+        words = f"budget: {format_bytes(record.budget_bytes)}, far to the right"
+        axes.annotate(words, (0.99, 0.98), xycoords="axes fraction", va="top", ha="right", fontsize=8)
     axes.set_xlabel(f"{name} on one device, by the compiler for {record.target}")
     axes.set_ylabel("extra FLOPs, % of the plain step")
     axes.set_title(f"{record.step}: what it may keep, what it must compute again", fontsize=10)

@@ -46,6 +46,8 @@ def policy_words(policy: StepPolicy) -> str:
     words = [policy.remat]
     if policy.segments is not None:
         words.append(f"{policy.segments} segments")
+    if policy.levels > 1:
+        words.append(f"{policy.levels} levels")
     if policy.keep:
         words.append(f"keep {policy.keep:.3g}")
     words += [

@@ -1,0 +1,97 @@
+"""A second level of checkpoints, where the values at one level's cuts are too many: about the root of them are kept instead.
+
+Enters: a loop, or a function that is cut already. Leaves: a loop of loops, or groups of segments, each group checkpointed
+around its own checkpoints. Everything inside is computed once more: the forward work twice again in all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxmem_callbacks._compat.jaxprs import checkpoint_template, derive, scan_arity
+from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, variables
+from jaxmem_callbacks.transforms.residuals import Sunk
+from jaxmem_callbacks.transforms.segments import Segment, has_own_checkpoint, results_by_segment
+from jaxmem_callbacks.transforms.sharing import Sharing
+
+# Of fewer, a second level would save hardly anything.
+_FEWEST = 4
+
+
+def loop_of_loops(eqn: Any) -> list[Any]:
+    """A `scan` as a scan of checkpointed scans over parts of its steps; the equation itself where that cannot be.
+
+    Args:
+        eqn: A scan without effects. Lengths that have no divisor near their root, such as primes, stay as they are.
+    """
+    length = int(eqn.params["length"])
+    inner = min((part for part in range(2, length) if length % part == 0), key=lambda p: p + length // p, default=0)
+    if length < _FEWEST or not inner or eqn.effects:
+        return [eqn]
+    consts, carry = scan_arity(eqn)
+    body, reverse = core.jaxpr_as_fun(eqn.params["jaxpr"]), eqn.params["reverse"]
+
+    def nested(*operands: Any) -> Any:
+        fixed, start, stacked = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
+
+        def step(state: Any, slices: Any) -> Any:
+            results = body(*fixed, *state, *slices)
+            return tuple(results[:carry]), tuple(results[carry:])
+
+        @jax.checkpoint
+        def part(state: Any, slices: Any) -> Any:
+            return jax.lax.scan(step, state, slices, length=inner, reverse=reverse)
+
+        parts = tuple(x.reshape(length // inner, inner, *x.shape[1:]) for x in stacked)
+        end, made = jax.lax.scan(part, tuple(start), parts, length=length // inner, reverse=reverse)
+        return [*end, *(y.reshape(length, *y.shape[2:]) for y in made)]
+
+    return _in_place_of(eqn, nested)
+
+
+def _in_place_of(eqn: Any, function: Any) -> list[Any]:
+    """The equations of a function that computes what an equation does, with its variables."""
+    avals = [
+        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+        for atom in eqn.invars
+    ]
+    flat = flatten(jax.make_jaxpr(function)(*avals))
+    made = {var for one in flat.eqns for var in one.outvars}
+    results = variables(flat.outvars)
+    if flat.consts or len(set(results)) != len(flat.outvars) or not made.issuperset(results):
+        return [eqn]
+    names = dict(zip(flat.invars, eqn.invars, strict=True)) | dict(zip(results, eqn.outvars, strict=True))
+    return [
+        one.replace(
+            invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in one.invars],
+            outvars=[names.get(var, var) for var in one.outvars],
+            source_info=one.source_info.replace(name_stack=eqn.source_info.name_stack + one.source_info.name_stack),
+        )
+        for one in flat.eqns
+    ]
+
+
+def grouped(flat: Equations, jaxpr: Any) -> Any:
+    """A function that is cut into segments, with about the root of their number of checkpoints around groups of them."""
+    eqns = list(jaxpr.eqns)
+    ends = [place for place, eqn in enumerate(eqns, 1) if has_own_checkpoint(eqn)]
+    if len(ends) < _FEWEST:
+        return jaxpr
+    # Segments hold about equal bytes already, so groups of equally many do too.
+    each = math.ceil(len(ends) / round(math.sqrt(len(ends))))
+    bounds = sorted({0, *ends[each - 1 :: each], len(eqns)})
+    template, sharing, nothing = checkpoint_template(None, prevent_cse=True), Sharing(), Sunk({}, {})
+    found: list[Any] = []
+    for (start, end), results in zip(
+        itertools.pairwise(bounds), results_by_segment(eqns, jaxpr.outvars, bounds), strict=True
+    ):
+        if end == len(eqns):
+            found += eqns[start:end]
+        else:
+            found += Segment(eqns[start:end], nothing, results).checkpointed(flat, template, frozenset(), sharing)
+    return derive(flat.template, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=found)

@@ -1,0 +1,116 @@
+"""Plans for hardware that is not there: its own compilers' bytes, nothing compiled twice, Ctrl-C gives the best so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.main import main
+from tests.target_step import needs_compiler
+from tests.test_plan import abstract, train_step
+
+pytestmark = [pytest.mark.targets, pytest.mark.timeout(300)]
+TARGETS = ("h100_sxm", "v5e:1x1")
+ROOT = Path(__file__).parents[1]
+SCRIPT = textwrap.dedent(
+    """\
+    import jax
+    import jaxmem_callbacks as jm
+    from tests.test_plan import abstract, real, train_step
+
+    def make():
+        return train_step, abstract()
+    """
+)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def plan(request: pytest.FixtureRequest) -> jm.Plan:
+    needs_compiler(request.param)
+    return jm.plan(train_step, *abstract(), target=request.param)
+
+
+def test_the_frontier_is_the_targets_own(plan: jm.Plan) -> None:
+    assert 3 <= plan.compiles <= 6
+    assert plan.record.platform in {"cuda", "tpu"}
+    assert plan.record.versions.keys() > {"jax", "jaxlib"}
+    assert plan.record.margin
+    chosen = plan.chosen
+    assert chosen.policy == jm.StepPolicy()
+    assert chosen.fits is True
+    assert all(each.modelled_s and each.modelled_s > 0 for each in plan.candidates)
+    memory = jm.step_memory(jm.jit_step(train_step), *abstract(), target=plan.record.target)
+    assert (chosen.step_bytes, chosen.temp_bytes) == (memory.step_bytes, memory.temp_bytes)
+
+
+def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
+    again = jm.plan(train_step, *abstract(), target=plan.record.target)
+    assert again.record.compiled == 0
+    assert again.compiles == plan.compiles
+    assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in plan.candidates]
+    assert "from the cache" in str(again)
+
+
+def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
+    needs_compiler("h100_sxm")
+    program = textwrap.dedent(
+        """\
+        import jaxmem_callbacks as jm
+        from tests.test_plan import abstract, train_step
+
+        def told(what, done, most):
+            print("done", done, flush=True)
+
+        if __name__ == "__main__":
+            plan = jm.plan(train_step, *abstract(), target="h100_sxm", progress=told)
+            print(plan, flush=True)
+        """
+    )
+    script = tmp_path / "planned.py"
+    script.write_text(program)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAXMEM_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("done 2"):
+                time.sleep(0.3)  # the next compiles have begun
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 0, rest
+    assert "Interrupted: this is the best of what was compiled so far." in rest
+    assert "->  none" in rest
+
+
+def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs_compiler("h100_sxm")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    least = min(each.step_bytes for each in jm.plan(train_step, *abstract(), target="h100_sxm").candidates)
+    saved, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    options = ["plan", f"{script}:make", "--target", "h100_sxm", "--budget", str(int(least * 1.2))]
+    assert main([*options, "--save", str(saved), "--figure", str(picture)]) == 0
+    out = capsys.readouterr()
+    assert "Plan of train_step for h100_sxm" in out.out
+    assert f'jm.load_preset("{saved}")' in out.out
+    assert "plan: none and full (0 of at most 6 compiled)" in out.err
+    assert jm.load_preset(str(saved)).policy.remat == "full"
+    assert picture.stat().st_size > 10_000
+    assert main([*options[:-1], "1MiB", "--json"]) == 2
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert figures["candidates"][figures["chosen"]]["fits"] is False
