@@ -30,7 +30,7 @@ from benchmarks.plan_models import FAMILIES, PlanCase
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.records.errors import CompileError, TargetError
+from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PlanError, PolicyError, TargetError
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -94,6 +94,12 @@ def row_key(model: str, target: str, policy: str) -> Row:
     return key
 
 
+def stale(row: Row) -> bool:
+    """Whether a row was made with other versions or another source than are here."""
+    key = row_key(row["model"], row["target"], row["policy"])
+    return any(row[name] != value for name, value in key.items())
+
+
 def source_hash(factory: Callable[..., PlanCase]) -> str:
     """Of the family's own file and of the files beside it that it imports."""
     own = pathlib.Path(inspect.getfile(factory))
@@ -125,7 +131,7 @@ def step_row(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
 
 def plan_row(case: PlanCase, target: str) -> Row:
     """The frontier of `jm.plan` for the plain step: every candidate that it compiled."""
-    plan = jm.plan(case.plain, *case.arguments, target=target)
+    plan = jm.plan(case.plain, *case.arguments, target=target, progress=False)
     candidates = [
         {
             "remat": candidate.policy.remat,
@@ -148,7 +154,7 @@ def measured(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
     begun = time.perf_counter()
     try:
         row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
-    except CompileError as error:
+    except (CompileError, LossRefusedError, PlanError, PolicyError) as error:
         row = {"error": str(error)[:500]}
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
 
@@ -195,7 +201,7 @@ def wanted(options: argparse.Namespace, table: Table) -> list[tuple[str, str, st
             print(f"{target} is left out: {error}")
             continue
         for model in options.models:
-            rows = [NONE, *FAMILIES[model]().hand, *([OURS] if "plan" in jm.__all__ else [])]
+            rows = [NONE, *FAMILIES[model]().hand, OURS]
             chosen = [policy for policy in rows if not options.policies or policy in options.policies]
             jobs += [(model, target, policy) for policy in chosen if not table.has(row_key(model, target, policy))]
     return jobs
@@ -208,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     parser.add_argument("--policies", nargs="+", help="none, ours, or names of policies by hand; default: all")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no compile after this time")
-    parser.add_argument("--timeout-seconds", type=float, default=600, help="of one compile")
+    parser.add_argument("--timeout-seconds", type=float, default=1800, help="of one compile")
     options = parser.parse_args(arguments)
     table = Table(RESULTS / f"plan_bench_jax_{jax.__version__}.json")
     jobs, end = wanted(options, table), time.monotonic() + options.limit_seconds
@@ -224,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         done = sum(pool.map(work, jobs))
-    print(*told([row for row in table.rows if row["target"] in options.targets]), sep="\n")
+    print(*told([row for row in table.rows if row["target"] in options.targets and not stale(row)]), sep="\n")
     print(f"{done} of {len(jobs)} rows measured; {table.path.name}")
 
 

@@ -89,7 +89,7 @@ def dropout_transformer(  # noqa: PLR0913 - sizes
     length: int = 256,
     width: int = 512,
     heads: int = 8,
-    layers: int = 6,
+    layers: int = 4,
     vocabulary: int = 4096,
     dropout: float = 0.1,
     dtype: Any = jnp.bfloat16,

@@ -103,7 +103,7 @@ def encoder_decoder(  # noqa: PLR0913 - sizes
     length: int = 256,
     width: int = 384,
     heads: int = 6,
-    layers: int = 3,
+    layers: int = 2,
     vocabulary: int = 4096,
     dropout: float = 0.1,
     dtype: Any = jnp.bfloat16,

@@ -96,11 +96,11 @@ def resnet(  # noqa: PLR0913 - sizes
     batch: int = 64,
     size: int = 224,
     channels: int = 64,
-    stages: Sequence[int] = (2, 2, 2),
+    stages: Sequence[int] = (2, 2),
     classes: int = 1000,
     dtype: Any = jnp.bfloat16,
 ) -> PlanCase:
-    """The ResNet (the first three stages of a ResNet-26)."""
+    """The ResNet (the first two stages of a ResNet-26)."""
 
     def model(remat: str) -> ResNet:
         return ResNet(stages, channels, classes, dtype, remat)

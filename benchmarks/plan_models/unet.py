@@ -71,9 +71,8 @@ class UNet(nn.Module):
             x = block(channels, self.dtype, self.remat, name=f"down_{index}")(x, time)
             skips.append(x)
             x = nn.Conv(channels, (3, 3), (2, 2), dtype=self.dtype)(x)
-        x = block(2 * self.channels[-1], self.dtype, self.remat, name="middle_0")(x, time)
+        x = block(2 * self.channels[-1], self.dtype, self.remat, name="middle")(x, time)
         x = attention(4, self.dtype, name="attention")(x)
-        x = block(2 * self.channels[-1], self.dtype, self.remat, name="middle_1")(x, time)
         for index, channels in reversed(list(enumerate(self.channels))):
             x = jax.image.resize(x, (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], x.shape[3]), "nearest")
             x = jnp.concatenate([x, skips.pop()], axis=-1)
