@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_preset, parse_preset
 from jaxmem_callbacks.config.schema import RANGES
-from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy
+from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, SHARDING_SYNONYMS, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import MonitorSettings
 
@@ -19,7 +19,13 @@ NAMES = st.lists(
     max_size=3,
 )
 DONATE = st.none() | st.just("auto") | NAMES.map(tuple)
-POLICIES = st.builds(StepPolicy, donate=DONATE) | st.builds(
+MESH_AXES = st.none() | st.text(max_size=8) | st.lists(st.text(max_size=8), min_size=1, max_size=3)
+SHARDING = (
+    st.none()
+    | st.sampled_from(list(SHARDING_SYNONYMS))
+    | st.lists(st.tuples(st.text(max_size=8), MESH_AXES), min_size=1)
+)
+POLICIES = st.builds(StepPolicy, donate=DONATE, sharding=SHARDING) | st.builds(
     StepPolicy,
     remat=st.sampled_from([name for name in REMAT_SYNONYMS if name != "none"]),
     segments=st.none() | st.integers(1, 1000),

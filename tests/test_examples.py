@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-STEPS = {"nnx_transformer": 12, "linen_transformer": 12, "digits_batchnorm": 120}
+STEPS = {"nnx_transformer": 12, "linen_transformer": 12, "digits_batchnorm": 120, "sharded_transformer": 12}
 ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 # Trains twice in one process, with the example's presets and with none, and compares everything that training moves.
@@ -69,6 +69,15 @@ def test_digits_are_recognised(ran: tuple[str, str, Path]):
     accuracy = re.search(r"test accuracy ([\d.]+)", ran[1])
     assert accuracy, ran[1]
     assert float(accuracy[1]) > 0.95
+
+
+@pytest.mark.parametrize("ran", ["sharded_transformer"], indirect=True)
+def test_each_device_keeps_its_share(ran: tuple[str, str, Path]):
+    """Four devices share the state, from its birth to the end, but for what is small."""
+    shares = re.findall(r"takes ([\d.]+) of ([\d.]+) MiB on each device", ran[1])
+    assert len(shares) == 2, ran[1]
+    assert shares[0] == shares[1]
+    assert float(shares[0][0]) < 1.1 * float(shares[0][1]) / 4
 
 
 def test_memory_is_in_one_event_file(ran: tuple[str, str, Path]):

@@ -34,18 +34,18 @@ def specs(state: Any, sharding: Any, mesh: Any = MESH) -> Any:
 @pytest.mark.parametrize(
     ("shape", "fsdp", "fsdp_tensor"),
     [
-        ((512, 2048), P(None, "fsdp"), P("fsdp", "tensor")),  # the largest; matrices wide along tensor
+        ((512, 2048), P("fsdp"), P("fsdp", "tensor")),  # what a product sums over; matrices wide along tensor
         ((2048, 512), P("fsdp"), P("tensor", "fsdp")),
-        ((512, 512), P(None, "fsdp"), P("fsdp", "tensor")),  # the last of equally large ones
+        ((512, 512), P("fsdp"), P("fsdp", "tensor")),  # tensor: the last of equally large ones
         ((510, 2046), P(), P(None, "tensor")),  # 4 divides neither, 2 both; fsdp finds none
-        ((510, 1000), P(None, "fsdp"), P(None, "tensor")),
-        ((1002, 1000), P(None, "fsdp"), P("tensor", "fsdp")),  # the largest does not divide, the next does
+        ((510, 1000), P(None, "fsdp"), P(None, "tensor")),  # the first does not divide, the next does
+        ((1002, 1000), P(None, "fsdp"), P("tensor", "fsdp")),
         ((999, 1001), P(), P()),
         ((65536,), P("fsdp"), P("fsdp")),  # a vector is never split over tensor
         ((), P(), P()),
     ],
 )
-def test_the_largest_dimension_that_divides_is_split(shape, fsdp, fsdp_tensor):
+def test_the_first_dimension_that_divides_is_split(shape, fsdp, fsdp_tensor):
     state = {"w": f32(*shape), "other": f32(3, 4096)}
     assert specs(state, "fsdp")["w"] == fsdp
     assert specs(state, "fsdp_tensor")["w"] == fsdp_tensor
@@ -54,10 +54,10 @@ def test_the_largest_dimension_that_divides_is_split(shape, fsdp, fsdp_tensor):
 
 def test_small_arrays_stay_whole():
     state = {"w": f32(4096, 4096), "bias": f32(16384 - 4), "long": f32(16384), "stacked": f32(96, 4096, 4)}
-    assert specs(state, "fsdp") == {"w": P(None, "fsdp"), "bias": P(), "long": P("fsdp"), "stacked": P(None, "fsdp")}
+    assert specs(state, "fsdp") == {"w": P("fsdp"), "bias": P(), "long": P("fsdp"), "stacked": P(None, "fsdp")}
     narrow = {"w": f32(4096, 4096), "blocks": {"w": f32(96, 4096, 4096), "bias": f32(96, 4096)}}
-    assert specs(narrow, "fsdp")["blocks"] == {"w": P(None, None, "fsdp"), "bias": P()}  # a layer's share counts
-    assert specs({"w": f32(32, 64), "scale": f32(64)}, "fsdp") == {"w": P(None, "fsdp"), "scale": P()}  # a small state
+    assert specs(narrow, "fsdp")["blocks"] == {"w": P(None, "fsdp"), "bias": P()}  # a layer's share counts
+    assert specs({"w": f32(32, 64), "scale": f32(64)}, "fsdp") == {"w": P("fsdp"), "scale": P()}  # a small state
 
 
 def test_keys_and_numbers_stay_whole_and_functions_are_left_out():
@@ -69,7 +69,7 @@ def test_keys_and_numbers_stay_whole_and_functions_are_left_out():
 
 def test_axes_of_one_device_split_nothing():
     state = {"w": f32(512, 512)}
-    assert specs(state, "fsdp_tensor", abstract_mesh("fsdp=8,tensor=1", 8)) == {"w": P(None, "fsdp")}
+    assert specs(state, "fsdp_tensor", abstract_mesh("fsdp=8,tensor=1", 8)) == {"w": P("fsdp")}
     assert specs(state, "fsdp", abstract_mesh("data=1,fsdp=1", 1)) == {"w": P()}
 
 
@@ -134,7 +134,7 @@ def test_the_leading_dimension_of_stacks_is_never_split(name, sharding):
 def test_matrices_beside_stacks_are_split_all_the_same():
     state = {"blocks": {"w": f32(8, 64, 64)}, "head": f32(512, 63), "q": f32(512, 8, 64), "square": f32(256, 256)}
     found = specs(state, "fsdp")
-    assert (found["head"], found["q"], found["square"]) == (P("fsdp"), P("fsdp"), P(None, "fsdp"))
+    assert (found["head"], found["q"], found["square"]) == (P("fsdp"), P("fsdp"), P("fsdp"))
 
 
 @pytest.mark.parametrize("kind", sharded_models.CASES)
@@ -162,8 +162,8 @@ def test_an_abstract_module_and_its_state_are_placed_like_the_real_one():
     model, optimizer = nnx.eval_shape(make)
     policy = jm.StepPolicy(sharding="fsdp")
     found = jm.infer_shardings((model, optimizer), MESH, policy)
-    assert found[0].blocks.wide.kernel.get_value().spec == P(None, None, "fsdp")
-    assert found[1].opt_state[0].mu["blocks"]["wide"]["kernel"].get_value().spec == P(None, None, "fsdp")
+    assert found[0].blocks.wide.kernel.get_value().spec == P(None, "fsdp")
+    assert found[1].opt_state[0].mu["blocks"]["wide"]["kernel"].get_value().spec == P(None, "fsdp")
     assert jax.tree.leaves(found[0]) == jax.tree.leaves(jm.infer_shardings(nnx.state(model), MESH, policy))
 
 
@@ -182,7 +182,7 @@ def test_a_train_state_can_be_moved_by_what_comes_out():
     mesh = jm.make_mesh("data=2,fsdp=4")
     found = jm.infer_shardings(state, mesh, jm.load_preset("fsdp"))
     moved = jax.device_put(state, found)
-    assert moved.params["Embed_0"]["embedding"].sharding.spec == P(None, "fsdp")
+    assert moved.params["Embed_0"]["embedding"].sharding.spec == P("fsdp")
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
 
 

@@ -45,7 +45,7 @@ def spec_of(leaf: Any, sharding: Any, mesh: Any = MESH) -> P:
         ((None, "tensor"), P(None, "tensor"), P(None, "tensor")),  # the name of a mesh axis is that axis
         ((None, ("fsdp", "tensor")), P(None, ("fsdp", "tensor")), P(None, ("fsdp", "tensor"))),
         ((None, None), P(), P()),  # the author wants it whole
-        (("this", "that"), P(None, "fsdp"), P("fsdp", "tensor")),  # names that mean nothing: by shape
+        (("this", "that"), P("fsdp"), P("fsdp", "tensor")),  # names that mean nothing: by shape
         (("layers", "that"), P(None, "fsdp"), P(None, "fsdp")),  # but not along layers
     ],
 )

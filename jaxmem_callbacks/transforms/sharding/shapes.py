@@ -1,8 +1,12 @@
 """An array's shape and mesh axes enter; the dimensions to shard leave: the rule for arrays that nobody annotated.
 
-The largest dimension that divides is split, of equally large ones the last, which leaves matrix products contiguous. Arrays under
-64 KiB (a layer's share of a stack counts) stay whole: gathering them costs more than they take. Where the whole state is small,
-arrays under a sixteenth of its largest stay whole instead. A dimension that does not divide is never an error.
+The state's axis splits the first dimension that divides. In JAX that is the one that a matrix product sums over, so the compiler
+gathers the weight; split along what the product puts out, the weight makes it split activations, which the batch splits already
+(measured on a scanned transformer for eight devices: 171 MiB of temporaries against 480 with the largest dimension). The tensor
+axis splits the largest dimension, of equally large ones the last.
+
+Arrays under 64 KiB (a layer's share of a stack counts) stay whole: gathering them costs more than they take. Where the whole
+state is small, arrays under a sixteenth of its largest stay whole instead. A dimension that does not divide is never an error.
 """
 
 from __future__ import annotations
@@ -44,8 +48,7 @@ def shape_axes(
     Args:
         leaf: The array.
         layers: Its dimensions that are layers; they are never sharded.
-        axes: Mesh axes with sizes; each goes to the largest dimension that is left. The last one is the state's, those before
-            it split matrices and need two dimensions.
+        axes: Mesh axes with sizes. The last one is the state's, those before it split matrices and need two dimensions.
         small: Arrays of fewer bytes stay whole.
         taken: What is decided already.
     """
@@ -59,5 +62,5 @@ def shape_axes(
             continue
         fitting = [i for i in open_dimensions if found[i] is None and leaf.shape[i] % size == 0]
         if fitting:
-            found[max(fitting, key=lambda i: (leaf.shape[i], i))] = axis
+            found[fitting[0] if is_last else max(fitting, key=lambda i: (leaf.shape[i], i))] = axis
     return found

@@ -49,11 +49,21 @@ def _is_stack_of_matrices(shape: tuple[int, ...]) -> bool:
 
 def _shared_in_subtrees(leaves: Sequence[StateLeaf]) -> set[Words]:
     """Arrays of subtrees whose two or more arrays all have one leading dimension, smaller than all the others."""
-    by_node: dict[Words, list[StateLeaf]] = defaultdict(list)
+    by_node: dict[tuple[bool, Words], list[StateLeaf]] = defaultdict(list)
     for leaf in leaves:
         for depth in range(len(leaf.words)):
-            by_node[leaf.words[:depth]].append(leaf)
-    return {leaf.words for inside in by_node.values() if _share_a_stack(inside) for leaf in inside}
+            by_node[leaf.is_optimizer, leaf.words[:depth]].append(leaf)
+    return {
+        leaf.words
+        for (is_optimizer, _), inside in by_node.items()
+        if _share_a_stack(inside) and not (is_optimizer and _are_mirrors(inside))
+        for leaf in inside
+    }
+
+
+def _are_mirrors(leaves: Sequence[StateLeaf]) -> bool:
+    """Whether two arrays may be moments of one parameter: they share a leading dimension without being a stack."""
+    return len({(leaf.words[-1], leaf.shape) for leaf in leaves}) < len(leaves)
 
 
 def _share_a_stack(leaves: Sequence[StateLeaf]) -> bool:
