@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.transforms.remat import remat as remat
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
+    from jaxmem_callbacks.transforms.accumulation.weighted import weighted as weighted
     from jaxmem_callbacks.writers.collecting import CollectingWriter as CollectingWriter
     from jaxmem_callbacks.writers.shapes import as_writer as as_writer
 
@@ -57,6 +58,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "remat": ("transforms.remat", "remat"),
     "step_memory": ("programs.memory", "step_memory"),
     "value_and_grad": ("transforms.gradients", "value_and_grad"),
+    "weighted": ("transforms.accumulation.weighted", "weighted"),
 }
 
 __version__ = "0.1.0"
@@ -82,6 +84,7 @@ __all__ = [
     "remat",
     "step_memory",
     "value_and_grad",
+    "weighted",
 ]
 
 

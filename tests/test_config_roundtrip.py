@@ -25,7 +25,8 @@ SHARDING = (
     | st.sampled_from(list(SHARDING_SYNONYMS))
     | st.lists(st.tuples(st.text(max_size=8), MESH_AXES), min_size=1)
 )
-POLICIES = st.builds(StepPolicy, donate=DONATE, sharding=SHARDING) | st.builds(
+MICROBATCHES = st.integers(1, 1000)
+POLICIES = st.builds(StepPolicy, microbatches=MICROBATCHES, donate=DONATE, sharding=SHARDING) | st.builds(
     StepPolicy,
     remat=st.sampled_from([name for name in REMAT_SYNONYMS if name != "none"]),
     segments=st.none() | st.integers(1, 1000),
@@ -85,6 +86,7 @@ def test_every_range_is_in_the_generated_records():
     # A new bounded field must get a strategy above, else the property says nothing about it.
     assert set(RANGES) == {
         "policy.segments",
+        "policy.microbatches",
         "policy.keep",
         *(
             f"monitor.{name}"

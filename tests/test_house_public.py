@@ -43,6 +43,7 @@ PUBLIC = [
     "remat",
     "step_memory",
     "value_and_grad",
+    "weighted",
 ]
 MOST_NAMES = 40
 MODULES = ("linen", "nnx")  # public names that are modules; their own functions are held to the same rules

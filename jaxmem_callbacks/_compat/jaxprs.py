@@ -54,6 +54,12 @@ def evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     return [_as_array(result, atom.aval) for result, atom in zip(results, jaxpr.outvars, strict=True)]
 
 
+def evaluate_closed(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of a traced function for other arguments, its constants included, without tracing it again."""
+    results = core.jaxpr_as_fun(closed)(*arguments)
+    return [_as_array(result, atom.aval) for result, atom in zip(results, open_jaxpr(closed).outvars, strict=True)]
+
+
 def _as_array(result: Any, aval: Any) -> Any:
     """A result as an array: JAX's evaluator hands out a literal, such as ``jnp.int32(3)`` in aux, in its own wrapping."""
     if isinstance(result, jax.Array):

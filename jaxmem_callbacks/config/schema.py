@@ -42,6 +42,7 @@ _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 # What the records' types cannot say: the allowed range, and the same in words.
 RANGES: dict[str, tuple[Any, str]] = {
     "policy.segments": (Field(ge=1), " of at least 1"),
+    "policy.microbatches": (Field(ge=1), " of at least 1"),
     "policy.keep": (Field(ge=0, le=1), " from 0 to 1"),
     "monitor.every_steps": (Field(ge=1), " of at least 1"),
     "monitor.window_s": (Field(gt=0), " of seconds above 0"),

@@ -9,11 +9,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmem_callbacks.integrations.nnx_modules import remat
-from jaxmem_callbacks.transforms.policy import active_policy
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, take_apart
+from jaxmem_callbacks.transforms.accumulation.batch import Found, Said, find_batch
+from jaxmem_callbacks.transforms.accumulation.obey import accumulated, state_after, unseen
+from jaxmem_callbacks.transforms.accumulation.weighted import in_parts, whole
+from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy
 from jaxmem_callbacks.transforms.remat import rematerialised
 
 __all__ = ["remat", "value_and_grad"]
@@ -21,6 +26,7 @@ __all__ = ["remat", "value_and_grad"]
 NAME = "Flax NNX"
 VALUE_AND_GRAD = "jm.nnx.value_and_grad"
 _CONTEXT = "jaxmem_callbacks"
+_ACCUMULATION = "jaxmem_accumulation"
 
 
 def is_object(value: Any) -> bool:
@@ -45,10 +51,24 @@ def arrays(value: Any) -> Any:
     return nnx.to_pure_dict(nnx.state(value)) if is_object(value) else value
 
 
+def apart(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays of a tree with modules in it, and what makes a copy of the tree around others."""
+    graph, state = nnx.split(tree)
+    found, treedef = jax.tree.flatten(state)
+
+    def join(values: Sequence[Any]) -> Any:
+        return nnx.merge(graph, jax.tree.unflatten(treedef, values))
+
+    return found, join
+
+
 def value_and_grad(
     loss: Callable[..., Any],
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002 - nnx's signature
+    *,
+    batch_argnames: str | Sequence[str] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad`, which also obeys the policy of the step that calls it.
@@ -57,9 +77,11 @@ def value_and_grad(
     dropout counters and sown values move exactly as without a policy.
 
     Args:
-        loss: A function of NNX modules and arrays to a scalar, or to (scalar, aux) with ``has_aux``.
+        loss: A function of NNX modules and arrays to a scalar or to `jm.weighted`, or to (one of them, aux) with ``has_aux``.
         argnums: Which arguments, as in `nnx.value_and_grad`.
         has_aux: Whether the loss returns ``(value, aux)``.
+        batch_argnames: Names of the arguments that are the batch, as in `jm.value_and_grad`.
+        batch_argnums: The same by position.
         **options: The other options of `nnx.value_and_grad`.
 
     Returns:
@@ -68,6 +90,7 @@ def value_and_grad(
     Raises:
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.
     """
+    said = Said(argnames=batch_argnames, argnums=batch_argnums)
 
     @functools.wraps(loss)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -75,11 +98,67 @@ def value_and_grad(
         chosen = loss
         if active is not None:
             active.used = True
+            if active.policy.microbatches > 1:
+                found = find_batch(
+                    loss,
+                    args,
+                    kwargs,
+                    differentiated=_places(argnums, len(args)),
+                    said=said,
+                    count=active.policy.microbatches,
+                )
+                value, aux, gradients = _over_microbatches(
+                    loss, active, found, has_aux=has_aux, options={"argnums": argnums, **options}
+                )(args, kwargs)
+                return ((value, aux) if has_aux else value), gradients
             if active.policy.changes_gradients:
                 chosen = _cheaper(loss, active.policy)
-        return nnx.value_and_grad(chosen, argnums=argnums, has_aux=has_aux, **options)(*args, **kwargs)
+        both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), argnums=argnums, has_aux=True, **options)
+        value, aux, gradients = whole(*both(*args, **kwargs))
+        return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
+
+
+def _places(argnums: Any, count: int) -> set[int]:
+    """Positions of the differentiated arguments."""
+    several = argnums if isinstance(argnums, Sequence) else (argnums,)
+    numbers = [one.argnum if isinstance(one, nnx.DiffState) else one for one in several]
+    return {number % count for number in numbers if -count <= number < count}
+
+
+def _over_microbatches(
+    loss: Callable[..., Any], active: ActivePolicy, found: Found, *, has_aux: bool, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """A function of ``(args, kwargs)`` to value, aux and gradients; the modules are left as one plain call leaves them."""
+    plain = unseen(loss)
+    chosen = _cheaper(plain, active.policy) if active.policy.remat != "none" else plain
+    both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), has_aux=True, **options)
+
+    def gradients_of_modules(args: Any, kwargs: Any) -> Any:
+        return both(*args, **kwargs)
+
+    def value_of_modules(args: Any, kwargs: Any) -> Any:
+        return in_parts(plain, has_aux=has_aux)(*args, **kwargs)
+
+    pure_gradients = merge_inputs(gradients_of_modules, ctxtag=_ACCUMULATION)
+    pure_value = merge_inputs(value_of_modules, ctxtag=_ACCUMULATION)
+
+    def evaluate(args: Any, kwargs: Any) -> Any:
+        state, parts = pure_value(args, kwargs)
+        return parts, state
+
+    call = GradientCall(
+        name=getattr(loss, "__name__", type(loss).__name__),
+        differentiate=lambda args, kwargs: pure_gradients(args, kwargs)[1],
+        evaluate=evaluate,
+    )
+
+    def on_arrays(args: Any, kwargs: Any) -> Any:
+        state = state_after(call, take_apart(args, kwargs, found), active.policy.microbatches)
+        return state, accumulated(active, call, args, kwargs, found)
+
+    return split_inputs(on_arrays, ctxtag=_ACCUMULATION)
 
 
 def _cheaper(loss: Callable[..., Any], policy: Any) -> Callable[..., Any]:

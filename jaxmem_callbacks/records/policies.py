@@ -115,6 +115,8 @@ class StepPolicy:
             most operations a byte come first.
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
         offload: Such names that are moved to host memory between forward and backward.
+        microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
+            live at a time; 1 takes the batch whole.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
             None where nothing was said (``jit_step`` then takes ``auto``).
         sharding: Where the state lies on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
@@ -127,6 +129,7 @@ class StepPolicy:
     keep: float = 0.0
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    microbatches: int = 1
     donate: Literal["auto"] | tuple[str, ...] | None = None
     sharding: str | ShardingRules | None = None
 
@@ -147,6 +150,9 @@ class StepPolicy:
             object.__setattr__(self, "donate", tuple(self.donate))
         if self.sharding is not None:
             object.__setattr__(self, "sharding", canonical_sharding(self.sharding))
+        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+            msg = f"microbatches={self.microbatches!r}: expected a whole number of at least 1, where 1 takes the batch whole."
+            raise PolicyError(msg)
         self._check_remat()
 
     def _check_remat(self) -> None:
@@ -177,4 +183,4 @@ class StepPolicy:
     @property
     def changes_gradients(self) -> bool:
         """Whether the policy acts inside ``jm.value_and_grad`` (and so needs the step to call it)."""
-        return self.remat != "none"
+        return self.remat != "none" or self.microbatches > 1

@@ -16,6 +16,7 @@ from jaxmem_callbacks.records.errors import LossRefusedError
 
 # A debug effect without results is moved behind its segment; every other effect would be repeated by a recomputation.
 _MOVABLE_EFFECTS = {"DebugEffect", "OrderedDebugEffect"}
+_JITS = {"jit", "pjit"}
 # JAX's note that a collective belongs to a named axis: nothing happens outside the program, so it may be recomputed.
 _NO_EFFECTS = {"NamedAxisEffect"}
 
@@ -31,6 +32,7 @@ class Equations:
         eqns: In order of evaluation.
         outvars: Variables or literals.
         hoist_constants: Whether constants of nested jits may be added to ``consts``.
+        every_jit: Whether nested jits that say where values lie are inlined too, and their word is lost.
     """
 
     template: Any
@@ -39,6 +41,7 @@ class Equations:
     eqns: list[Any] = field(default_factory=list)
     outvars: list[Any] = field(default_factory=list)
     hoist_constants: bool = True
+    every_jit: bool = False
 
 
 def is_variable(atom: Any) -> bool:
@@ -59,17 +62,24 @@ def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
         hoist_constants: Whether a nested jit that holds constants is inlined too, its constants becoming the whole's. A
             loop's body has no place for them: there such a jit stays one equation.
     """
+    flat = inlined(closed, hoist_constants=hoist_constants)
+    flat.eqns = unused_dropped(flat.eqns, flat.outvars)
+    return flat
+
+
+def inlined(closed: Any, *, hoist_constants: bool = True, every_jit: bool = False) -> Equations:
+    """The same with every equation kept; ``every_jit`` as in `Equations`."""
     opened = open_jaxpr(closed)
     flat = Equations(
         template=closed,
         invars=list(opened.constvars),
         consts=list(consts_of(closed)),
         hoist_constants=hoist_constants,
+        every_jit=every_jit,
     )
     arguments = list(opened.invars)
     flat.outvars = _inline(opened, {}, None, flat)
     flat.invars = [*flat.invars, *arguments]
-    flat.eqns = unused_dropped(flat.eqns, flat.outvars)
     return flat
 
 
@@ -89,7 +99,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> l
     for eqn in jaxpr.eqns:
         invars = [look(atom) for atom in eqn.invars]
         stack = eqn.source_info.name_stack if scope is None else scope + eqn.source_info.name_stack
-        if _is_plain_jit(eqn) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
+        if _is_inlined(eqn, flat) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
             inner = eqn.params["jaxpr"]
             body = open_jaxpr(inner)
             fresh = {var: new_variable(var) for var in body.constvars}
@@ -107,9 +117,13 @@ def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> l
     return [look(atom) for atom in jaxpr.outvars]
 
 
+def _is_inlined(eqn: Any, flat: Equations) -> bool:
+    return eqn.primitive.name in _JITS if flat.every_jit else _is_plain_jit(eqn)
+
+
 def _is_plain_jit(eqn: Any) -> bool:
     """Whether an equation is a nested jit that says nothing about placement, so that inlining it changes nothing."""
-    if eqn.primitive.name not in {"jit", "pjit"}:
+    if eqn.primitive.name not in _JITS:
         return False
     params = eqn.params
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]

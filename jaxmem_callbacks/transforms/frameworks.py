@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -36,6 +36,10 @@ class Framework(Protocol):
 
     def arrays(self, value: Any) -> Any:
         """The object's arrays as a plain pytree of dicts, keyed by path; other values unchanged."""
+        ...
+
+    def apart(self, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        """The arrays of a tree with the framework's objects, and what makes a copy of the tree around others."""
         ...
 
 

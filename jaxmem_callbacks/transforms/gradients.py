@@ -9,7 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem_callbacks.transforms.policy import active_policy
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
+from jaxmem_callbacks.transforms.accumulation.batch import Said, find_batch
+from jaxmem_callbacks.transforms.accumulation.obey import accumulated, unseen
+from jaxmem_callbacks.transforms.accumulation.weighted import in_parts, whole
+from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy
 from jaxmem_callbacks.transforms.remat import refuse_framework_objects, rematerialised
 
 
@@ -17,6 +21,9 @@ def value_and_grad(
     loss: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002 - jax's signature
+    *,
+    batch_argnames: str | Sequence[str] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, which also obeys the policy of the step that calls it.
@@ -26,9 +33,12 @@ def value_and_grad(
     None elsewhere, as Equinox does it.
 
     Args:
-        loss: A function to a scalar, or to a scalar and anything with ``has_aux``.
+        loss: A function to a scalar or to `jm.weighted`, or to one of these and anything with ``has_aux``.
         argnums: Which positional arguments to differentiate.
         has_aux: Whether the loss returns ``(value, aux)``.
+        batch_argnames: Under a policy with microbatches: names of the loss's arguments that are the batch. None: those
+            named like one, else all whose arrays have one leading dimension in common.
+        batch_argnums: The same by position.
         **options: The other options of `jax.value_and_grad`.
 
     Returns:
@@ -37,31 +47,34 @@ def value_and_grad(
     Raises:
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.
     """
+    said = Said(argnames=batch_argnames, argnums=batch_argnums)
 
     @functools.wraps(loss)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
-        chosen = _under_policy(loss)
-        if chosen is not loss:
-            refuse_framework_objects(args, kwargs)
-        places = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-        if not any(_has_static_leaves(args[place]) for place in places if -len(args) <= place < len(args)):
-            return jax.value_and_grad(chosen, argnums, has_aux, **options)(*args, **kwargs)
-        places = tuple(place % len(args) for place in places)
-        moving = tuple(jax.tree.map(lambda leaf: leaf if _is_inexact(leaf) else None, args[place]) for place in places)
+        active = active_policy()
+        if active is not None:
+            active.used = True
+            if active.policy.changes_gradients:
+                refuse_framework_objects(args, kwargs)
+        count = 1 if active is None else active.policy.microbatches
+        plain = loss if count == 1 else unseen(loss)
+        chosen = in_parts(plain if active is None else rematerialised(plain, active.policy), has_aux=has_aux)
 
-        def of_moving(parts: Sequence[Any], *rest: Any, **inner_kwargs: Any) -> Any:
-            merged = list(rest)
-            for place, part in zip(places, parts, strict=True):
-                merged[place] = jax.tree.map(
-                    lambda leaf, own: own if leaf is None else leaf,
-                    part,
-                    rest[place],
-                    is_leaf=lambda leaf: leaf is None,
-                )
-            return chosen(*merged, **inner_kwargs)
+        def differentiate(inner_args: Any, inner_kwargs: Any) -> Any:
+            return _differentiated(chosen, argnums, options, inner_args, inner_kwargs)
 
-        value, gradients = jax.value_and_grad(of_moving, 0, has_aux, **options)(moving, *args, **kwargs)
-        return value, gradients if isinstance(argnums, Sequence) else gradients[0]
+        def evaluate(inner_args: Any, inner_kwargs: Any) -> Any:
+            return in_parts(plain, has_aux=has_aux)(*inner_args, **inner_kwargs), None
+
+        if count == 1:
+            value, aux, gradients = whole(*differentiate(args, kwargs))
+        else:
+            assert isinstance(active, ActivePolicy)
+            places = {place % len(args) for place in _places(argnums) if -len(args) <= place < len(args)}
+            found = find_batch(loss, args, kwargs, differentiated=places, said=said, count=count)
+            call = GradientCall(name=_name(loss), differentiate=differentiate, evaluate=evaluate)
+            value, aux, gradients = accumulated(active, call, args, kwargs, found)
+        return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
 
@@ -70,20 +83,25 @@ def grad(
     loss: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002 - jax's signature
+    *,
+    batch_argnames: str | Sequence[str] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """`jax.grad`, which also obeys the policy of the step that calls it; see `value_and_grad`.
 
     Args:
-        loss: A function to a scalar, or to a scalar and anything with ``has_aux``.
+        loss: A function to a scalar or to `jm.weighted`, or to one of these and anything with ``has_aux``.
         argnums: Which positional arguments to differentiate.
         has_aux: Whether the loss returns ``(value, aux)``.
+        batch_argnames: Names of the arguments that are the batch, as in `value_and_grad`.
+        batch_argnums: The same by position.
         **options: The other options of `jax.grad`.
 
     Returns:
         A function to the gradients, or to ``(gradients, aux)`` with ``has_aux``.
     """
-    both = value_and_grad(loss, argnums, has_aux, **options)
+    both = value_and_grad(loss, argnums, has_aux, batch_argnames=batch_argnames, batch_argnums=batch_argnums, **options)
 
     @functools.wraps(loss)
     def gradients(*args: Any, **kwargs: Any) -> Any:
@@ -93,12 +111,37 @@ def grad(
     return gradients
 
 
-def _under_policy(loss: Callable[..., Any]) -> Callable[..., Any]:
-    active = active_policy()
-    if active is None:
-        return loss
-    active.used = True
-    return rematerialised(loss, active.policy)
+def _differentiated(
+    chosen: Callable[..., Any], argnums: int | Sequence[int], options: dict[str, Any], args: Any, kwargs: Any
+) -> Any:
+    """``((scalar, aux), gradients)`` of a loss with aux; see `value_and_grad` for leaves that are no arrays."""
+    places = _places(argnums)
+    if not any(_has_static_leaves(args[place]) for place in places if -len(args) <= place < len(args)):
+        return jax.value_and_grad(chosen, argnums, has_aux=True, **options)(*args, **kwargs)
+    places = tuple(place % len(args) for place in places)
+    moving = tuple(jax.tree.map(lambda leaf: leaf if _is_inexact(leaf) else None, args[place]) for place in places)
+
+    def of_moving(parts: Sequence[Any], *rest: Any, **inner_kwargs: Any) -> Any:
+        merged = list(rest)
+        for place, part in zip(places, parts, strict=True):
+            merged[place] = jax.tree.map(
+                lambda leaf, own: own if leaf is None else leaf,
+                part,
+                rest[place],
+                is_leaf=lambda leaf: leaf is None,
+            )
+        return chosen(*merged, **inner_kwargs)
+
+    value, gradients = jax.value_and_grad(of_moving, 0, has_aux=True, **options)(moving, *args, **kwargs)
+    return value, gradients if isinstance(argnums, Sequence) else gradients[0]
+
+
+def _places(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+
+
+def _name(loss: Callable[..., Any]) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _is_inexact(leaf: Any) -> bool:

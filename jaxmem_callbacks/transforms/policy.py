@@ -29,12 +29,21 @@ class ActivePolicy:
         policy: What to apply.
         used: Whether a `jm.value_and_grad`, `jm.grad` or `jm.nnx.value_and_grad` has met it while tracing.
         survey: Called once a loss with what other shares of ``keep`` would store and compute again; None where nobody asks.
+        comparisons: Collects, for each loss that is accumulated without having said its weight, one full against one
+            accumulated gradient; None where nobody asks.
+        defer: Called where such a loss is traced, by who will have it compared before anything runs; None where nobody will.
+        shards: Devices that the step runs on, for the comparisons.
+        checked: Losses that were compared where the gradient was taken.
     """
 
     def __init__(self, policy: StepPolicy, survey: Callable[[list[Share]], None] | None = None) -> None:
         self.policy = policy
         self.used = False
         self.survey = survey
+        self.comparisons: list[Any] | None = None
+        self.defer: Callable[[], None] | None = None
+        self.shards = 1
+        self.checked: set[Any] = set()
 
 
 @functools.cache
@@ -62,7 +71,7 @@ def active_policy() -> ActivePolicy | None:
 
 
 def apply_policy(train_step: Callable[..., Any], policy_or_preset: StepPolicy | Preset) -> Callable[..., Any]:
-    """The user's step under a policy: a pure function, not jitted. Remat only; donation belongs to ``jm.jit_step``.
+    """The user's step under a policy: a pure function, not jitted. Remat and microbatches; donation belongs to ``jm.jit_step``.
 
     Args:
         train_step: Any function that calls ``jm.value_and_grad``, ``jm.grad`` or ``jm.nnx.value_and_grad``.
@@ -97,10 +106,16 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
         return
     name = getattr(train_step, "__name__", type(train_step).__name__)
     msg = (
-        f"The policy remat={active.policy.remat!r} would do nothing: {name} never calls jm.value_and_grad, jm.grad or "
+        f"The policy {_said(active.policy)} would do nothing: {name} never calls jm.value_and_grad, jm.grad or "
         f"jm.nnx.value_and_grad. {_line_to_change(train_step)}"
     )
     raise PolicyError(msg)
+
+
+def _said(policy: StepPolicy) -> str:
+    """What of a policy acts on gradients."""
+    parts = [f"remat={policy.remat!r}"] if policy.remat != "none" else []
+    return ", ".join([*parts, *([f"microbatches={policy.microbatches}"] if policy.microbatches > 1 else [])])
 
 
 def _line_to_change(train_step: Callable[..., Any]) -> str:

@@ -32,6 +32,8 @@ from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
 from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.transforms.accumulation.steps import refuse_second_accumulation, require_accumulable
+from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate, require_used
 
@@ -66,7 +68,8 @@ def jit_step(
         DonationError: ``donate_argnames`` for a step that is already jitted. At the first call: names that are no
             arguments, a donation that was asked for and that the compiled program does not make, one buffer in two
             donated places; nothing has run then, and the state is alive.
-        PolicyError: at the first call, a remat policy on a step that takes no gradient through this library.
+        PolicyError: at the first call, a policy for gradients on a step that takes none through this library; a loss whose
+            gradient would be another one over microbatches, which is compared on a few rows of that call's batch.
     """
     policy = StepPolicy() if policy_or_preset is None else policy_of(policy_or_preset)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
@@ -122,6 +125,8 @@ class JitStep:
         if self._own_jit is not None:
             self._making.refuse_for_jitted(train_step, donate_argnames)
         self._active = ActivePolicy(policy, survey)
+        self._active.defer = self._leave_unchecked
+        self.unchecked = False  # whether a loss was traced over microbatches and not compared with its whole batch yet
         # A policy that leaves gradients alone adds nothing to JAX's cache key: the user's own jit keeps its compiles.
         self._context = self._active if policy.changes_gradients else None
         self._jitted: Jitted | None = self._own_jit
@@ -156,8 +161,14 @@ class JitStep:
         return self._first_call(args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """What the jit's own ``lower`` returns for these arguments, under the policy."""
+        """What the jit's own ``lower`` returns for these arguments, under the policy.
+
+        With microbatches and real arrays the loss is compared, as at a first call. With abstract ones it can't be:
+        ``unchecked`` says so, and what is compiled from here is checked by nobody.
+        """
         jitted = self._made(args, kwargs)
+        if all(_is_real(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+            self._require_accumulable(jitted, args, kwargs)
         with self._tracing():
             return jitted.lower(args, kwargs)
 
@@ -207,9 +218,13 @@ class JitStep:
         with self._lock:
             jitted = self._made(args, kwargs)
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-                with self._tracing():  # inside somebody else's trace: nothing is compiled or donated here
+                # inside somebody else's trace: nothing is compiled, donated or compared here
+                own = ActivePolicy(self.policy) if self.policy.microbatches > 1 else self._context
+                with self._tracing(), activate(own):
                     return jitted.call(*args, **kwargs)
+            self._require_accumulable(jitted, args, kwargs)
             judged = self._judged(args, kwargs)
+            self.unchecked = False
             self._refuse_or_warn(judged.program, executed=False)
             require_unshared(judged.leaves, jitted.function)
             self._call = jitted.call
@@ -218,11 +233,28 @@ class JitStep:
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
         """The jit for these arguments: the user's own, or one whose static and donated arguments are decided now."""
+        refuse_second_accumulation(self.policy, args, kwargs)
         if self._own_jit is not None:
             return self._own_jit
         with self._lock, self._tracing():
             self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
             return self._jitted
+
+    def _leave_unchecked(self) -> None:
+        """A loss is traced that must be compared first: while judging it is noted, else the call begins anew."""
+        if not self._judging:
+            raise _NewSignature
+        self.unchecked = True
+
+    def _require_accumulable(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare full and accumulated gradients on a few of these arguments' rows, where microbatches are asked for."""
+        if self.policy.microbatches == 1:
+            return
+        with self._tracing():
+            if self._own_jit is None:
+                require_accumulable(self.__wrapped__, args, kwargs, self.policy)
+            else:
+                require_accumulable(jitted.lowering, *jitted.full(args, kwargs), self.policy)
 
     @functools.cached_property
     def _traced_step(self) -> Callable[..., Any]:
@@ -323,3 +355,8 @@ class JitStep:
                 registry.record(Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown))
                 return
             self._refuse_or_warn(program, executed=True)
+
+
+def _is_real(leaf: Any) -> bool:
+    """Whether a leaf of a call has a value, not only a shape."""
+    return not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) and framework_of(leaf) is None

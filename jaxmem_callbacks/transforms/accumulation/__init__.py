@@ -1,0 +1,1 @@
+"""Gradients over microbatches: one gradient call and its batch enter, the same gradient in less memory leaves."""

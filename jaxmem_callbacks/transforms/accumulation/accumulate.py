@@ -1,0 +1,268 @@
+"""A gradient call and a batch enter; the call's results over microbatches leave, summed or stacked, by one `jax.lax.scan`.
+
+Microbatch ``m`` of ``n`` holds the rows ``m, m + n, ...``: where a mesh shards the rows in blocks, every device then works on
+rows of its own in every microbatch, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxprs
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms import leaves
+from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Found, is_key
+from jaxmem_callbacks.transforms.accumulation.weighted import Weighted, ratio, ratios
+
+KeyOf = Callable[[jax.Array, Any], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientCall:
+    """One gradient as a function of a batch or of a microbatch, its arguments pure trees of arrays.
+
+    Attributes:
+        name: The loss's own name.
+        differentiate: ``(args, kwargs) -> ((scalar, (weight or None, aux)), gradients)``.
+        evaluate: ``(args, kwargs) -> ((scalar, (weight or None, aux)), state)``, nothing differentiated.
+    """
+
+    name: str
+    differentiate: Callable[[Any, Any], Any]
+    evaluate: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """The arguments of a call, taken apart.
+
+    Attributes:
+        arrays: Its arrays, in flattening order.
+        roles: Of each array: sliced by ``rows``, a random ``key``, or passed ``whole``.
+        join: Puts other arrays in their place; gives ``(args, kwargs)``.
+        rows: Rows of the batch.
+    """
+
+    arrays: Sequence[jax.Array]
+    roles: Sequence[str]
+    join: Callable[[Sequence[Any]], Any]
+    rows: int
+
+    def microbatch(self, arrays: Sequence[Any], number: Any, count: int, key_of: KeyOf) -> Any:
+        """The arguments of microbatch ``number`` of ``count``, which may be a tracer."""
+        taken = [
+            _slice(array, number, count) if role == ROWS else key_of(array, number) if role == KEY else array
+            for array, role in zip(arrays, self.roles, strict=True)
+        ]
+        return self.join(taken)
+
+    def replaced(self, arrays: Sequence[Any], rows: int | None = None) -> Whole:
+        """The same call with other arrays."""
+        return replace(self, arrays=arrays, rows=self.rows if rows is None else rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where array ``index`` of a result belongs."""
+
+    index: int
+
+
+def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any], found: Found) -> Whole:
+    """The arguments of a call, its batch being known."""
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    def roles_of(place: int | str, value: Any) -> list[str]:
+        kinds = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array)]
+        return [_role(leaf, place, found) for leaf in kinds]
+
+    args = tuple(jax.tree.map(as_array, value) if i in found.places else value for i, value in enumerate(args))
+    kwargs = {k: jax.tree.map(as_array, value) if k in found.places else value for k, value in sorted(kwargs.items())}
+    arrays, join = leaves.split((args, kwargs))
+    roles = [role for place, value in [*enumerate(args), *kwargs.items()] for role in roles_of(place, value)]
+    return Whole(arrays=arrays, roles=roles, join=join, rows=found.rows)
+
+
+def _role(leaf: jax.Array, place: int | str, found: Found) -> str:
+    if place in found.places and leaf.ndim:
+        return ROWS
+    return KEY if is_key(leaf) or place in found.keys else WHOLE
+
+
+def folded(key: jax.Array, number: Any) -> jax.Array:
+    """A key of its own for each microbatch; typed or ``uint32``, one or several."""
+    one = key.ndim == (0 if is_key(key) else 1)
+    return jax.random.fold_in(key, number) if one else jax.vmap(lambda each: folded(each, number))(key)
+
+
+def _slice(array: jax.Array, number: Any, count: int) -> jax.Array:
+    """Rows ``number, number + count, ...``."""
+    shape = (array.shape[0] // count, count, *array.shape[1:])
+    place = _explicit_place(array)
+    if place is None:
+        return jax.lax.dynamic_index_in_dim(array.reshape(shape), number, axis=1, keepdims=False)
+    spec = P(place.spec[0], None, *place.spec[1:])
+    split = jax.lax.reshape(array, shape, out_sharding=NamedSharding(place.mesh, spec))
+    return jax.lax.dynamic_index_in_dim(split, number, axis=1, keepdims=False)
+
+
+def _explicit_place(array: Any) -> Any:
+    """The sharding in the array's type, where its mesh has explicit axes; None elsewhere."""
+    place = getattr(jax.typeof(array), "sharding", None)
+    mesh = getattr(place, "mesh", None)
+    if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return None
+    return place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accumulated:
+    """What a gradient call gave over microbatches.
+
+    Attributes:
+        parts: ``(scalar, (weight or None, aux))``, each array with a leading dimension of one entry a microbatch.
+        gradients: Their sums, in float32 where they have 16 and fewer bits.
+        dtypes: The gradients' own, in flattening order.
+        coarsest: The floating dtype with the fewest bits that the call computes with.
+    """
+
+    parts: Any
+    gradients: Any
+    dtypes: Sequence[Any]
+    coarsest: Any
+
+
+def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = folded) -> Accumulated:
+    """The call's results over ``count`` microbatches: gradients summed, everything else stacked."""
+    result = leaves.Result()
+
+    def one(number: Any, *arrays: Any) -> list[Any]:
+        args, kwargs = batch.microbatch(arrays, number, count, key_of)
+        return result.split(call.differentiate(args, kwargs))
+
+    traced = jax.make_jaxpr(one)(jnp.int32(0), *batch.arrays)
+    avals = cast("Sequence[Any]", traced.out_avals)
+    slots = result.join([Slot(index) for index in range(len(avals))])
+    summed = {slot.index for slot in _slots(slots[1])}
+
+    def body(sums: dict[int, Any], number: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+        values = evaluate_closed(traced, [number, *batch.arrays])
+        sums = {i: total + values[i].astype(total.dtype) for i, total in sums.items()}
+        return sums, {i: value for i, value in enumerate(values) if i not in summed}
+
+    zeros = {i: _zeros(aval) for i, aval in enumerate(avals) if i in summed}
+    sums, stacks = jax.lax.scan(body, zeros, jnp.arange(count, dtype=jnp.int32))
+    filled = {**sums, **stacks}
+    parts, gradients = result.join([filled[i] for i in range(len(filled))])
+    dtypes = [avals[slot.index].dtype for slot in _slots(slots[1])]
+    return Accumulated(parts=parts, gradients=gradients, dtypes=dtypes, coarsest=_coarsest(open_jaxpr(traced)))
+
+
+def _coarsest(jaxpr: Any) -> Any:
+    """The floating dtype with the fewest bits among all that a jaxpr computes, float64 where it computes none."""
+    found = [
+        var.aval.dtype
+        for eqn in jaxpr.eqns
+        for var in eqn.outvars
+        if jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.floating)
+    ]
+    found += [_coarsest(body) for eqn in jaxpr.eqns for body in subjaxprs(eqn)]
+    return min(found, key=lambda dtype: jnp.finfo(dtype).bits, default=np.dtype("float64"))
+
+
+def _slots(tree: Any) -> list[Slot]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Slot)]
+
+
+def _zeros(aval: Any) -> jax.Array:
+    """A sum that nothing was added to yet, where the gradient lies."""
+    dtype = jnp.promote_types(aval.dtype, jnp.float32) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
+    place = getattr(aval, "sharding", None)
+    explicit = place is not None and not place.mesh.empty and AxisType.Explicit in place.mesh.axis_types
+    return jax.lax.full(aval.shape, 0, dtype, **({"sharding": place} if explicit else {}))
+
+
+def joined(call: GradientCall, batch: Whole, count: int, done: Accumulated) -> tuple[Any, Any, Any]:
+    """Value, aux and gradients of the whole batch from those of its microbatches.
+
+    Args:
+        call: What was accumulated; its loss is traced once on the whole batch where aux has arrays.
+        batch: The whole batch.
+        count: Number of microbatches.
+        done: What `accumulate` gave.
+
+    Raises:
+        PolicyError: an entry of aux that can't be joined.
+    """
+    values, (weights, aux) = done.parts
+    aux = _joined_aux(call, batch, count, aux)
+    if weights is None:
+        gradients = jax.tree.map(lambda leaf: _over(leaf, count), done.gradients)
+        return values.mean(0), aux, narrowed(gradients, done.dtypes)
+    weight = weights.sum(0)
+    gradients = jax.tree.map(lambda leaf: ratio(leaf, weight), done.gradients)
+    return ratio(values.sum(0), weight), aux, narrowed(gradients, done.dtypes)
+
+
+def _over(total: Any, count: int) -> Any:
+    return total / count if isinstance(total, jax.Array) else total
+
+
+def narrowed(gradients: Any, dtypes: Sequence[Any]) -> Any:
+    """Gradients in the dtypes that they have without microbatches, in flattening order."""
+    arrays, join = leaves.split(gradients)
+    return join([array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)])
+
+
+def _joined_aux(call: GradientCall, batch: Whole, count: int, aux: Any) -> Any:
+    """Scalars as means, weighted values exactly, arrays with one entry a row in the order of the batch."""
+
+    def is_weighted(leaf: Any) -> bool:
+        return isinstance(leaf, Weighted)
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
+    scales = [isinstance(leaf, jax.Array) and leaf.ndim > 1 for _, leaf in flat]
+    full: list[Any] = [None] * len(flat)
+    if any(scales):
+        result = leaves.Result()
+
+        def of_whole(*arrays: Any) -> list[Any]:
+            (_, (_, found)), _ = call.evaluate(*batch.join(arrays))
+            return result.split(found)
+
+        shapes = jax.eval_shape(of_whole, *batch.arrays)
+        full = jax.tree.leaves(result.join(shapes), is_leaf=is_weighted)
+    joined_leaves = [
+        _joined_leaf(leaf, whole, f"aux{jax.tree_util.keystr(path)}", batch.rows, count)
+        for (path, leaf), whole in zip(flat, full, strict=True)
+    ]
+    return ratios(jax.tree.unflatten(treedef, joined_leaves))
+
+
+def _joined_leaf(leaf: Any, whole: Any, path: str, rows: int, count: int) -> Any:
+    if isinstance(leaf, Weighted):
+        return Weighted(total=leaf.total.sum(0), weight=leaf.weight.sum(0))
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf.mean(0)
+    each = rows // count
+    if leaf.ndim > 1 and leaf.shape[1] == each and whole is not None and whole.shape[:1] == (rows,):
+        return jnp.moveaxis(leaf, 0, 1).reshape(rows, *leaf.shape[2:])
+    msg = (
+        f"microbatches={count}: {path} is {leaf.dtype}[{','.join(map(str, leaf.shape[1:]))}] for a microbatch of {each} rows, "
+        "and how to join those of all microbatches is not known. Expected a floating scalar (their mean is taken), an array "
+        "whose leading dimension is the batch's, or jm.weighted(sum, weight). Statistics of a whole batch, such as those of "
+        "BatchNorm, are other numbers for microbatches: take this gradient without microbatches."
+    )
+    raise PolicyError(msg)

@@ -1,0 +1,139 @@
+"""`StepPolicy(microbatches=n)` where a gradient is taken: the call enters, value, aux and gradients of the whole batch leave.
+
+A loss that returns `jm.weighted` is exact. Any other is compared first (`check`): at once where its arguments are real arrays,
+by the step that is being called where they are only traced (`steps`), and refused where neither can be.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from jaxmem_callbacks._compat.jaxprs import derive, evaluate
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms import leaves
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, Whole, accumulate, joined, take_apart
+from jaxmem_callbacks.transforms.accumulation.batch import ROWS, Found
+from jaxmem_callbacks.transforms.accumulation.check import compare, require_equal
+from jaxmem_callbacks.transforms.equations import flatten
+from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
+
+_TOLD = 4
+
+
+def unseen(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss where no policy is active: a gradient taken inside it is a part of each microbatch."""
+
+    @functools.wraps(loss)
+    def loss_without_policy(*args: Any, **kwargs: Any) -> Any:
+        with activate(None):
+            return loss(*args, **kwargs)
+
+    return loss_without_policy
+
+
+def accumulated(
+    active: ActivePolicy, call: GradientCall, args: Sequence[Any], kwargs: Mapping[str, Any], found: Found
+) -> tuple[Any, Any, Any]:
+    """Value, aux and gradients of a call, taken over microbatches.
+
+    Args:
+        active: The policy.
+        call: The gradient of a loss that is `unseen`.
+        args: Pure trees of arrays.
+        kwargs: Likewise.
+        found: Which of them are the batch.
+
+    Raises:
+        PolicyError: the loss's gradient would be another one, or that could not be checked; an entry of aux can't be joined.
+    """
+    count = active.policy.microbatches
+    batch = take_apart(args, kwargs, found)
+    done = accumulate(call, batch, count)
+    _, (weight, _) = done.parts
+    if weight is None:
+        _admit(active, call, batch, count)
+    return joined(call, batch, count, done)
+
+
+def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int) -> None:
+    """Have a loss compared that did not say what it sums and what it divides by."""
+    if active.comparisons is not None:
+        active.comparisons.append(compare(call, batch, count, active.shards))
+        return
+    if active.defer is not None:
+        active.defer()
+        return
+    if any(isinstance(array, Tracer) for array in batch.arrays):
+        msg = (
+            f"microbatches={count}: whether {call.name} may be accumulated can only be checked with real arrays, and here its "
+            "arguments are being traced. Use jm.jit_step(step, policy), which checks at its first call, or return "
+            f"jm.weighted(loss_sum, weight_sum) in {call.name}, which needs no check."
+        )
+        raise PolicyError(msg)
+    signature = (call.name, count, tuple((array.shape, str(array.dtype)) for array in batch.arrays))
+    if signature not in active.checked:
+        comparison = compare(call, batch, count)
+        require_equal(comparison, comparison.differences)
+        active.checked.add(signature)
+
+
+def state_after(call: GradientCall, batch: Whole, count: int) -> Any:
+    """The state that one plain call of the loss leaves, which no row of the batch may have a part in.
+
+    Raises:
+        PolicyError: state that the batch changes, such as BatchNorm's statistics; names it.
+    """
+    result = leaves.Result()
+
+    def of_first(*arrays: Any) -> list[Any]:
+        args, kwargs = batch.microbatch(arrays, 0, count, lambda key, _: key)
+        return result.split(call.evaluate(args, kwargs)[1])
+
+    flat = flatten(jax.make_jaxpr(of_first)(*batch.arrays))  # of the loss, only what the state needs is left
+    needed = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
+    state = result.join(evaluate(needed, [*flat.consts, *batch.arrays]))
+    _require_independent(call, batch, count, state)
+    return state
+
+
+def _require_independent(call: GradientCall, batch: Whole, count: int, state: Any) -> None:
+    """JAX's own batching says what depends on the rows: mapped over microbatches, such a state would be mapped too."""
+    axes = [0 if role == ROWS else None for role in batch.roles]
+    stacked = [
+        jax.ShapeDtypeStruct((count, array.shape[0] // count, *array.shape[1:]), array.dtype) if role == ROWS else array
+        for array, role in zip(batch.arrays, batch.roles, strict=True)
+    ]
+
+    def holds(chosen: Callable[[list[Any]], list[Any]]) -> bool:
+        def of_rows(*arrays: Any) -> list[Any]:
+            return chosen(leaves.split(call.evaluate(*batch.join(arrays))[1])[0])
+
+        try:
+            jax.eval_shape(jax.vmap(of_rows, in_axes=axes, out_axes=None), *stacked)
+        except ValueError:
+            return False
+        return True
+
+    if holds(lambda values: values):
+        return
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    paths = [_told(jax.tree_util.keystr(path)) for path, leaf in flat if isinstance(leaf, jax.Array)]
+    changed = (path for i, path in enumerate(paths) if not holds(lambda values, i=i: [values[i]]))
+    msg = (
+        f"microbatches={count}: {call.name} changes state by the batch: {', '.join(itertools.islice(changed, _TOLD))}. "
+        "Statistics of a whole batch (BatchNorm) are other numbers for microbatches; what is sown would be that of one. "
+        "Expected state that does not depend on the batch, such as counters of random streams. Take this gradient without "
+        "microbatches, or write use_running_average=True, or LayerNorm in place of BatchNorm."
+    )
+    raise PolicyError(msg)
+
+
+def _told(path: str) -> str:
+    """A path without the places that only the splitting of objects made: from the first name on."""
+    return path[max(path.find("['"), 0) :].removesuffix(".value")

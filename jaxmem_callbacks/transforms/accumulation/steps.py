@@ -1,0 +1,137 @@
+"""A training step about to be called enters, its arrays real; it leaves unharmed, or as an error, if it may not be accumulated.
+
+The step is traced once more with a comparison at each gradient; of that trace only what the comparisons need is compiled and
+run, on a few rows. Nothing is donated, and no object of the user's is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem_callbacks._compat.jaxprs import derive, evaluate
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.accumulation.check import Comparison, require_equal
+from jaxmem_callbacks.transforms.equations import inlined, variables
+from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
+
+_MARK = "jaxmem_comparison_"
+
+
+class _Marking(list[Comparison]):
+    """Comparisons as they are traced; each is named in the trace, so that it is found again from outside."""
+
+    def append(self, comparison: Comparison) -> None:
+        checkpoint_name(comparison.differences, f"{_MARK}{len(self)}")
+        super().append(comparison)
+
+
+def require_accumulable(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: StepPolicy
+) -> None:
+    """Compare the gradients of a step with their accumulation; compiles and runs one small program.
+
+    Args:
+        step: The step as it will be called, jitted or not.
+        args: Its arguments with real arrays; they are read only.
+        kwargs: Likewise.
+        policy: Has microbatches.
+
+    Raises:
+        PolicyError: a loss of the step would have another gradient, or could not be checked.
+    """
+    marking = _Marking()
+    arrays, join = _arrays((args, kwargs))
+    active = ActivePolicy(policy)
+    active.comparisons, active.shards = marking, _shards(arrays)
+
+    def traced(*values: Any) -> None:
+        inner_args, inner_kwargs = join(values)
+        with activate(active):
+            step(*inner_args, **inner_kwargs)
+
+    flat = inlined(jax.make_jaxpr(traced)(*arrays), every_jit=True)
+    places = {
+        int(eqn.params["name"].removeprefix(_MARK)): eqn.outvars[0]
+        for eqn in flat.eqns
+        if eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(_MARK)
+    }
+    for index, comparison in enumerate(marking):
+        if index not in places:
+            msg = (
+                f"microbatches={policy.microbatches}: the gradient of {comparison.name} is taken inside a loop, a branch or a "
+                "shard_map, where it can't be compared with a full one. Expected it directly in the step. Return "
+                f"jm.weighted(loss_sum, weight_sum) in {comparison.name}, which needs no check."
+            )
+            raise PolicyError(msg)
+    if not marking:
+        return
+    outvars = [places[index] for index in range(len(marking))]
+    needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=_needed(flat.eqns, outvars))
+
+    def jaxmem_accumulation_check(consts: Any, values: Any) -> list[Any]:
+        return evaluate(needed, [*consts, *values])
+
+    found = jax.jit(jaxmem_accumulation_check)(flat.consts, arrays)
+    for comparison, differences in zip(marking, found, strict=True):
+        require_equal(comparison, differences)
+
+
+def _needed(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations that ``outvars`` need; what the step reports besides is reported when it runs."""
+    wanted, kept = set(outvars), []
+    for eqn in reversed(eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            wanted.update(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays of a step's arguments, NumPy's included, and a copy of the arguments around others."""
+    framework = framework_of(tree)
+    if framework is not None:
+        return framework.apart(tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+
+    def join(values: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        return jax.tree.unflatten(treedef, filled)
+
+    return [jnp.asarray(leaves[i]) for i in places], join
+
+
+def _shards(arrays: Sequence[Any]) -> int:
+    """Devices that the step's arrays lie on, at most."""
+    return max((len(array.sharding.device_set) for array in arrays if isinstance(array, jax.Array)), default=1)
+
+
+def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
+    """Refuse microbatches beside `optax.MultiSteps`, by its state among a step's arguments.
+
+    Raises:
+        PolicyError: both would accumulate.
+    """
+    if policy.microbatches == 1:
+        return
+    nodes = jax.tree.leaves(trees, is_leaf=_is_multi_steps)
+    if any(_is_multi_steps(node) for node in nodes):
+        msg = (
+            f"microbatches={policy.microbatches} and optax.MultiSteps (its MultiStepsState is among the step's arguments) would "
+            "accumulate twice. Expected one of them: pass the inner optimizer without optax.MultiSteps, or microbatches=1."
+        )
+        raise PolicyError(msg)
+
+
+def _is_multi_steps(node: Any) -> bool:
+    return type(node).__name__ == "MultiStepsState" and type(node).__module__.partition(".")[0] == "optax"

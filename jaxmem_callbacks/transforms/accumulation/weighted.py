@@ -1,0 +1,110 @@
+"""Losses that say what they sum and what they divide by, so that microbatches add up to exactly the whole batch.
+
+A loss's result enters; it leaves as ``(scalar to differentiate, (weight or None, aux))``, and later as value and gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import register_dataclass
+
+from jaxmem_callbacks.records.errors import LossRefusedError
+
+
+@functools.partial(register_dataclass, data_fields=["total", "weight"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighted:
+    """A quotient whose two parts can be added up over microbatches. Made by `weighted`.
+
+    Attributes:
+        total: Sum over the rows, a scalar.
+        weight: What the sum is divided by, a scalar added up in the same way.
+    """
+
+    total: Any
+    weight: Any
+
+
+def weighted(total: Any, weight: Any) -> Weighted:
+    """The value ``total / weight`` of a batch, said in a way that microbatches can add up exactly.
+
+        def loss(params, batch):
+            losses = cross_entropy(params, batch)
+            return jm.weighted((losses * batch["mask"]).sum(), batch["mask"].sum())
+
+    A loss returns it in place of its scalar (``return jm.weighted(...), aux`` with ``has_aux``); in ``aux`` it may stand
+    for any metric. Gradients are those of ``total / weight`` with the weight held constant. A weight of 0 gives 0.
+
+    Args:
+        total: Sum over the rows of the batch, each row's share computed from that row alone: a scalar.
+        weight: Sum over the rows of what they count, usually of tokens or rows: a scalar.
+
+    Returns:
+        The pair, which `jm.value_and_grad`, `jm.grad` and `jm.nnx.value_and_grad` understand, under a policy or without.
+
+    Raises:
+        LossRefusedError: which is a ValueError: a part is no scalar.
+    """
+    for name, part in (("total", total), ("weight", weight)):
+        if jnp.shape(part) != ():
+            msg = (
+                f"jm.weighted: {name} has the shape {jnp.shape(part)}, expected a scalar. Sum over the rows: "
+                "jm.weighted((losses * mask).sum(), mask.sum())."
+            )
+            raise LossRefusedError(msg)
+    return Weighted(total=jnp.asarray(total), weight=jnp.asarray(weight))
+
+
+def in_parts(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+    """The loss as one with aux, always: to ``(scalar, (weight or None, aux or None))``."""
+
+    @functools.wraps(loss)
+    def loss_in_parts(*args: Any, **kwargs: Any) -> Any:
+        result = loss(*args, **kwargs)
+        value, aux = result, None
+        if has_aux:
+            if isinstance(result, Weighted):
+                msg = "has_aux=True and the loss returned jm.weighted(...) alone. Return (jm.weighted(...), aux)."
+                raise LossRefusedError(msg)
+            if not isinstance(result, (tuple, list)) or len(result) != 2:  # noqa: PLR2004 - a pair
+                return result  # no pair: JAX says so in its own words
+            value, aux = result
+        if isinstance(value, Weighted):
+            return value.total, (value.weight, aux)
+        return value, (None, aux)
+
+    return loss_in_parts
+
+
+def ratio(total: Any, weight: Any) -> Any:
+    """``total / weight``, and 0 where nothing was weighed; what is no array (a gradient of integers) stays as it is."""
+    if not isinstance(total, jax.Array):
+        return total
+    return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
+
+
+def ratios(aux: Any) -> Any:
+    """``aux`` with each `Weighted` in it as its value."""
+    return jax.tree.map(
+        lambda leaf: ratio(_inexact(leaf.total), leaf.weight) if isinstance(leaf, Weighted) else leaf,
+        aux,
+        is_leaf=lambda leaf: isinstance(leaf, Weighted),
+    )
+
+
+def whole(parts: Any, gradients: Any) -> tuple[Any, Any, Any]:
+    """Value, aux and gradients of one batch that was taken whole."""
+    value, (weight, aux) = parts
+    if weight is None:
+        return value, ratios(aux), gradients
+    return ratio(value, weight), ratios(aux), jax.tree.map(lambda leaf: ratio(leaf, weight), gradients)
+
+
+def _inexact(total: Any) -> Any:
+    return total if jnp.issubdtype(total.dtype, jnp.inexact) else total.astype(jnp.float32)
