@@ -12,6 +12,8 @@ import pytest
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import Speed, speed_of
+from jaxmem_callbacks.programs.reading.collectives import collectives_of
+from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
@@ -84,6 +86,33 @@ def test_what_a_compiler_recomputes_is_never_free() -> None:
     elementwise, product, convolution = 8 * 16, 8 * 32 + 2 * 8 * 32 * 16, 2 * (2 * 8 * 8 * 6) * (3 * 3 * 4)
     assert recomputed_flops(hlo) == elementwise + product + convolution
     assert recomputed_flops(hlo.replace(".remat", ".clone")) == 0
+    free = "  %broadcast.1.rematerialized = f32[8,16]{1,0} fusion(), kind=kLoop, calls=%fused_computation.2"
+    assert recomputed_flops(free) == 0
+    assert count_compiler_remat(free) == 0
+    assert count_compiler_remat(hlo) == 3
+
+
+def test_collectives_move_bytes_as_often_as_their_loop_runs() -> None:
+    hlo = textwrap.dedent(
+        """\
+        %body.1 (p: (s32[], f32[64])) -> (s32[], f32[64]) {
+          %gather = f32[64]{0} all-gather(%part), channel_id=2, dimensions={0}
+          %start = (f32[8]{0}, f32[8]{0}) all-reduce-start(%a, %b), to_apply=%add
+          %done = (f32[8]{0}, f32[8]{0}) all-reduce-done(%start)
+        }
+
+
+        ENTRY %main (a: f32[64]) -> f32[64] {
+          %loop = (s32[], f32[64]) while(%init), body=%body.1, backend_config={"known_trip_count":{"n":"12"}}
+          ROOT %scatter = bf16[8]{0} reduce-scatter(%whole), dimensions={0}, to_apply=%add
+        }
+        """
+    )
+    seven_eighths = 7 / 8
+    inside = int(64 * 4 * seven_eighths) + int(2 * 8 * 4 * seven_eighths * 2)
+    found = collectives_of(hlo, 8)
+    assert found.count == 12 * 2 + 1
+    assert found.moved_bytes == 12 * inside + int(8 * 2 * 8 * seven_eighths)
 
 
 def test_the_budget_of_a_target_is_what_is_usable_there(monkeypatch: pytest.MonkeyPatch) -> None:

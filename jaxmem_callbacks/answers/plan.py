@@ -47,9 +47,11 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         target: Hardware that need not be there, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
         budget: Bytes as an int or ``"72GiB"``, or a share in (0, 1] of what is usable there. None: the whole frontier is
             compiled, and the choice is made against the target's own limit.
-        mesh: Not used yet: arguments that carry shardings say where they lie.
+        mesh: For a target of several devices and arguments without shardings: its axes, as ``{"fsdp": 8}``; None for one axis
+            over all. The state is then tried whole, with its optimizer part divided (``zero1``) and divided (``fsdp``), the batch
+            divided over the devices; at most 16 compiles. Arguments with shardings say themselves where they lie.
         resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
-        search: Not used yet; only remat is searched.
+        search: Not used yet; remat is searched, and sharding for several devices.
         progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on
             a terminal, False never.
         **kwargs: The step's keyword arguments.
@@ -63,11 +65,10 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         CompileError: the program cannot be exported, or the compiler failed, crashed or took too long.
         PolicyError, LossRefusedError: only where even the plain step cannot be traced.
     """
-    for name, value in (("mesh", mesh), ("search", search)):
-        if value is not None:
-            msg = f"{name}={value!r}: only remat is searched so far. Leave {name} out; shardings of the arguments are kept."
-            raise PlanError(msg)
-    ask = Ask(target=target, budget=budget, resident=resident)
+    if search is not None:
+        msg = f"search={search!r}: only remat and, for several devices, sharding are searched so far. Leave search out."
+        raise PlanError(msg)
+    ask = Ask(target=target, budget=budget, resident=resident, mesh=mesh)
     return Plan(make_plan(train_step, args, kwargs, ask, _progress(progress)))
 
 

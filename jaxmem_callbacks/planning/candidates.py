@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -12,6 +14,7 @@ import jax
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import speed_of
+from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
 from jaxmem_callbacks.programs.steps.step import JitStep
@@ -23,6 +26,8 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
 from jaxmem_callbacks.transforms.keeping import Share
+
+Survey = Callable[[list[Share]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +42,8 @@ class Problem:
         budget: What a step may use.
         resident_bytes: What must fit beside it on each device.
         device_count: Devices the work is spread over.
+        mesh: An abstract mesh that the policies' sharding means, or None.
+        base: The policy of the plain step: its sharding, if any.
     """
 
     train_step: Callable[..., Any]
@@ -46,6 +53,16 @@ class Problem:
     budget: Budget
     resident_bytes: int = 0
     device_count: int = 1
+    mesh: Any = None
+    base: StepPolicy = field(default_factory=StepPolicy)
+
+    def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
+        """The step under a policy."""
+        return JitStep(self.train_step, policy, survey=survey)
+
+    def in_mesh(self) -> AbstractContextManager[Any]:
+        """Where the step is traced: on the mesh, where there is one."""
+        return contextlib.nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +92,7 @@ class Compiler:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.plain = self.facts(StepPolicy())
+        self.plain = self.facts(problem.base)
         self.answers: list[TargetCompilation] = []
 
     def facts(self, policy: StepPolicy, *, survey: bool = False) -> Facts:
@@ -86,8 +103,9 @@ class Compiler:
         """
         problem = self.problem
         found: list[tuple[Share, ...]] = []
-        step = JitStep(problem.train_step, policy, survey=lambda some: found.append(tuple(some)) if survey else None)
-        traced = step.traced(problem.args, dict(problem.kwargs))
+        step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
+        with problem.in_mesh():
+            traced = step.traced(problem.args, dict(problem.kwargs))
         speed = speed_of(problem.target)
         text = f"{jax.__version__}\n{traced.jaxpr}"
         return Facts(
@@ -109,8 +127,8 @@ class Compiler:
             return self._judged(policy, facts, memory, hlo)
         problem = self.problem
         assert problem.target is not None
-        step = JitStep(problem.train_step, policy)
-        answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name)
+        with problem.in_mesh():
+            answer, *_ = compile_step_for(problem.step(policy), problem.args, dict(problem.kwargs), problem.target.name)
         self.answers.append(answer)
         if answer.memory is not None:
             return self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
@@ -128,7 +146,7 @@ class Compiler:
     def _attached(self, policy: StepPolicy) -> tuple[ProgramMemory, str]:
         """Compiled for the devices of this process; the same compile serves the step's first call."""
         problem = self.problem
-        compiled = JitStep(problem.train_step, policy).lower(*problem.args, **problem.kwargs).compile()
+        compiled = problem.step(policy).lower(*problem.args, **problem.kwargs).compile()
         hlo = compiled.as_text() or ""
         platform = jax.default_backend()
         return program_memory(compiled, name="step", platform=platform, target="attached", hlo_text=hlo), hlo
@@ -149,7 +167,7 @@ class Compiler:
             flops=facts.flops,
             extra_flops=facts.flops - self.plain.flops + hidden,
             compiler_remat=memory.compiler_remat,
-            modelled_s=facts.modelled_s,
+            modelled_s=self._with_collectives(facts.modelled_s, hlo),
             argument_bytes=memory.argument_bytes,
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
@@ -157,6 +175,13 @@ class Compiler:
             cached=answer is not None and answer.cached,
             seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )
+
+    def _with_collectives(self, modelled_s: float | None, hlo: str) -> float | None:
+        """Modelled time with what goes through the links, as if nothing of it were hidden behind other work."""
+        speed = speed_of(self.problem.target)
+        if modelled_s is None or speed is None or self.problem.device_count == 1:
+            return modelled_s
+        return modelled_s + collectives_of(hlo, self.problem.device_count).moved_bytes / speed.link
 
     def _fits(self, step_bytes: int, answer: TargetCompilation | None) -> bool | None:
         if answer is not None and answer.fits is False:

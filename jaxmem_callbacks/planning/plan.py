@@ -11,10 +11,11 @@ import jax
 
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
-from jaxmem_callbacks.planning.search import Progress, RematSearch, choose
+from jaxmem_callbacks.planning.search import MOST_SHARDED_COMPILES, Progress, RematSearch, choose
+from jaxmem_callbacks.planning.spread import SHARDINGS, argument_bytes, carries_shardings, spread
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
@@ -41,11 +42,13 @@ class Ask:
         target: Name of hardware that need not be there, or None.
         budget: Bytes, text, a share, or None.
         resident: What else stays in memory.
+        mesh: Axes of the target's devices, where the arguments carry no shardings; None for one axis, ``fsdp``.
     """
 
     target: str | None = None
     budget: str | float | None = None
     resident: Iterable[Any] = ()
+    mesh: Any = None
 
 
 def make_plan(
@@ -83,9 +86,47 @@ def make_plan(
         resident_bytes=sum(map(_resident_bytes, ask.resident)),
         device_count=devices,
     )
+    if hardware is not None and hardware.device_count > 1 and not carries_shardings(traced):
+        return _sharded(problem, traced, ask, progress)
+    if ask.mesh is not None:
+        msg = (
+            f"mesh={ask.mesh!r} says how to divide a step for a target of several devices. Name one, such as "
+            "target='h100_sxm:8', or leave mesh out: arguments that carry shardings say themselves where they lie."
+        )
+        raise PlanError(msg)
     compiler = Compiler(problem)
     search = RematSearch(compiler, progress)
     return _record(compiler, search.run(frontier=ask.budget is None), traced.leaves, tuple(search.notes))
+
+
+def _sharded(problem: Problem, traced: Traced, ask: Ask, progress: Progress | None) -> PlanRecord:
+    """Remat under each sharding of the state, for a target of several devices."""
+    candidates: list[Candidate] = []
+    notes: dict[str, None] = {}
+    axes = {"fsdp": -1} if ask.mesh is None else ask.mesh
+    compiler: Compiler | None = None
+    for sharding in SHARDINGS:
+        divided = spread(problem, traced, axes, sharding)
+        arguments = argument_bytes(divided)
+        if not _may_fit(problem, arguments) and sharding != SHARDINGS[-1]:
+            notes[f"{sharding} was not compiled: its arguments alone are {format_bytes(arguments)} on each device."] = (
+                None
+            )
+            continue
+        compiler = Compiler(divided)
+        search = RematSearch(compiler, progress, most=MOST_SHARDED_COMPILES // len(SHARDINGS))
+        candidates += search.run(frontier=False)
+        notes |= dict.fromkeys(search.notes)
+        if search.interrupted:
+            break
+    assert compiler is not None
+    candidates.sort(key=lambda each: (-(each.step_bytes or 0), each.extra_flops))
+    return _record(compiler, candidates, traced.leaves, tuple(notes))
+
+
+def _may_fit(problem: Problem, arguments: int) -> bool:
+    limit = problem.budget.bytes
+    return limit is None or arguments + problem.resident_bytes <= limit
 
 
 def _record(
@@ -113,7 +154,7 @@ def _record(
         margin=_MARGINS.get(platform, "") if hardware is not None else "",
         versions=_versions(compiler, hardware),
         flags={name: str(value) for answer in compiler.answers[:1] for name, value in answer.compiler_options.items()},
-        mesh=_mesh_of(leaves),
+        mesh=_mesh_of(problem, leaves),
         signature=tuple((leaf.path, leaf.type_text) for leaf in leaves),
         fingerprint=compiler.plain.fingerprint,
         notes=notes,
@@ -142,7 +183,9 @@ def _devices_of(leaf: Leaf) -> int:
     return int(getattr(sharding, "num_devices", 1) or 1)
 
 
-def _mesh_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+def _mesh_of(problem: Problem, leaves: Sequence[Leaf]) -> dict[str, int]:
+    if problem.mesh is not None:
+        return {str(name): int(size) for name, size in problem.mesh.shape.items()}
     for leaf in leaves:
         mesh = getattr(getattr(leaf.value, "sharding", None), "mesh", None)
         if mesh is not None:

@@ -10,18 +10,20 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import final
 
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.programs.targets.worker import end_workers
-from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.keeping import Share
 
 MOST_COMPILES = 6
+# Of several shardings and remat together; 3 shardings with both their ends are 6.
+MOST_SHARDED_COMPILES = 16
 _AT_ONCE = 2
-_PLAIN, _FULL, _TWICE = StepPolicy(), StepPolicy(remat="full"), StepPolicy(remat="full", levels=2)
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
 _DIGITS = 10**5
@@ -35,13 +37,18 @@ class RematSearch:
     Args:
         compiler: Compiles the step under a policy.
         progress: Called with what is compiled next, how many are done and how many may come.
+        most: Compiles at most.
     """
 
-    def __init__(self, compiler: Compiler, progress: Progress | None = None) -> None:
+    def __init__(self, compiler: Compiler, progress: Progress | None = None, most: int = MOST_COMPILES) -> None:
         self._compiler = compiler
         self._progress = progress or (lambda _what, _done, _most: None)
+        self._most = most
+        self._plain = compiler.problem.base
+        self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
         self.found: dict[StepPolicy, Candidate] = {}
         self.notes: list[str] = []
+        self.failed: list[CompileError] = []
         self.interrupted = False
 
     def run(self, *, frontier: bool) -> list[Candidate]:
@@ -57,14 +64,18 @@ class RematSearch:
             shares = self._survey()
         except (PolicyError, LossRefusedError) as error:
             self.notes.append(f"Remat was not tried: {error}")
-            self._compile([_PLAIN])
+            self._compile([self._plain])
+            if not self.found:
+                raise self.failed[0] from error
             return self._ordered()
         try:
-            self._compile([_PLAIN, _FULL])
+            self._compile([self._plain, self._full])
             if frontier:
-                self._compile([_kept(share) for share in _evenly(shares, MOST_COMPILES - 2)])
-            elif not _is_free(self.found[_PLAIN]):
+                self._compile(list(dict.fromkeys(self._kept(share) for share in _evenly(shares, self._most - 2))))
+            elif self._plain not in self.found or not _is_free(self.found[self._plain]):
                 self._close_in(shares)
+            if not self.found:
+                raise self.failed[0]
         except KeyboardInterrupt:
             self.interrupted = True
             self.notes.append("Interrupted: this is the best of what was compiled so far.")
@@ -74,37 +85,38 @@ class RematSearch:
 
     def _survey(self) -> list[Share]:
         """What the losses of the step could keep, joined by share."""
-        facts = self._compiler.facts(_FULL, survey=True)
+        facts = self._compiler.facts(self._full, survey=True)
         curves = [curve for curve in facts.shares if len(curve) > 1]
         return sorted(curves[0], key=lambda point: point.share) if len(curves) == 1 else _joined(curves)
 
     def _close_in(self, shares: Sequence[Share]) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
-        full = self.found[_FULL]
+        full = self.found.get(self._full)
         limit = self._compiler.problem.budget.bytes
-        if full.fits is False:
-            self._compile([_TWICE])
-        if limit is None or full.fits is not True or full.step_bytes is None:
+        if full is None or full.fits is False:
+            self._compile([self._twice])
+        if full is None or limit is None or full.fits is not True or full.step_bytes is None:
             return
         room = limit - self._compiler.problem.resident_bytes - full.step_bytes
         fits, fails = 0, len(shares)  # the places between which the answer lies
-        while len(self.found) < MOST_COMPILES and fails - fits > 1:
+        while len(self.found) < self._most and fails - fits > 1:
             if (shares[fits].flops - shares[-1].flops) <= _WORTH * self._compiler.plain.flops:
                 return
             scale = self._corrected(shares, full.step_bytes)
             under = [place for place in range(fits + 1, fails) if shares[place].bytes * scale <= room]
             guess = max(under, default=fits + 1)
-            tried = [place for place in (guess, guess + 1) if place < fails][: MOST_COMPILES - len(self.found)]
-            self._compile([policy for place in tried if (policy := _kept(shares[place])) not in self.found])
+            tried = [place for place in (guess, guess + 1) if place < fails][: self._most - len(self.found)]
+            self._compile([policy for place in tried if (policy := self._kept(shares[place])) not in self.found])
             for place in tried:
-                if self.found[_kept(shares[place])].fits:
+                candidate = self.found.get(self._kept(shares[place]))
+                if candidate is not None and candidate.fits:
                     fits = max(fits, place)
                 else:
                     fails = min(fails, place)
 
     def _corrected(self, shares: Sequence[Share], least: int) -> float:
         """What a modelled byte costs, by the points that were compiled."""
-        modelled = {_kept(share).keep: share.bytes for share in shares}
+        modelled = {self._kept(share).keep: share.bytes for share in shares}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy.keep]
             for policy, candidate in self.found.items()
@@ -112,14 +124,22 @@ class RematSearch:
         ]
         return max(max(ratios, default=1.0), 0.05)
 
+    def _kept(self, share: Share) -> StepPolicy:
+        """A share as people can write it: rounded up, so that nothing of it is left out."""
+        return replace(self._full, keep=min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0))
+
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
         pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
         waiting = {pool.submit(self._compiler.candidate, policy): policy for policy in policies}
-        self._progress(" and ".join(map(describe, policies)), len(self.found), MOST_COMPILES)
+        self._progress(" and ".join(map(describe, policies)), len(self.found), self._most)
         try:
             for done in concurrent.futures.as_completed(waiting):
-                self.found[waiting[done]] = done.result()
-                self._progress(describe(waiting[done]), len(self.found), MOST_COMPILES)
+                try:
+                    self.found[waiting[done]] = done.result()
+                except CompileError as error:  # one policy that a compiler cannot stand is no reason to plan nothing
+                    self.failed.append(error)
+                    self.notes.append(f"{describe(waiting[done])} was not compiled: {error}")
+                self._progress(describe(waiting[done]), len(self.found), self._most)
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(each.done() for each in waiting):
@@ -154,11 +174,6 @@ def _cost(candidate: Candidate) -> tuple[float, float, float]:
 def _is_free(candidate: Candidate) -> bool:
     """Whether the plain step is the answer: it fits, and its compiler recomputes nothing to make it fit."""
     return candidate.fits is not False and not candidate.compiler_remat
-
-
-def _kept(share: Share) -> StepPolicy:
-    """A share as people can write it: rounded up, so that nothing of it is left out."""
-    return StepPolicy(remat="full", keep=min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0))
 
 
 def _evenly(shares: Sequence[Share], count: int) -> Iterator[Share]:
@@ -201,7 +216,7 @@ def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def describe(policy: StepPolicy) -> str:
     """A policy in few words, such as ``full, keep 0.35``."""
-    words = [policy.remat]
+    words = [*([str(policy.sharding)] if policy.sharding else []), policy.remat]
     if policy.levels > 1:
         words.append(f"{policy.levels} levels")
     if policy.keep:

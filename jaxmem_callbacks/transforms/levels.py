@@ -6,6 +6,7 @@ around its own checkpoints. Everything inside is computed once more: the forward
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -16,23 +17,34 @@ from jax.extend import core
 from jaxmem_callbacks._compat.jaxprs import checkpoint_template, derive, scan_arity
 from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, variables
 from jaxmem_callbacks.transforms.residuals import Sunk
-from jaxmem_callbacks.transforms.segments import Segment, has_own_checkpoint, results_by_segment
+from jaxmem_callbacks.transforms.segments import Loop, Policy, Segment, has_own_checkpoint, results_by_segment
 from jaxmem_callbacks.transforms.sharing import Sharing
 
 # Of fewer, a second level would save hardly anything.
 _FEWEST = 4
 
 
-def loop_of_loops(eqn: Any) -> list[Any]:
-    """A `scan` as a scan of checkpointed scans over parts of its steps; the equation itself where that cannot be.
+def loop_in_chunks(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
+    """A loop with a checkpoint around each step, or around as many steps as take least bytes together."""
+    if loop.chunk == 1:
+        return [loop.checkpointed(policy, kept)]
+    return _loop_of_loops(loop.named(kept), loop.chunk, policy) or [loop.checkpointed(policy, kept)]
 
-    Args:
-        eqn: A scan without effects. Lengths that have no divisor near their root, such as primes, stay as they are.
+
+def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
+    """A loop with checkpoints around its steps and around parts of about the root of its length.
+
+    Lengths without divisors, such as primes, stay at one level.
     """
+    once = loop.checkpointed(policy, kept)
+    part = min((n for n in range(2, loop.trips) if loop.trips % n == 0), key=lambda n: n + loop.trips // n, default=0)
+    deep = loop.trips >= _FEWEST and part and not once.effects
+    return (_loop_of_loops(once, part, None) if deep else None) or [once]
+
+
+def _loop_of_loops(eqn: Any, inner: int, policy: Policy) -> list[Any] | None:
+    """A `scan` as a scan of checkpointed scans over ``inner`` steps each; None where its equation cannot be replaced."""
     length = int(eqn.params["length"])
-    inner = min((part for part in range(2, length) if length % part == 0), key=lambda p: p + length // p, default=0)
-    if length < _FEWEST or not inner or eqn.effects:
-        return [eqn]
     consts, carry = scan_arity(eqn)
     body, reverse = core.jaxpr_as_fun(eqn.params["jaxpr"]), eqn.params["reverse"]
 
@@ -43,7 +55,7 @@ def loop_of_loops(eqn: Any) -> list[Any]:
             results = body(*fixed, *state, *slices)
             return tuple(results[:carry]), tuple(results[carry:])
 
-        @jax.checkpoint
+        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)  # in a loop nothing merges the two passes
         def part(state: Any, slices: Any) -> Any:
             return jax.lax.scan(step, state, slices, length=inner, reverse=reverse)
 
@@ -54,8 +66,8 @@ def loop_of_loops(eqn: Any) -> list[Any]:
     return _in_place_of(eqn, nested)
 
 
-def _in_place_of(eqn: Any, function: Any) -> list[Any]:
-    """The equations of a function that computes what an equation does, with its variables."""
+def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
+    """The equations of a function that computes what an equation does, with its variables; None where they cannot be had."""
     avals = [
         jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
         for atom in eqn.invars
@@ -64,7 +76,7 @@ def _in_place_of(eqn: Any, function: Any) -> list[Any]:
     made = {var for one in flat.eqns for var in one.outvars}
     results = variables(flat.outvars)
     if flat.consts or len(set(results)) != len(flat.outvars) or not made.issuperset(results):
-        return [eqn]
+        return None
     names = dict(zip(flat.invars, eqn.invars, strict=True)) | dict(zip(results, eqn.outvars, strict=True))
     return [
         one.replace(

@@ -21,12 +21,13 @@ from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.levels import grouped, loop_of_loops
+from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
     scan_carry_bytes,
+    scan_chunk,
     scan_step_bytes,
     sink,
 )
@@ -137,7 +138,7 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
         places=places,
         loops=frozenset(loops),
         whole=frozenset(own.difference(loops)),
-        **({"deepen": loop_of_loops} if twice else {}),
+        loop=loop_in_two_levels if twice else loop_in_chunks,
     )
     active = active_policy()
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
@@ -166,8 +167,9 @@ def _landscape(flat: Equations, residuals: np.ndarray, loops: Sequence[int], own
     for index in own:
         residuals[index] = 0
     for index in loops:
-        residuals[index] = scan_step_bytes(flat.eqns[index])
-        stored[index] = scan_carry_bytes(flat.eqns[index])
+        chunk = 1 if flat.eqns[index].effects else scan_chunk(flat.eqns[index])
+        residuals[index] = chunk * scan_step_bytes(flat.eqns[index])
+        stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
     return Landscape(
         spans=spans_of(flat.eqns, flat.outvars),
         residuals=residuals,

@@ -34,7 +34,7 @@ from jaxmem_callbacks.transforms.equations import (
 )
 from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within, shares
 from jaxmem_callbacks.transforms.names import KEPT
-from jaxmem_callbacks.transforms.residuals import Sunk, scan_step_bytes
+from jaxmem_callbacks.transforms.residuals import Sunk, scan_chunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
 _CHECKPOINTS = {"checkpoint", "remat", "remat2"}
@@ -71,6 +71,8 @@ class Loop:
         self._flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
         refuse_effects(self._flat.eqns)
         self._inner = Segment([inner for inner in self._flat.eqns if not is_movable(inner)], Sunk({}, {}), frozenset())
+        # What reports stays in a loop of its own: two loops would not change its order, but its place in the trace.
+        self.chunk = 1 if eqn.effects else scan_chunk(eqn)
         self.trips = int(eqn.params["length"])
 
     def frontier(self) -> list[Kept]:
@@ -88,7 +90,17 @@ class Loop:
         template = checkpoint_template(policy, prevent_cse=False)
         eqns = [*_renamed(beside), *self._inner.checkpointed(flat, template, kept, Sharing())]
         derived = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
-        return self._eqn.replace(params={**self._eqn.params, "jaxpr": close(derived)})
+        return self._with_body(derived)
+
+    def named(self, kept: frozenset[Any]) -> Any:
+        """The loop as it is, its kept values named: for a checkpoint around several of its steps."""
+        flat = self._flat
+        eqns, names = _named(flat.eqns, kept)
+        outvars = [names.get(var, var) if is_variable(var) else var for var in flat.outvars]
+        return self._with_body(derive(flat.template, invars=flat.invars, outvars=outvars, eqns=eqns))
+
+    def _with_body(self, body: Any) -> Any:
+        return self._eqn.replace(params={**self._eqn.params, "jaxpr": close(body)})
 
 
 def _renamed(eqns: Sequence[Any]) -> list[Any]:
@@ -171,6 +183,9 @@ def _operands(eqns: Sequence[Any]) -> dict[Any, None]:
     return dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
 
 
+Policy = Callable[..., Any] | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
     """Where a list of equations is cut, and what stands alone between two cuts.
@@ -179,13 +194,13 @@ class Cuts:
         places: Positions, ascending, without the ends.
         loops: Equations whose bodies are checkpointed.
         whole: Equations that are left as they are.
-        deepen: A checkpointed loop as the equations to put in its place.
+        loop: What is put in a loop's place: its checkpointed form, for a policy and what it keeps.
     """
 
     places: Sequence[int]
     loops: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
-    deepen: Callable[[Any], list[Any]] = lambda eqn: [eqn]
+    loop: Callable[[Loop, Policy, frozenset[Any]], list[Any]]
 
 
 Keep = Callable[[Sequence["Segment | Loop"]], Sequence[frozenset[Any]]]
@@ -241,8 +256,7 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     for position, segment in enumerate(segments):
         piece = pieces.get(position)
         if isinstance(piece, Loop):
-            loop = piece.checkpointed(policy, kept[position])
-            segment = Segment(cuts.deepen(loop), sunk, segment.results)  # noqa: PLW2901 - itself
+            segment = Segment(cuts.loop(piece, policy, kept[position]), sunk, segment.results)  # noqa: PLW2901 - itself
         if isinstance(piece, Segment):
             eqns += piece.checkpointed(flat, template, kept[position], sharing)
         else:

@@ -43,7 +43,7 @@ def plan_json(record: PlanRecord) -> str:
 
 def policy_words(policy: StepPolicy) -> str:
     """A policy in few words, such as ``full, keep 0.35``."""
-    words = [policy.remat]
+    words = [*([f"{policy.sharding}:"] if policy.sharding else []), policy.remat]
     if policy.segments is not None:
         words.append(f"{policy.segments} segments")
     if policy.levels > 1:
@@ -53,11 +53,12 @@ def policy_words(policy: StepPolicy) -> str:
     words += [
         f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
     ]
-    return ", ".join(words)
+    return ", ".join(words).replace(":, ", ": ")
 
 
 def _preface(record: PlanRecord) -> list[str]:
-    devices = f", {record.device_count} devices" if record.device_count > 1 else ""
+    axes = ", ".join(f"{name}={size}" for name, size in record.mesh.items())
+    devices = f" ({record.device_count} devices, mesh {axes})" if record.device_count > 1 else ""
     lines = [f"Plan of {record.step} for {record.target}{devices}; bytes on one device, by its own compiler"]
     if record.budget_bytes is not None:
         lines.append(f"Budget {format_bytes(record.budget_bytes)}: {record.budget_reason}")

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
-_REMAT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = ", re.MULTILINE)
+# An instruction that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
+_REMAT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = (?:\([^=]*?\)|\S+) [\w-]+\((?!\))", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = .*? ([a-z][a-z0-9\-]*)\(([^)]*)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _TABLE = re.compile(r"^(\d+) (.*)$")

@@ -35,7 +35,7 @@ def recomputed_flops(hlo_text: str) -> int:
         shapes[match["name"]] = shape
         flops = _product(match, shape, shapes)
         products[computation] = products.get(computation, 0) + flops
-        if ".remat" in match["name"]:
+        if ".remat" in match["name"] and match["operands"]:
             called = re.search(r"calls=%?([\w.-]+)", match["rest"])
             again.append((flops or math.prod(shape), called[1] if called else None))
     return sum(own + products.get(called or "", 0) for own, called in again)

@@ -1,0 +1,125 @@
+"""Plans of a GPT-3-sized scanned step for pods that are not there. Writes results/plan_scale_jax_<version>.json.
+
+    python -m benchmarks.plan_scale [--targets h100_sxm:64 h100_sxm:1024 v5p:4x4x4 v5p:8x8x16]
+
+96 layers of width 12,288 as one scan, bfloat16 activations, float32 parameters and Adam, a batch of one row of 2,048 tokens a
+device. Seconds and the largest resident memory of this process and its compilers; the cache of compiles is not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import resource
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs.targets.target import resolve_target
+
+RESULT = pathlib.Path(__file__).parent.parent / "results"
+TARGETS = ("h100_sxm:64", "v5p:4x4x4", "h100_sxm:1024", "v5p:8x8x16")
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 96, 12_288, 96, 2_048, 50_304
+OPTIMIZER = optax.adamw(1e-4)
+
+
+def parameters() -> Any:
+    """Shapes of all parameters, about 174 billion of them."""
+    layer = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    layer |= {"norm_1": (WIDTH,), "norm_2": (WIDTH,)}
+    stacked = {name: jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for name, shape in layer.items()}
+    return {
+        "embed": jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32),
+        "position": jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.float32),
+        "layers": stacked,
+    }
+
+
+def normed(x: Any, scale: Any) -> Any:
+    """RMS norm in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
+
+
+def block(x: Any, layer: Any) -> tuple[Any, None]:
+    """x[B, L, D] -> [B, L, D]: attention and MLP, both with a norm before them."""
+    batch, length, width = x.shape
+    q, k, v = jnp.split(normed(x, layer["norm_1"]) @ layer["qkv"].astype(x.dtype), 3, axis=-1)
+    q, k, v = (part.reshape(batch, length, HEADS, width // HEADS) for part in (q, k, v))
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, length, width)
+    x = x + attended @ layer["out"].astype(x.dtype)
+    hidden = jax.nn.gelu(normed(x, layer["norm_2"]) @ layer["up"].astype(x.dtype))
+    return x + hidden @ layer["down"].astype(x.dtype), None
+
+
+def loss_fn(params: Any, tokens: Any) -> Any:
+    """Mean cross entropy of the next token."""
+    x = (params["embed"][tokens[:, :-1]] + params["position"]).astype(jnp.bfloat16)
+    x, _ = jax.lax.scan(block, x, params["layers"])
+    logits = (x @ params["embed"].T.astype(x.dtype)).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train_step(params: Any, opt_state: Any, tokens: Any) -> Any:
+    """One AdamW step."""
+    loss, grads = jm.value_and_grad(loss_fn)(params, tokens)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def measure(target: str) -> dict[str, Any]:
+    """One plan, with nothing cached."""
+    devices = resolve_target(target).device_count
+    params = parameters()
+    tokens = jax.ShapeDtypeStruct((devices, LENGTH + 1), jnp.int32)
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAXMEM_CACHE_DIR"] = folder
+        plan = jm.plan(train_step, params, jax.eval_shape(OPTIMIZER.init, params), tokens, target=target, progress=True)
+    print(plan, flush=True)
+    resident = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    chosen = plan.chosen
+    return {
+        "target": target,
+        "devices": devices,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "compiles": plan.compiles,
+        "largest_resident_bytes": resident * 1024,
+        "chosen": {"sharding": chosen.policy.sharding, "remat": chosen.policy.remat, "keep": chosen.policy.keep},
+        "step_bytes": chosen.step_bytes,
+        "budget_bytes": plan.record.budget_bytes,
+        "fits": chosen.fits,
+        "extra_flops_share": round(chosen.extra_flops / min(each.flops for each in plan.candidates), 4),
+    }
+
+
+def main() -> None:
+    """Plan for every target and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    targets: list[str] = parser.parse_args().targets
+    place = RESULT / f"plan_scale_jax_{jax.__version__}.json"
+    rows = {row["target"]: row for row in json.loads(place.read_text())["rows"]} if place.exists() else {}
+    for target in targets:
+        rows[target] = measure(target)
+        result = {
+            "command": "python -m benchmarks.plan_scale",
+            "versions": {"jax": jax.__version__, "python": platform.python_version()},
+            "cpus": os.cpu_count(),
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(parameters())),
+            "rows": [rows[name] for name in TARGETS if name in rows],
+        }
+        place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        print(json.dumps(rows[target]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
