@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from tests.target_step import needs_compiler
 from tests.test_plan import abstract, train_step
 
@@ -114,3 +116,34 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     assert main([*options[:-1], "1MiB", "--json"]) == 2
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert figures["candidates"][figures["chosen"]]["fits"] is False
+
+
+def test_several_devices_without_shardings_get_one_searched() -> None:
+    needs_compiler("h100_sxm")
+    plan = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget="40MiB")
+    assert plan.record.mesh == {"fsdp": 4}
+    assert {each.policy.sharding for each in plan.candidates} == {"replicate", "zero1", "fsdp"}
+    assert plan.compiles <= 16
+    held = {each.policy.sharding: each.argument_bytes for each in plan.candidates if each.policy.remat == "none"}
+    assert held["replicate"] > held["zero1"] > held["fsdp"]
+    assert "(4 devices, mesh fsdp=4)" in str(plan)
+    tight = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget=held["zero1"])
+    assert {each.policy.sharding for each in tight.candidates} <= {"zero1", "fsdp"}
+    assert "replicate was not compiled: its arguments alone are" in str(tight)
+    assert tight.chosen.fits is False
+
+
+def test_what_cannot_be_divided_is_an_error() -> None:
+    needs_compiler("h100_sxm")
+    params, opt_state, batch = abstract()
+    odd = jax.ShapeDtypeStruct((batch.shape[0] + 1, batch.shape[1]), batch.dtype)
+    with pytest.raises(
+        PlanError, match=r"None of the arguments that stay as they are \(batch\) has a first dimension that 4"
+    ):
+        jm.plan(train_step, params, opt_state, odd, target="h100_sxm:4")
+    with pytest.raises(PolicyError, match=r"the axes fsdp=3 need 3 devices, and the target has 4 devices"):
+        jm.plan(train_step, params, opt_state, batch, target="h100_sxm:4", mesh={"fsdp": 3})
+    with pytest.raises(
+        PlanError, match=r"mesh=\{'fsdp': 2\} says how to divide a step for a target of several devices"
+    ):
+        jm.plan(train_step, params, opt_state, batch, mesh={"fsdp": 2})
