@@ -35,10 +35,11 @@ def specs(state: Any, sharding: Any, mesh: Any = MESH) -> Any:
     ("shape", "fsdp", "fsdp_tensor"),
     [
         ((512, 2048), P("fsdp"), P("fsdp", "tensor")),  # what a product sums over; matrices wide along tensor
-        ((2048, 512), P("fsdp"), P("tensor", "fsdp")),
-        ((512, 512), P("fsdp"), P("fsdp", "tensor")),  # tensor: the last of equally large ones
-        ((510, 2046), P(), P(None, "tensor")),  # 4 divides neither, 2 both; fsdp finds none
-        ((510, 1000), P(None, "fsdp"), P(None, "tensor")),  # the first does not divide, the next does
+        ((2048, 512), P("fsdp"), P(("tensor", "fsdp"))),  # both mean the first, and share it
+        ((512, 512), P("fsdp"), P("fsdp", "tensor")),
+        ((512, 8, 64), P("fsdp"), P("fsdp", "tensor")),  # heads
+        ((510, 2046), P(), P("tensor")),  # 4 divides neither, 2 both; fsdp finds none
+        ((510, 1000), P(None, "fsdp"), P("tensor", "fsdp")),  # the first does not divide, the next does
         ((1002, 1000), P(None, "fsdp"), P("tensor", "fsdp")),
         ((999, 1001), P(), P()),
         ((65536,), P("fsdp"), P("fsdp")),  # a vector is never split over tensor
@@ -46,7 +47,7 @@ def specs(state: Any, sharding: Any, mesh: Any = MESH) -> Any:
     ],
 )
 def test_the_first_dimension_that_divides_is_split(shape, fsdp, fsdp_tensor):
-    state = {"w": f32(*shape), "other": f32(3, 4096)}
+    state = {"w": f32(*shape), "a": f32(512, 512), "b": f32(512, 512), "c": f32(512, 512)}  # a model of width 512
     assert specs(state, "fsdp")["w"] == fsdp
     assert specs(state, "fsdp_tensor")["w"] == fsdp_tensor
     assert specs(state, "replicate")["w"] == specs(state, "zero1")["w"] == P()

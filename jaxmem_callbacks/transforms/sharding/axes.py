@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import ShardingRules
+from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules
 
 # Names of mesh axes by what they are for, in the order in which they are looked for.
 STATE_AXES = ("fsdp", "zero", "shard", "data", "dp", "batch", "devices", "device", "replica")
@@ -28,6 +28,11 @@ _WIDE = (
     "vocabulary",
 )
 _NARROW = ("embed", "embedding", "d_model", "model_dim", "features", "emb")
+
+
+def axis_names(axes: MeshAxes) -> tuple[str, ...]:
+    """Mesh axes as a tuple, whatever their form."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

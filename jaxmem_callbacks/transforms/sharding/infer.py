@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules, StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
-from jaxmem_callbacks.transforms.sharding.axes import MeshRoles, mesh_roles, require_axes, shipped_rules
+from jaxmem_callbacks.transforms.sharding.axes import MeshRoles, axis_names, mesh_roles, require_axes, shipped_rules
 from jaxmem_callbacks.transforms.sharding.leaves import StateLeaf, Words, state_leaves
-from jaxmem_callbacks.transforms.sharding.logical import axis_names, named_axes, require_met
-from jaxmem_callbacks.transforms.sharding.shapes import shape_axes, small_bytes
+from jaxmem_callbacks.transforms.sharding.logical import named_axes, require_met
+from jaxmem_callbacks.transforms.sharding.shapes import ShapeRule, model_width, small_bytes
 from jaxmem_callbacks.transforms.sharding.stacked import layer_dimensions
 
 
@@ -87,7 +87,18 @@ class _Placing:
         else:
             require_met(sharding, leaves)
         self._layers = layer_dimensions(leaves)
-        self._small = small_bytes(zip(leaves, self._layers, strict=True))
+        self._by_shape = self._shape_rule()
+
+    def _shape_rule(self) -> ShapeRule:
+        state = None if self._name == "rules" else self._roles.state
+        tensor = self._roles.tensor if self._name == "fsdp_tensor" else None
+        pairs = list(zip(self._leaves, self._layers, strict=True))
+        return ShapeRule(
+            state=None if state is None else (state, self._roles.size(state)),
+            tensor=None if tensor is None else (tensor, self._roles.size(tensor)),
+            small=small_bytes(pairs),
+            width=model_width(pairs),
+        )
 
     def specs(self) -> list[PartitionSpec]:
         """One partition spec an array, in order."""
@@ -112,22 +123,16 @@ class _Placing:
             own = [self._without_batch(axes) for axes in said]
             if self._name == "replicate":
                 return _Decided(own, own)
-            return _Decided(own, self._by_shape(leaf, layers, own))
+            return _Decided(own, self._by_shape.axes(leaf, layers, own))
         both = named_axes(
             leaf, self._roles, given=self._given, shipped=shipped_rules(self._roles, self._name)
-        ) or self._by_shape(leaf, layers, [])
+        ) or self._by_shape.axes(leaf, layers)
         return _Decided(both, both)
 
     def _without_batch(self, axes: MeshAxes) -> MeshAxes:
         """What is left of an annotation where arrays are whole along the batch's axes."""
         left = tuple(axis for axis in axis_names(axes) if axis not in self._roles.batch)
         return (left if isinstance(axes, tuple) else left[0]) if left else None
-
-    def _by_shape(self, leaf: StateLeaf, layers: frozenset[int], taken: Sequence[MeshAxes]) -> list[MeshAxes]:
-        names = [self._roles.tensor] if self._name == "fsdp_tensor" else []
-        names += [] if self._name == "rules" else [self._roles.state]
-        axes = [(name, self._roles.size(name)) for name in names if name is not None]
-        return shape_axes(leaf, layers, axes, small=self._small, taken=taken)
 
 
 def _mirrored(leaf: StateLeaf, parameters: dict[Words, list[tuple[StateLeaf, _Decided]]]) -> _Decided | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules
-from jaxmem_callbacks.transforms.sharding.axes import MeshRoles
+from jaxmem_callbacks.transforms.sharding.axes import MeshRoles, axis_names
 from jaxmem_callbacks.transforms.sharding.leaves import StateLeaf
 
 _ALIKE = 0.85
@@ -108,11 +108,6 @@ def _first_free(names: Sequence[Any], name: str, found: dict[int, MeshAxes]) -> 
 def _is_free(axes: MeshAxes, found: dict[int, MeshAxes]) -> bool:
     used = {axis for value in found.values() for axis in axis_names(value)}
     return used.isdisjoint(axis_names(axes))
-
-
-def axis_names(axes: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes as a tuple, whatever their form."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 def _are_axes(name: Any, roles: MeshRoles) -> bool:
