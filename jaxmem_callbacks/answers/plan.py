@@ -48,8 +48,9 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         budget: Bytes as an int or ``"72GiB"``, or a share in (0, 1] of what is usable there. None: the whole frontier is
             compiled, and the choice is made against the target's own limit.
         mesh: For a target of several devices and arguments without shardings: its axes, as ``{"fsdp": 8}``; None for one axis
-            over all. The state is then tried whole, with its optimizer part divided (``zero1``) and divided (``fsdp``), the batch
-            divided over the devices; at most 16 compiles. Arguments with shardings say themselves where they lie.
+            over all, from 128 devices on for copies of 64 along a second one. The state is then tried whole, with its
+            optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
+            Arguments with shardings say themselves where they lie.
         resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
         search: Not used yet; remat is searched, and sharding for several devices.
         progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on

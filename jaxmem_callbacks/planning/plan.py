@@ -12,7 +12,7 @@ import jax
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.search import MOST_SHARDED_COMPILES, Progress, RematSearch, choose
-from jaxmem_callbacks.planning.spread import SHARDINGS, argument_bytes, carries_shardings, spread
+from jaxmem_callbacks.planning.spread import SHARDINGS, argument_bytes, carries_shardings, default_axes, spread
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -103,7 +103,8 @@ def _sharded(problem: Problem, traced: Traced, ask: Ask, progress: Progress | No
     """Remat under each sharding of the state, for a target of several devices."""
     candidates: list[Candidate] = []
     notes: dict[str, None] = {}
-    axes = {"fsdp": -1} if ask.mesh is None else ask.mesh
+    assert problem.target is not None
+    axes = default_axes(problem.target.device_count) if ask.mesh is None else ask.mesh
     compiler: Compiler | None = None
     for sharding in SHARDINGS:
         divided = spread(problem, traced, axes, sharding)

@@ -24,6 +24,17 @@ from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh
 SHARDINGS = ("replicate", "zero1", "fsdp")
 
 
+# Divided over more devices than this, a dimension of a model's matrices gets thinner than what a compiler can work with, and it
+# divides activations by features instead of rows. Beyond it copies of the divided state share the batch.
+_MOST_PARTS = 64
+
+
+def default_axes(device_count: int) -> dict[str, int]:
+    """Mesh axes for so many devices: one, ``fsdp``, and from 128 devices on copies of it along ``data``."""
+    parts = max(part for part in range(1, min(device_count, _MOST_PARTS) + 1) if device_count % part == 0)
+    return {"fsdp": parts} if parts == device_count else {"data": device_count // parts, "fsdp": parts}
+
+
 def carries_shardings(traced: Traced) -> bool:
     """Whether any argument says itself where it lies on several devices."""
     shardings = (getattr(leaf.value, "sharding", None) for leaf in traced.leaves)
