@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 ENVIRONMENT := $(PYTHON) tools/environments.py
-PYTEST := python -m pytest
+# Two processes, a file in one of them: compiles of absent hardware wait for their workers much of the time.
+PYTEST := python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering bench-plan clean python

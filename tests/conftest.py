@@ -15,6 +15,12 @@ def compiles_of_this_run(tmp_path_factory):
     os.environ["JAXMEM_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiles"))
 
 
+def pytest_collection_modifyitems(items):
+    """Files that wait for the compilers of absent hardware begin first, so that the other process is not left waiting for them."""
+    slow = {item.path for item in items if item.get_closest_marker("targets")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_terminal_summary(terminalreporter):
     """A compiler or browser that is missing is told at the end, one line each: what a run did not prove is never silent."""
     reasons = {str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])}
