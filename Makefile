@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering bench-plan clean python
+.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering bench-plan bench-scale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -54,6 +54,9 @@ bench-lowering: python ## what cutting a loss costs at start-up
 
 bench-plan: python ## plans against remat written by hand, on H100 and v5e; hours, goes on where it stopped
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)
+
+bench-scale: python ## plans of a GPT-3-sized step for pods of 64 and 1,024 devices
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_scale $(ARGS)
 
 clean: ## remove environments, caches and runs
 	rm -rf .venv .venv-3.* runs build dist .pytest_cache .ruff_cache .hypothesis .cache
