@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.programs.steps.step import jit_step as jit_step
     from jaxmem_callbacks.records.policies import StepPolicy as StepPolicy
     from jaxmem_callbacks.records.presets import Preset as Preset
+    from jaxmem_callbacks.transforms.accumulation.weighted import weighted as weighted
     from jaxmem_callbacks.transforms.gradients import grad as grad
     from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
     from jaxmem_callbacks.transforms.policy import apply_policy as apply_policy
     from jaxmem_callbacks.transforms.remat import remat as remat
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
-    from jaxmem_callbacks.transforms.accumulation.weighted import weighted as weighted
     from jaxmem_callbacks.writers.collecting import CollectingWriter as CollectingWriter
     from jaxmem_callbacks.writers.shapes import as_writer as as_writer
 

@@ -19,6 +19,7 @@ import jax
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.keeping import Share
 
 
@@ -88,6 +89,7 @@ def apply_policy(train_step: Callable[..., Any], policy_or_preset: StepPolicy | 
 
     @functools.wraps(train_step)
     def step_under_policy(*args: Any, **kwargs: Any) -> Any:
+        refuse_second_accumulation(active.policy, args, kwargs)
         with activate(active):
             result = train_step(*args, **kwargs)
         require_used(active, train_step)

@@ -32,7 +32,8 @@ from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, policy_of
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.transforms.accumulation.steps import refuse_second_accumulation, require_accumulable
+from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
+from jaxmem_callbacks.transforms.accumulation.steps import require_accumulable
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate, require_used

@@ -108,7 +108,7 @@ def folded(key: jax.Array, number: Any) -> jax.Array:
 def _slice(array: jax.Array, number: Any, count: int) -> jax.Array:
     """Rows ``number, number + count, ...``."""
     shape = (array.shape[0] // count, count, *array.shape[1:])
-    place = _explicit_place(array)
+    place = explicit_place(array)
     if place is None:
         return jax.lax.dynamic_index_in_dim(array.reshape(shape), number, axis=1, keepdims=False)
     spec = P(place.spec[0], None, *place.spec[1:])
@@ -116,7 +116,7 @@ def _slice(array: jax.Array, number: Any, count: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(split, number, axis=1, keepdims=False)
 
 
-def _explicit_place(array: Any) -> Any:
+def explicit_place(array: Any) -> Any:
     """The sharding in the array's type, where its mesh has explicit axes; None elsewhere."""
     place = getattr(jax.typeof(array), "sharding", None)
     mesh = getattr(place, "mesh", None)

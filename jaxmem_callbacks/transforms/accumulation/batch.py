@@ -124,11 +124,11 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
         keys = [one for one in keys if one not in batch]
     rows = _common_rows(batch, name, count)
     if rows % count:
-        fitting = [number for number in range(2, rows + 1) if rows % number == 0][:6]
+        near = sorted({max(rows // count, 1) * count, (rows // count + 1) * count})
+        fitting = [str(number) for number in range(2, rows + 1) if rows % number == 0][:6]
         msg = (
             f"microbatches={count}: the batch of {name} ({_list(batch)}) has {rows} rows, which {count} does not divide. "
-            f"Expected a batch of {max(rows // count, 1) * count} or {(rows // count + 1) * count} rows"
-            + (f", or one of microbatches={fitting}." if fitting else ".")
+            f"Expected a batch of {' or '.join(map(str, near))} rows, or microbatches={' or '.join(fitting) or 1}."
         )
         raise PolicyError(msg)
     return Found(places=frozenset(one.place for one in batch), keys=frozenset(one.place for one in keys), rows=rows)
@@ -160,8 +160,8 @@ def _as_said(everything: Sequence[_Argument], said: Said, name: str, count: int)
     missing = [*(set(names) - {one.name for one in batch}), *(places - {one.place for one in batch})]
     if missing or not batch:
         msg = (
-            f"batch_argnames={said.argnames!r}, batch_argnums={said.argnums!r}: {name} has no such argument that is not "
-            f"differentiated: {', '.join(map(repr, missing)) or 'none was named'}. Expected some of: "
+            f"microbatches, batch_argnames={said.argnames!r}, batch_argnums={said.argnums!r}: {name} has no such argument that is "
+            f"not differentiated: {', '.join(map(repr, missing)) or 'none was named'}. Expected some of: "
             f"{', '.join(one.name for one in everything) or 'none'}."
         )
         raise PolicyError(msg)

@@ -19,7 +19,13 @@ import numpy as np
 
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.accumulation.accumulate import Accumulated, GradientCall, Whole, accumulate
+from jaxmem_callbacks.transforms.accumulation.accumulate import (
+    Accumulated,
+    GradientCall,
+    Whole,
+    accumulate,
+    explicit_place,
+)
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, is_key
 from jaxmem_callbacks.transforms.accumulation.noise import shared_key
 from jaxmem_callbacks.transforms.accumulation.weighted import Weighted
@@ -33,7 +39,6 @@ _VARIANTS = (
     "with -100 in some rows",
 )
 _MASKS = (0, -100)
-_REAL = 2  # variants that only hold the user's own rows; the others may be no numbers at all
 _ROWS_EACH = 2
 _ROWS_OF_NOISE = 5  # a number that hardly any other dimension has: noise is told by it to belong to rows
 
@@ -108,11 +113,17 @@ def _variants(array: jax.Array, role: str, rows: int, few: int) -> Any:
     if role != ROWS:
         return None
     step = array.shape[0] // rows
-    sample = array[: step * rows : step]
-    repeated = sample[np.arange(rows) % few]
+    sample = _rows(array, np.arange(rows) * step)
+    repeated = _rows(array, np.arange(rows) % few * step)
     if is_key(array):
         return jnp.stack([sample, repeated, sample, sample])
     return jnp.stack([sample, repeated, *(_masked(sample, few, mask) for mask in _MASKS)])
+
+
+def _rows(array: jax.Array, numbers: np.ndarray) -> jax.Array:
+    """Some rows of an array; they lie as all of them do."""
+    place = explicit_place(array)
+    return array[numbers] if place is None else array.at[numbers].get(out_sharding=place)
 
 
 def _masked(sample: jax.Array, few: int, mask: int) -> jax.Array:
@@ -179,7 +190,7 @@ def require_equal(comparison: Comparison, differences: Any) -> None:
     found = np.asarray(differences, np.float64).reshape(-1, len(_VARIANTS), len(comparison.what)).max(axis=0)
     decided = np.isfinite(found)
     way_out = f"return jm.weighted(loss_sum, weight_sum) in {comparison.name}, which adds up exactly"
-    if not decided[:_REAL].all():
+    if not decided[0].all():  # the other variants need not be finite: a row may divide by what was masked
         msg = (
             f"microbatches={comparison.count}: whether {comparison.name} may be accumulated could not be checked, because its "
             f"gradient or loss on {comparison.rows} rows of the batch is not finite. Begin with ordinary data, or {way_out}."
@@ -190,11 +201,16 @@ def require_equal(comparison: Comparison, differences: Any) -> None:
         return
     variant = int(np.argmax(wrong.any(axis=1)))
     column = int(np.argmax(wrong[variant]))
+    advice = (
+        f"Expected a mean over rows, each computed from that row alone. For a masked mean, {way_out}. A loss or layer that "
+        "compares rows with each other (in-batch contrast, BatchNorm, balance of experts) has no microbatches: take it whole, "
+        "with remat='full'."
+    )
+    if comparison.what[column].startswith("aux"):
+        advice = "Expected a mean over rows there, an array with one entry a row, or jm.weighted(sum, weight), which is exact."
     msg = (
         f"microbatches={comparison.count} would change the numbers of {comparison.name}: its accumulated "
         f"{comparison.what[column]} differs by {found[variant, column]:.1%} from the full one {_VARIANTS[variant]} "
-        f"({comparison.rows} rows; {comparison.tolerance:.2%} allowed). Expected a mean over rows, each computed from that row "
-        f"alone. For a masked mean, {way_out}. A loss or layer that compares rows with each other (in-batch contrast, "
-        "BatchNorm, balance of experts) has no microbatches: take it whole, with remat='full'."
+        f"({comparison.rows} rows; {comparison.tolerance:.2%} allowed). {advice}"
     )
     raise PolicyError(msg)

@@ -114,24 +114,3 @@ def _arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 def _shards(arrays: Sequence[Any]) -> int:
     """Devices that the step's arrays lie on, at most."""
     return max((len(array.sharding.device_set) for array in arrays if isinstance(array, jax.Array)), default=1)
-
-
-def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
-    """Refuse microbatches beside `optax.MultiSteps`, by its state among a step's arguments.
-
-    Raises:
-        PolicyError: both would accumulate.
-    """
-    if policy.microbatches == 1:
-        return
-    nodes = jax.tree.leaves(trees, is_leaf=_is_multi_steps)
-    if any(_is_multi_steps(node) for node in nodes):
-        msg = (
-            f"microbatches={policy.microbatches} and optax.MultiSteps (its MultiStepsState is among the step's arguments) would "
-            "accumulate twice. Expected one of them: pass the inner optimizer without optax.MultiSteps, or microbatches=1."
-        )
-        raise PolicyError(msg)
-
-
-def _is_multi_steps(node: Any) -> bool:
-    return type(node).__name__ == "MultiStepsState" and type(node).__module__.partition(".")[0] == "optax"
