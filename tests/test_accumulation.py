@@ -318,6 +318,9 @@ def test_lowering_with_real_arrays_checks_and_with_shapes_says_unchecked():
     assert step.unchecked
     with pytest.raises(ValueError, match="would change the numbers of masked_loss"):
         step.lower(WEIGHTS, X, MASK)
+    mean = jm.jit_step(plain_step, FOUR)
+    mean.lower(WEIGHTS, X)
+    assert not mean.unchecked
 
 
 def test_two_gradients_and_an_inner_jit_are_checked_each():

@@ -168,10 +168,13 @@ class JitStep:
         ``unchecked`` says so, and what is compiled from here is checked by nobody.
         """
         jitted = self._made(args, kwargs)
-        if all(_is_real(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+        are_real = all(_is_real(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        if are_real:
             self._require_accumulable(jitted, args, kwargs)
         with self._tracing():
-            return jitted.lower(args, kwargs)
+            lowered = jitted.lower(args, kwargs)
+        self.unchecked = self.unchecked and not are_real
+        return lowered
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """What the jit's own ``trace`` returns for these arguments, under the policy."""

@@ -160,8 +160,8 @@ def _as_said(everything: Sequence[_Argument], said: Said, name: str, count: int)
     missing = [*(set(names) - {one.name for one in batch}), *(places - {one.place for one in batch})]
     if missing or not batch:
         msg = (
-            f"microbatches, batch_argnames={said.argnames!r}, batch_argnums={said.argnums!r}: {name} has no such argument that is "
-            f"not differentiated: {', '.join(map(repr, missing)) or 'none was named'}. Expected some of: "
+            f"microbatches, batch_argnames={said.argnames!r}, batch_argnums={said.argnums!r}: {name} has no such argument that "
+            f"is not differentiated: {', '.join(map(repr, missing)) or 'none was named'}. Expected some of: "
             f"{', '.join(one.name for one in everything) or 'none'}."
         )
         raise PolicyError(msg)
