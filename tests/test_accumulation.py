@@ -408,3 +408,50 @@ def test_rows_stay_on_their_devices(axis_type):
         text = ours.lower(params, x).compile().as_text()
     assert "all-reduce" in text
     assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
+
+
+def closing_over_a_tracer(params, x):
+    scale = x[0, 0] ** 2
+    return jm.value_and_grad(lambda params, x: mean_loss(params, x) * scale)(params, x)
+
+
+def of_several_models(params, x):
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    return jax.vmap(lambda one: jm.value_and_grad(mean_loss)(one, x))(stacked)
+
+
+def under_another_gradient(params, x):
+    def size(scale):
+        gradients = jm.grad(lambda params, x: mean_loss(params, x) * scale)(params, x)
+        return sum((leaf**2).sum() for leaf in jax.tree.leaves(gradients))
+
+    return jax.grad(size)(2.0)
+
+
+def of_whole_numbers(params, x):
+    def loss(params, x):
+        return mean_loss(params["floats"], x) * params["count"]
+
+    gradients = jm.grad(loss, allow_int=True)({"floats": params, "count": jnp.int32(3)}, x)
+    assert gradients["count"].dtype == jax.dtypes.float0
+    return gradients["floats"]
+
+
+def inside_a_shard_map(params, x):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def on_one_device(params, x):
+        params = jax.lax.pcast(params, ("data",), to="varying")
+        return jax.lax.pmean(jm.value_and_grad(weighted_loss)(params, x, x[:, 0] ** 2), "data")
+
+    return jax.shard_map(on_one_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [closing_over_a_tracer, of_several_models, under_another_gradient, of_whole_numbers, inside_a_shard_map],
+    ids=lambda step: step.__name__,
+)
+def test_wherever_a_gradient_is_taken(step):
+    jitted = jax.jit(step)
+    assert_close(jm.jit_step(jitted, FOUR)(WEIGHTS, X), jitted(WEIGHTS, X))

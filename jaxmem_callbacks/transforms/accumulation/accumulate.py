@@ -153,18 +153,21 @@ def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = fol
     traced = jax.make_jaxpr(one)(jnp.int32(0), *batch.arrays)
     avals = cast("Sequence[Any]", traced.out_avals)
     slots = result.join([Slot(index) for index in range(len(avals))])
-    summed = {slot.index for slot in _slots(slots[1])}
+    nothing = {
+        i: np.zeros(a.shape, a.dtype) for i, a in enumerate(avals) if a.dtype == jax.dtypes.float0
+    }  # of integers
+    summed = {slot.index for slot in _slots(slots[1])} - set(nothing)
 
     def body(sums: dict[int, Any], number: Any) -> tuple[dict[int, Any], dict[int, Any]]:
         values = evaluate_closed(traced, [number, *batch.arrays])
         sums = {i: total + values[i].astype(total.dtype) for i, total in sums.items()}
-        return sums, {i: value for i, value in enumerate(values) if i not in summed}
+        return sums, {i: value for i, value in enumerate(values) if i not in {*summed, *nothing}}
 
     zeros = {i: _zeros(aval) for i, aval in enumerate(avals) if i in summed}
     sums, stacks = jax.lax.scan(body, zeros, jnp.arange(count, dtype=jnp.int32))
-    filled = {**sums, **stacks}
+    filled = {**sums, **stacks, **nothing}
     parts, gradients = result.join([filled[i] for i in range(len(filled))])
-    dtypes = [avals[slot.index].dtype for slot in _slots(slots[1])]
+    dtypes = [avals[slot.index].dtype for slot in _slots(slots[1]) if slot.index in summed]
     return Accumulated(parts=parts, gradients=gradients, dtypes=dtypes, coarsest=_coarsest(open_jaxpr(traced)))
 
 
@@ -189,7 +192,9 @@ def _zeros(aval: Any) -> jax.Array:
     dtype = jnp.promote_types(aval.dtype, jnp.float32) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
     place = getattr(aval, "sharding", None)
     explicit = place is not None and not place.mesh.empty and AxisType.Explicit in place.mesh.axis_types
-    return jax.lax.full(aval.shape, 0, dtype, **({"sharding": place} if explicit else {}))
+    zeros = jax.lax.full(aval.shape, 0, dtype, **({"sharding": place} if explicit else {}))
+    varying = tuple(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))  # axes of a shard_map around
+    return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
 
 
 def joined(call: GradientCall, batch: Whole, count: int, done: Accumulated) -> tuple[Any, Any, Any]:

@@ -152,7 +152,10 @@ def _distances(full: Any, done: Accumulated, few: int) -> tuple[tuple[str, ...],
     """The relative distance of the gradients, of the value, and of each entry of aux that has a mean."""
     (value, (_, aux)), gradients = full
     values, (_, auxes) = done.parts
-    ours, theirs = leaves.split(done.gradients)[0], leaves.split(gradients)[0]
+    ours, theirs = (
+        [leaf for leaf in leaves.split(tree)[0] if leaf.dtype != jax.dtypes.float0]
+        for tree in (done.gradients, gradients)
+    )
     size = _norm(theirs)
     apart = _norm([a / few - b.astype(a.dtype) for a, b in zip(ours, theirs, strict=True)])
     what, columns = ["gradient", "loss"], [_relative(apart, size), _mean_distance(values, value)]

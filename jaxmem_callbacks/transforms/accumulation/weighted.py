@@ -84,7 +84,7 @@ def in_parts(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
 
 def ratio(total: Any, weight: Any) -> Any:
     """``total / weight``, and 0 where nothing was weighed; what is no array (a gradient of integers) stays as it is."""
-    if not isinstance(total, jax.Array):
+    if not isinstance(total, jax.Array) or total.dtype == jax.dtypes.float0:
         return total
     return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
 
