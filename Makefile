@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVIRONMENT := $(PYTHON) tools/environments.py
 # Two processes, a file in one of them: compiles of absent hardware wait for their workers much of the time.
-PYTEST := python -m pytest -n 2 --dist loadfile
+PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering bench-plan bench-scale clean python

@@ -16,7 +16,7 @@ def compiles_of_this_run(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """Files that wait for the compilers of absent hardware begin first, so that the other process is not left waiting for them."""
+    """Files that wait for compilers of absent hardware come first, so that no process waits for them alone at the end."""
     slow = {item.path for item in items if item.get_closest_marker("targets")}
     items.sort(key=lambda item: item.path not in slow)
 

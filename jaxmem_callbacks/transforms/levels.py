@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxmem_callbacks._compat.jaxprs import checkpoint_template, derive, scan_arity
+from jaxmem_callbacks._compat.jaxprs import checkpoint_template, close, derive, open_jaxpr, scan_arity
 from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, variables
 from jaxmem_callbacks.transforms.residuals import Sunk
 from jaxmem_callbacks.transforms.segments import Loop, Policy, Segment, has_own_checkpoint, results_by_segment
@@ -79,13 +79,30 @@ def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
         return None
     names = dict(zip(flat.invars, eqn.invars, strict=True)) | dict(zip(results, eqn.outvars, strict=True))
     return [
-        one.replace(
-            invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in one.invars],
-            outvars=[names.get(var, var) for var in one.outvars],
-            source_info=one.source_info.replace(name_stack=eqn.source_info.name_stack + one.source_info.name_stack),
+        _said_by(
+            one.replace(
+                invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in one.invars],
+                outvars=[names.get(var, var) for var in one.outvars],
+            ),
+            eqn.source_info,
         )
         for one in flat.eqns
     ]
+
+
+def _said_by(one: Any, source: Any, depth: int = 2) -> Any:
+    """An equation of ours with the user's line and scope: the outer loop, the checkpoint in it, the loop in that.
+
+    What lies deeper is the user's own body, which has its lines.
+    """
+    params = dict(one.params)
+    if depth and "jaxpr" in params:
+        body = open_jaxpr(params["jaxpr"])
+        plain = source.replace(name_stack=one.source_info.name_stack)
+        eqns = [_said_by(inner, plain, depth - 1) for inner in body.eqns]
+        derived = derive(params["jaxpr"], invars=body.invars, outvars=body.outvars, eqns=eqns)
+        params["jaxpr"] = close(derived) if one.primitive.name == "scan" else derived
+    return one.replace(params=params, source_info=source)
 
 
 def grouped(flat: Equations, jaxpr: Any) -> Any:

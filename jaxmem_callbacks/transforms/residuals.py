@@ -237,7 +237,13 @@ def scan_chunk(eqn: Any) -> int:
     """
     length, step = int(eqn.params["length"]), scan_step_bytes(eqn)
     carry = scan_carry_bytes(eqn) // max(length, 1)
-    costs = {part: length // part * carry + part * step for part in range(1, length) if length % part == 0}
+    # In parts, compilers copy what the loop is given a slice of in each step: stacked weights, or a sequence's inputs.
+    copied = sum(map(nbytes, eqn.invars[sum(scan_arity(eqn)) :]))
+    costs = {
+        part: length // part * carry + part * step + (copied if part > 1 else 0)
+        for part in range(1, length)
+        if length % part == 0
+    }
     best = min(costs, key=lambda part: costs[part], default=1)
     return best if costs and costs[best] < _WORTH_CHUNKS * costs[1] else 1
 
