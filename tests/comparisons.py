@@ -32,3 +32,9 @@ def assert_close(got: Any, expected: Any) -> None:
     for (path, value), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         error, size = (np.linalg.norm(np.asarray(part, np.float64)) for part in (other - value, value))
         assert error <= 1e-6 * max(size, 1.0), (jax.tree_util.keystr(path), error, size)
+
+
+def stored_bytes(loss: Any, *args: Any) -> int:
+    """What goes from the forward to the backward pass, by shapes."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *args))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -19,6 +19,7 @@ from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
 from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
+from tests.comparisons import stored_bytes
 
 pytestmark = pytest.mark.core
 
@@ -122,12 +123,6 @@ def arguments() -> tuple[Any, Any]:
         for up, down in keys
     ]
     return weights, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
-
-
-def stored_bytes(loss: Any, *args: Any) -> int:
-    """What goes from the forward to the backward pass, by shapes."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *args))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 @pytest.mark.parametrize("loss", [unrolled, scanned])

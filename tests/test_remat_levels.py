@@ -12,7 +12,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
-from tests.comparisons import checkpoints
+from tests.comparisons import checkpoints, stored_bytes
 
 pytestmark = pytest.mark.core
 
@@ -49,11 +49,6 @@ def chained(weights: Any, x: Any) -> Any:
 def arguments(layers: int = 16) -> tuple[Any, Any]:
     weights = jax.random.normal(jax.random.key(0), (layers, WIDTH, WIDTH)) / 8
     return weights, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
-
-
-def stored_bytes(loss: Any, *args: Any) -> int:
-    leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(loss, *a)[1], *args))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 @pytest.mark.parametrize("loss", [looped, backwards, chained])

@@ -172,7 +172,9 @@ def test_ctrl_c_ends_the_worker_at_once_and_leaves_nothing(tmp_path):
     places = tmp_path / "places"
     places.mkdir()
     path = os.pathsep.join([worker_environment("")["PYTHONPATH"], str(tmp_path)])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TMPDIR": str(places)}
+    # Without the cache: an answer that another test of this run was given would need no worker.
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "TMPDIR": str(places), "JAXMEM_CACHE_DIR": "off"}
+    environment = os.environ | own
     with subprocess.Popen([sys.executable, "-c", CALLER], env=environment, stderr=subprocess.PIPE, text=True) as caller:
         started = until(lambda: family(caller), seconds=60)
         assert [place.name.startswith("jaxmem-") for place in places.iterdir()] == [True]

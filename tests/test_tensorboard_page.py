@@ -62,7 +62,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             time.sleep(0.03)
             if len(double.of(Window)) >= POINTS and index > SHORT_AT:
                 break
-    assert [event.kind for event in monitor.events] == ["near_oom", "recompilation"]
+    # Arrays that other tests of this process hold may come near the limit too; that is told of the device, not of the step.
+    assert [event.kind for event in monitor.events if event.device == "page_step"] == ["near_oom", "recompilation"]
     return Run(folder=folder, last_step=index)
 
 

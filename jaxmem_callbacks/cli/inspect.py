@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from jaxmem_callbacks.cli.exits import FAILED
-from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, reach_step
+from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, reach_step
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Buffer
@@ -20,24 +20,11 @@ from jaxmem_callbacks.records.units import format_bytes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "script",
-        metavar="SCRIPT",
-        help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
-        "where name() returns (train_step, args)",
-    )
-    parser.add_argument(
         "--target", metavar="T", help="compile for hardware that is not here, such as h100_sxm or v5e:2x2"
     )
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="buffers of the peak to show (10; 0: none)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument(
-        "--args",
-        dest="script_args",
-        nargs=argparse.REMAINDER,
-        default=[],
-        metavar="ARG",
-        help="the script's own arguments: all that follows",
-    )
+    add_script_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED
-from jaxmem_callbacks.cli.script import ScriptFailedError, reach_step
+from jaxmem_callbacks.cli.script import ScriptFailedError, add_script_arguments, reach_step
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument(
-        "script",
-        metavar="SCRIPT",
-        help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
-        "where name() returns (train_step, args)",
-    )
     parser.add_argument("--target", metavar="T", help="hardware that is not here, such as h100_sxm or v5e:2x2")
     parser.add_argument(
         "--budget", metavar="B", help="72GiB, or a share of what is usable such as 0.9; else the frontier"
@@ -31,14 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument(
-        "--args",
-        dest="script_args",
-        nargs=argparse.REMAINDER,
-        default=[],
-        metavar="ARG",
-        help="the script's own arguments: all that follows",
-    )
+    add_script_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

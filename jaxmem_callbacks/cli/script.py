@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import pathlib
 import sys
@@ -17,6 +18,24 @@ from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 LINE_TO_ADD = (
     "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
 )
+
+
+def add_script_arguments(parser: argparse.ArgumentParser) -> None:
+    """``SCRIPT`` and ``--args``, of every command that reaches a script's step; to be added last."""
+    parser.add_argument(
+        "script",
+        metavar="SCRIPT",
+        help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
+        "where name() returns (train_step, args)",
+    )
+    parser.add_argument(
+        "--args",
+        dest="script_args",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="ARG",
+        help="the script's own arguments: all that follows",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,8 +65,10 @@ def make_plan(
     """
     if isinstance(train_step, JitStep):
         if train_step.policy.changes_gradients:
+            policy = train_step.policy
+            what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
             msg = (
-                f"The step is already under remat={train_step.policy.remat!r}. Plan the function that you wrote: "
+                f"The step is already under {what}. Plan the function that you wrote: "
                 f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
             )
             raise PlanError(msg)
