@@ -1,9 +1,11 @@
-"""Other processes, for tests that start and end them: whether one still does anything, and waiting for what they do."""
+"""Processes: others that tests start and end, waiting for what they do, and what this one holds already."""
 
 from __future__ import annotations
 
+import gc
 import time
 
+import jax
 import psutil
 import pytest
 
@@ -24,3 +26,9 @@ def until(condition, *, seconds=20.0):
             return value
         time.sleep(0.02)
     pytest.fail("it did not happen in time")
+
+
+def bytes_of_others():
+    """Bytes of the arrays that are alive before a test makes its own: constants of other test files in this process."""
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())

@@ -2,78 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.transforms.accumulation.noise import shared_key
+from tests.accumulated_losses import (
+    FOUR,
+    KEY,
+    MASK,
+    PLAIN,
+    ROWS,
+    WEIGHTS,
+    WIDTH,
+    X,
+    by_dict,
+    by_keyword,
+    copy,
+    errors,
+    gradients_of,
+    masked_loss,
+    mean_loss,
+    plain_step,
+    unnamed,
+    weighted_loss,
+    with_penalty,
+)
 from tests.comparisons import assert_close, checkpoints
 from tests.steps import compiles_of
 
 pytestmark = pytest.mark.core
-
-KEY = jax.random.key(0)
-WIDTH, ROWS = 8, 32
-WEIGHTS = {"a": jax.random.normal(KEY, (WIDTH, WIDTH)) / 3, "b": jax.random.normal(KEY, (WIDTH,))}
-X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
-MASK = jax.random.bernoulli(jax.random.key(3), 0.4, (ROWS,)).astype(jnp.float32)
-FOUR, PLAIN = jm.StepPolicy(microbatches=4), jm.StepPolicy()
-
-
-def errors(params, x):
-    return (jnp.tanh(jnp.tanh(x @ params["a"]) @ params["a"]) @ params["b"] - 1.0) ** 2
-
-
-def mean_loss(params, x):
-    return errors(params, x).mean() + 1e-3 * (params["b"] ** 2).sum()
-
-
-def weighted_loss(params, x, mask):
-    return jm.weighted((errors(params, x) * mask).sum(), mask.sum())
-
-
-def masked_loss(params, x, mask):
-    return (errors(params, x) * mask).sum() / mask.sum()
-
-
-def by_dict(params, batch):
-    return mean_loss(params, batch["x"] * batch["scale"])
-
-
-def by_keyword(params, *, x):
-    return mean_loss(params, x)
-
-
-def with_penalty(params, x):
-    """A gradient inside the loss, which is a part of each microbatch."""
-    return mean_loss(params, x) + (jm.grad(lambda x: errors(params, x).sum())(x) ** 2).mean()
-
-
-def unnamed(params, one, other):
-    return mean_loss(params, one + other)
-
-
-def gradients_of(loss, *args, policy=FOUR, **kwargs):
-    """Value and gradients under the policy, compiled (and checked) as one step."""
-
-    @jax.jit
-    def step(args, kwargs):
-        return jm.value_and_grad(loss)(*args, **kwargs)
-
-    return jm.jit_step(step, policy)(args, kwargs)
-
 
 CALLS = {
     "mean": (mean_loss, (WEIGHTS, X), {}),
@@ -217,15 +179,6 @@ def test_half_precision_gradients_are_summed_in_float32():
     assert float(gradient) == 1.0  # in bfloat16 a sum of ones stops at 256
 
 
-def plain_step(params, x):
-    value, gradients = jm.value_and_grad(mean_loss)(params, x)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def copy(tree):
-    return jax.tree.map(jnp.copy, tree)
-
-
 def test_remat_applies_inside_each_microbatch():
     policy = jm.StepPolicy(microbatches=4, remat="full")
     assert_close(jm.jit_step(plain_step, policy)(copy(WEIGHTS), X), jax.jit(plain_step)(WEIGHTS, X))
@@ -330,128 +283,3 @@ def test_two_gradients_and_an_inner_jit_are_checked_each():
         return value, jm.value_and_grad(by_keyword)(moved, x=x)[0]
 
     assert_close(jm.jit_step(step, FOUR)(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
-
-
-class Net(nnx.Module):
-    def __init__(self, rate):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
-        self.norm, self.drop = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Dropout(rate, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + self.drop(jnp.tanh(layer(self.norm(x))))
-        return x
-
-
-def nnx_loss(model, x):
-    return (model(x) ** 2).mean()
-
-
-def nnx_step(model, optimizer, x):
-    value, gradients = jm.nnx.value_and_grad(nnx_loss)(model, x)
-    optimizer.update(model, gradients)
-    return value
-
-
-@functools.cache
-def trained(policy, *, rate=0.0, jitted=False):
-    model = Net(rate)
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    step = jm.jit_step(nnx.jit(nnx_step) if jitted else nnx_step, policy)
-    values = [step(model, optimizer, X) for _ in range(2)]
-    return values, nnx.to_pure_dict(nnx.state(model, nnx.Param)), model.drop.rngs.count[...]
-
-
-@pytest.mark.parametrize("policy", [FOUR, jm.StepPolicy(microbatches=4, remat="full")], ids=["plain", "remat"])
-def test_nnx_modules_train_as_without_microbatches(policy):
-    assert_close(trained(policy), trained(PLAIN))
-
-
-def test_nnx_counters_are_those_of_one_plain_call():
-    values, parameters, count = trained(FOUR, rate=0.2, jitted=True)
-    assert int(count) == int(trained(PLAIN, rate=0.2)[2]) == 4
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((values, parameters)))
-
-
-def test_equinox_modules():
-    model = eqx.nn.MLP(WIDTH, WIDTH, 16, 2, key=KEY)
-
-    def loss(model, x):
-        return (jax.vmap(model)(x) ** 2).mean()
-
-    step = jm.jit_step(eqx.filter_jit(jm.value_and_grad(loss)), FOUR)
-    value, gradients = step(model, X)
-    plain_value, plain_gradients = eqx.filter_value_and_grad(loss)(model, X)
-    arrays: Any = eqx.filter(gradients, eqx.is_array)
-    assert_close((value, arrays), (plain_value, eqx.filter(plain_gradients, eqx.is_array)))
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_rows_stay_on_their_devices(axis_type):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        params = jax.device_put(copy(WEIGHTS), NamedSharding(mesh, P()))
-
-        def loss(params, x):
-            if axis_type == AxisType.Auto:  # divides the rows of every microbatch, and of the check
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
-            return mean_loss(params, x)
-
-        def step(params, x):
-            value, gradients = jm.value_and_grad(loss)(params, x)
-            return value, {"sums": jax.tree.map(jnp.sum, gradients)}
-
-        ours = jm.jit_step(step, FOUR)
-        assert_close(ours(params, x), jax.jit(step)(params, x))
-        text = ours.lower(params, x).compile().as_text()
-    assert "all-reduce" in text
-    assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
-
-
-def closing_over_a_tracer(params, x):
-    scale = x[0, 0] ** 2
-    return jm.value_and_grad(lambda params, x: mean_loss(params, x) * scale)(params, x)
-
-
-def of_several_models(params, x):
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
-    return jax.vmap(lambda one: jm.value_and_grad(mean_loss)(one, x))(stacked)
-
-
-def under_another_gradient(params, x):
-    def size(scale):
-        gradients = jm.grad(lambda params, x: mean_loss(params, x) * scale)(params, x)
-        return sum((leaf**2).sum() for leaf in jax.tree.leaves(gradients))
-
-    return jax.grad(size)(2.0)
-
-
-def of_whole_numbers(params, x):
-    def loss(params, x):
-        return mean_loss(params["floats"], x) * params["count"]
-
-    gradients = jm.grad(loss, allow_int=True)({"floats": params, "count": jnp.int32(3)}, x)
-    assert gradients["count"].dtype == jax.dtypes.float0
-    return gradients["floats"]
-
-
-def inside_a_shard_map(params, x):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def on_one_device(params, x):
-        params = jax.lax.pcast(params, ("data",), to="varying")
-        return jax.lax.pmean(jm.value_and_grad(weighted_loss)(params, x, x[:, 0] ** 2), "data")
-
-    return jax.shard_map(on_one_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, x)
-
-
-@pytest.mark.parametrize(
-    "step",
-    [closing_over_a_tracer, of_several_models, under_another_gradient, of_whole_numbers, inside_a_shard_map],
-    ids=lambda step: step.__name__,
-)
-def test_wherever_a_gradient_is_taken(step):
-    jitted = jax.jit(step)
-    assert_close(jm.jit_step(jitted, FOUR)(WEIGHTS, X), jitted(WEIGHTS, X))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Table
+from tests.processes import bytes_of_others
 from tests.sample_devices import GIB, GPU
 
 STEPS, SHORT_AT = 40, 30
@@ -40,15 +40,16 @@ class Run:
     """One short real run, its files read back."""
 
     def __init__(self, folder: Path) -> None:
-        settings = MonitorSettings(window_s=0.02, scan_s=0.02, limit_bytes=16 * 300_000, on_error="raise")
+        # Arrays that other tests of this process hold count as live: the step is as much larger as keeps them far from its limit.
+        self.scale = 1 + bytes_of_others() // 65_536
+        settings = MonitorSettings(window_s=0.02, scan_s=0.02, limit_bytes=300_000 * self.scale, on_error="raise")
         self.folder, self.double = folder, jm.CollectingWriter()
         step = jm.jit_step(watched_step, jm.StepPolicy())
-        gc.collect()  # what other tests of this process left behind would count as live
-        weights, batch = jnp.full((64, 64), 0.1), jnp.ones((16 * 512, 64))
+        weights, batch = jnp.full((64, 64), 0.1), jnp.ones((512 * self.scale, 64))
         self.losses = []
         with jm.MemoryMonitor(settings, logdir=folder, writer=self.double) as monitor:
             for index in range(STEPS):
-                weights, metrics = step(weights, batch if index != SHORT_AT else batch[: 16 * 100])
+                weights, metrics = step(weights, batch if index != SHORT_AT else batch[: 100 * self.scale])
                 monitor(index, metrics)
                 self.losses.append(float(metrics["loss"]))
                 time.sleep(0.02)
@@ -93,23 +94,19 @@ def test_a_runs_metrics_are_the_steps_own(run: Run):
 
 @pytest.mark.core
 def test_a_run_tells_each_event_once_with_its_step(run: Run):
-    # Arrays that other tests of this process hold may come near the limit too; that is told of the device, not of the step.
-    own = [event for event in run.events if event.device == "watched_step"]
-    assert [(event.kind, event.step) for event in own] == [("near_oom", 0), ("recompilation", SHORT_AT)]
-    assert len(run.events) <= 3
-    near, again = own
+    assert [(event.kind, event.step) for event in run.events] == [("near_oom", 0), ("recompilation", SHORT_AT)]
+    near, again = run.events
     assert "watched_step alone needs" in near.message
-    assert near.figures["limit_bytes"] == 16 * 300_000
-    assert "float32[8192,64]" in again.message
-    assert "float32[1600,64]" in again.message
+    assert near.figures["limit_bytes"] == 300_000 * run.scale
+    assert f"float32[{512 * run.scale},64]" in again.message
+    assert f"float32[{100 * run.scale},64]" in again.message
     assert run.double.events == list(run.events)
-    assert [line["event"] for line in run.lines if line["kind"] == "event"] == [event.kind for event in run.events]
+    assert [line["event"] for line in run.lines if line["kind"] == "event"] == ["near_oom", "recompilation"]
 
 
 def test_a_run_tells_events_in_tensorboard_as_text(run: Run):
     texts = [entry.tensor_proto.string_val[0].decode() for entry in run.page.Tensors("memory/events/text_summary")]
-    assert ["Near out of memory" in texts[0], "Recompilation" in texts[-1]] == [True, True]
-    assert len(texts) == len(run.events)
+    assert ["Near out of memory" in texts[0], "Recompilation" in texts[1], len(texts)] == [True, True, 2]
 
 
 def test_a_run_says_what_is_known_here(run: Run):
