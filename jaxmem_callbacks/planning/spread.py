@@ -10,29 +10,57 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import ShardingRules
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
-from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh
-
-SHARDINGS = ("replicate", "zero1", "fsdp")
-
+from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
 
 # Divided over more devices than this, a dimension of a model's matrices gets thinner than what a compiler can work with, and it
 # divides activations by features instead of rows. Beyond it copies of the divided state share the batch.
 _MOST_PARTS = 64
 
 
-def default_axes(device_count: int) -> dict[str, int]:
-    """Mesh axes for so many devices: one, ``fsdp``, and from 128 devices on copies of it along ``data``."""
-    parts = max(part for part in range(1, min(device_count, _MOST_PARTS) + 1) if device_count % part == 0)
-    return {"fsdp": parts} if parts == device_count else {"data": device_count // parts, "fsdp": parts}
+# Matrices are split over no more devices than one host has.
+_MOST_TENSOR_PARTS = 8
+
+
+def default_axes(device_count: int, sharding: Any = "fsdp") -> dict[str, int]:
+    """Mesh axes for so many devices: one, ``fsdp``, and from 128 devices on copies of it along ``data``.
+
+    A sharding that splits matrices too gets a second axis, ``tensor``, of about the root of the devices and at most 8.
+    """
+    tensor = 1
+    while sharding == "fsdp_tensor" and (2 * tensor) ** 2 <= device_count and 2 * tensor <= _MOST_TENSOR_PARTS:
+        if device_count % (2 * tensor):
+            break
+        tensor *= 2
+    left = device_count // tensor
+    parts = max(part for part in range(1, min(left, _MOST_PARTS) + 1) if left % part == 0)
+    axes = {"fsdp": parts} if parts == left else {"data": left // parts, "fsdp": parts}
+    return axes | ({"tensor": tensor} if sharding == "fsdp_tensor" else {})
+
+
+def mesh_for(problem: Problem, asked: Any, sharding: str | ShardingRules) -> Any:
+    """The mesh to plan on: as asked, else `default_axes`; over the attached devices where no target is named.
+
+    Raises:
+        PolicyError: axes that do not make up the devices.
+    """
+    count = jax.device_count() if problem.target is None else problem.target.device_count
+    if isinstance(asked, Mesh):
+        return asked if problem.target is None else asked.abstract_mesh
+    if isinstance(asked, AbstractMesh):
+        return (
+            asked if problem.target is not None else make_mesh({str(name): size for name, size in asked.shape.items()})
+        )
+    axes = default_axes(count, sharding) if asked is None else asked
+    return make_mesh(axes) if problem.target is None else abstract_mesh(axes, count)
 
 
 def carries_shardings(traced: Traced) -> bool:
@@ -48,22 +76,18 @@ def argument_bytes(problem: Problem) -> int:
     return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in leaves)
 
 
-def spread(problem: Problem, traced: Traced, axes: Any, sharding: str) -> Problem:
-    """The problem on a mesh of its target's devices, its state under a sharding.
+def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | ShardingRules) -> Problem:
+    """The problem on a mesh of its devices, its state under a sharding.
 
     Args:
-        problem: For a target of several devices.
+        problem: For several devices.
         traced: Its plain step.
-        axes: Mesh axes as `jm.make_mesh` takes them, or an abstract mesh.
-        sharding: One of `SHARDINGS`.
+        mesh: What `mesh_for` gave.
+        sharding: As in `StepPolicy`.
 
     Raises:
         PlanError: no argument could be divided: every device would do all the work.
-        PolicyError: axes that do not make up the target's devices.
     """
-    assert problem.target is not None
-    count = problem.target.device_count
-    mesh = axes if isinstance(axes, AbstractMesh) else abstract_mesh(axes, count)
     roles = mesh_roles(mesh)
     state = {leaf.argument for leaf in traced.leaves if leaf.donated} | set(traced.undonated)
     divided = NamedSharding(mesh, PartitionSpec(roles.batch or None))
@@ -91,5 +115,10 @@ def spread(problem: Problem, traced: Traced, axes: Any, sharding: str) -> Proble
         )
         raise PlanError(msg)
     return dataclasses.replace(
-        problem, args=args, kwargs=kwargs, mesh=mesh, base=StepPolicy(sharding=sharding), device_count=count
+        problem,
+        args=args,
+        kwargs=kwargs,
+        mesh=mesh,
+        base=dataclasses.replace(problem.base, sharding=sharding),
+        device_count=mesh.size,
     )

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
@@ -39,21 +39,6 @@ def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
 def plan_json(record: PlanRecord) -> str:
     """Every figure of the record, bytes as integers."""
     return json.dumps(dataclasses.asdict(record), indent=1, default=dict)
-
-
-def policy_words(policy: StepPolicy) -> str:
-    """A policy in few words, such as ``full, keep 0.35``."""
-    words = [*([f"{policy.sharding}:"] if policy.sharding else []), policy.remat]
-    if policy.segments is not None:
-        words.append(f"{policy.segments} segments")
-    if policy.levels > 1:
-        words.append(f"{policy.levels} levels")
-    if policy.keep:
-        words.append(f"keep {policy.keep:.3g}")
-    words += [
-        f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
-    ]
-    return ", ".join(words).replace(":, ", ": ")
 
 
 def _preface(record: PlanRecord) -> list[str]:
