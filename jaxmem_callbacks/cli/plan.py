@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED
 from jaxmem_callbacks.cli.script import ScriptFailedError, add_script_arguments, reach_step
+from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
+from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.policies import StepPolicy
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
@@ -22,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="B", help="72GiB, or a share of what is usable such as 0.9; else the frontier"
     )
     parser.add_argument("--resident", metavar="SIZE", action="append", default=[], help="what else stays there, 2GiB")
+    add_search_argument(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -47,11 +53,12 @@ def run(args: argparse.Namespace) -> int:
     from jaxmem_callbacks.answers.plan import plan
 
     made = plan(
-        getattr(reached.step, "__wrapped__", reached.step) if hasattr(reached.step, "policy") else reached.step,
+        _without_gradient_policy(reached.step),
         *reached.args,
         target=args.target,
         budget=_budget(args.budget),
         resident=args.resident,
+        search=search_of(args.search),
         progress=True,
         **reached.kwargs,
     )
@@ -61,6 +68,14 @@ def run(args: argparse.Namespace) -> int:
     if args.figure is not None:
         made.figure().savefig(args.figure, dpi=150)
     return REFUSED if made.chosen.fits is False else OK
+
+
+def _without_gradient_policy(step: Any) -> Any:
+    """The step of a script without the remat and microbatches that it has now; what it says of donation stays."""
+    if not isinstance(step, JitStep):
+        return step
+    policy = StepPolicy(donate=None if already_jitted(step.__wrapped__) is not None else step.donation)
+    return JitStep(step.__wrapped__, policy)
 
 
 def _budget(text: str | None) -> str | float | None:
@@ -74,12 +89,12 @@ def _budget(text: str | None) -> str | float | None:
 
 def _text(plan: Plan, saved: Path | None) -> str:
     lines = [str(plan)]
-    if plan.chosen.fits is not False and plan.policy.remat != "none":
-        policy = (
-            f'jm.StepPolicy(remat="{plan.policy.remat}"'
-            + (f", keep={plan.policy.keep}" if plan.policy.keep else "")
-            + ")"
+    if plan.chosen.fits is not False and plan.policy != StepPolicy():
+        said = ", ".join(
+            f"{field.name}={getattr(plan.policy, field.name)!r}"
+            for field in dataclasses.fields(StepPolicy)
+            if getattr(plan.policy, field.name) != field.default
         )
-        use = f'jm.load_preset("{saved}")' if saved is not None else policy
+        use = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
         lines += ["", "To train so:", f"    step = jm.jit_step(train_step, {use})"]
     return "\n".join(lines)

@@ -114,7 +114,8 @@ class Compiler:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.leaves: tuple[Leaf, ...] = ()
-        self.plain = self.facts(problem.base)
+        self._plain_step = problem.step(problem.base)
+        self.plain = self.facts(problem.base, self._plain_step)
         self.answers: list[TargetCompilation] = []
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
@@ -123,15 +124,21 @@ class Compiler:
         rows = self.problem.batch_rows
         return policy_words(policy) + (f" at {rows} rows" if rows is not None else "")
 
-    def facts(self, policy: StepPolicy, *, survey: bool = False) -> Facts:
+    def facts(self, policy: StepPolicy, step: JitStep | None = None, *, survey: bool = False) -> Facts:
         """What the step under a policy tells without a compile.
+
+        Args:
+            policy: The policy.
+            step: The step under it, where there is one already: JAX then traces it once for all that is asked of it.
+            survey: Also tell what the losses could keep.
 
         Raises:
             PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
         """
         problem = self.problem
         found: list[tuple[Share, ...]] = []
-        step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
+        if step is None:
+            step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
         with problem.in_mesh():
             traced = step.traced(problem.args, dict(problem.kwargs))
         self.leaves = self.leaves or tuple(traced.leaves)
@@ -151,15 +158,15 @@ class Compiler:
         Raises:
             CompileError, TargetError: the compiler failed, crashed or took too long.
         """
-        facts = self.facts(policy)
-        self.unchecked |= facts.unchecked
-        if self.problem.target is None:
-            memory, hlo = self._attached(policy)
-            return self._judged(policy, facts, memory, hlo)
         problem = self.problem
-        assert problem.target is not None
+        step = self._plain_step if policy == problem.base else problem.step(policy)
+        facts = self.facts(policy, step)
+        self.unchecked |= facts.unchecked
+        if problem.target is None:
+            memory, hlo = self._attached(step)
+            return self._judged(policy, facts, memory, hlo)
         with problem.in_mesh():
-            answer, *_ = compile_step_for(problem.step(policy), problem.args, dict(problem.kwargs), problem.target.name)
+            answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name)
         self.answers.append(answer)
         if answer.memory is not None:
             return self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
@@ -198,12 +205,11 @@ class Compiler:
         memory = program_memory(compiled, name="step", platform=jax.default_backend(), target="attached")
         return memory.step_bytes, False
 
-    def _attached(self, policy: StepPolicy) -> tuple[ProgramMemory, str]:
+    def _attached(self, step: JitStep) -> tuple[ProgramMemory, str]:
         """Compiled for the devices of this process; the same compile serves the step's first call."""
         problem = self.problem
-        step = problem.step(policy)
         with problem.in_mesh():
-            if policy.microbatches == 1:
+            if step.policy.microbatches == 1:
                 compiled = step.lower(*problem.args, **problem.kwargs).compile()
             else:  # `lower` would compare the loss on real rows, which was done once before
                 compiled = jax_traced(step.trace(*problem.args, **problem.kwargs)).lower().compile()

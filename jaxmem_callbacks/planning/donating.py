@@ -35,7 +35,7 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
     names = ", ".join(undonated)
     try:
         if policy.donate != said:
-            (other,) = ledger.compile([(entry.compiler, replace(policy, donate=said))]) or [None]
+            (other,) = ledger.compile([(entry.compiler, replace(policy, donate=said))])
             if other is not None and other.step_bytes is not None:
                 saved = format_bytes(other.step_bytes - compiled)
                 ledger.note(
@@ -49,11 +49,13 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
     except CompileError as error:
         ledger.note(f"What donating {names} would save is unknown: {error}")
         return
-    if donating is not None and donating < compiled:
-        ledger.note(
-            f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
-            f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled. {_line(entry, tuple(undonated))}"
-        )
+    if donating is None or donating >= compiled:
+        ledger.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
+        return
+    ledger.note(
+        f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
+        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled. {_line(entry, tuple(undonated))}"
+    )
 
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:

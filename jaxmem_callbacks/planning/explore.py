@@ -75,7 +75,7 @@ def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> 
     def ask(places: Sequence[int]) -> dict[int, bool]:
         asked = places[: ledger.left]
         answers = ledger.compile([(compiler, ladder[place]) for place in asked])
-        found.update({place: each for place, each in zip(asked, answers, strict=False) if each is not None})
+        found.update({place: each for place, each in zip(asked, answers, strict=True) if each is not None})
         return {place: _fits(found.get(place)) for place in asked}
 
     low, _ = last_that_fits(-1, len(ladder) - 1, guess, ask)

@@ -97,13 +97,10 @@ class LargestBatch:
         return low
 
     def _ask(self, policy: StepPolicy, places: Sequence[int]) -> dict[int, bool]:
-        asked = [place for place in places if (place, policy) not in self._found][: self._ledger.left]
-        answers = self._ledger.compile([(self._compiler(place), policy) for place in asked])
-        for place, answer in zip(asked, answers, strict=False):
-            if answer is not None:
-                self._found[place, policy] = answer
-        known = {place: self._found.get((place, policy)) for place in places}
-        return {place: each.fits is True for place, each in known.items() if each is not None}
+        answers = self._ledger.compile([(self._compiler(place), policy) for place in places])
+        known = {place: each for place, each in zip(places, answers, strict=True) if each is not None}
+        self._found |= {(place, policy): each for place, each in known.items()}
+        return {place: each.fits is True for place, each in known.items()}
 
     def _compiler(self, place: int) -> Compiler:
         if place not in self._compilers:

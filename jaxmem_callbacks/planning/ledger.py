@@ -44,6 +44,7 @@ class Ledger:
         self.beside = self.beside_compiled = 0  # programs beside the step, and those that the cache did not know
         self.entries: list[Entry] = []
         self.failed: list[Exception] = []
+        self._known: dict[tuple[Compiler, StepPolicy], Candidate | None] = {}
         self._notes: dict[str, None] = {}
 
     @property
@@ -74,36 +75,35 @@ class Ledger:
         self._progress(what, len(self.entries), self.most)
 
     def compile(self, asked: Sequence[tuple[Compiler, StepPolicy]]) -> list[Candidate | None]:
-        """Compile policies, no more of them than may still come.
+        """Compile policies, no more of them than may still come; what was compiled before is not compiled again.
 
         Returns:
             A candidate for each that was asked, None where its compiler failed or none was left.
         """
-        asked = asked[: self.left]
-        self.asked += len(asked)
-        answers: list[Candidate | None] = [None] * len(asked)
+        new = [one for one in dict.fromkeys(asked) if one not in self._known][: self.left]
+        self.asked += len(new)
         pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
-        waiting = {pool.submit(compiler.candidate, policy): i for i, (compiler, policy) in enumerate(asked)}
-        if asked:
-            self.tell(" and ".join(each.title(policy) for each, policy in asked))
+        waiting = {pool.submit(compiler.candidate, policy): (compiler, policy) for compiler, policy in new}
+        if new:
+            self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
         try:
             for done in concurrent.futures.as_completed(waiting):
-                compiler, policy = asked[waiting[done]]
-                try:
-                    answers[waiting[done]] = found = done.result()
-                    self.entries.append(Entry(compiler, found))
-                except (
-                    CompileError,
-                    PolicyError,
-                    LossRefusedError,
-                ) as error:  # one policy is no reason to plan nothing
-                    self.failed.append(error)
-                    self.asked -= not isinstance(error, CompileError)
-                    self.note(f"{compiler.title(policy)} was not compiled: {error}")
-                self.tell(compiler.title(policy))
+                self._keep(*waiting[done], done)
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(each.done() for each in waiting):
                 end_workers()
                 time.sleep(0.05)
-        return answers
+        return [self._known.get(one) for one in asked]
+
+    def _keep(self, compiler: Compiler, policy: StepPolicy, done: concurrent.futures.Future[Candidate]) -> None:
+        """One compile's answer; a policy that fails is no reason to plan nothing."""
+        try:
+            found = self._known[compiler, policy] = done.result()
+            self.entries.append(Entry(compiler, found))
+        except (CompileError, PolicyError, LossRefusedError) as error:
+            self._known[compiler, policy] = None
+            self.failed.append(error)
+            self.asked -= not isinstance(error, CompileError)  # refused before any compiler saw it
+            self.note(f"{compiler.title(policy)} was not compiled: {error}")
+        self.tell(compiler.title(policy))

@@ -112,7 +112,7 @@ class RematSearch:
         def ask(places: Sequence[int]) -> dict[int, bool]:
             worth = (shares[reached].flops - shares[-1].flops) > _WORTH * self._compiler.plain.flops
             asked = places[: self._ledger.left] if worth else []
-            self._compile([policy for place in asked if (policy := self._kept(shares[place])) not in self.found])
+            self._compile([self._kept(shares[place]) for place in asked])
             kept = {place: self.found.get(self._kept(shares[place])) for place in asked}
             return {place: bool(candidate is not None and candidate.fits) for place, candidate in kept.items()}
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
+from jaxmem_callbacks.writers.plan_table import policy_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -62,11 +62,11 @@ def _rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str
         rows.append(
             (
                 mark,
-                policy_words(each.policy),
+                candidate_words(each),
                 format_bytes(each.step_bytes),
                 "refused" if each.refusal else format_bytes(each.temp_bytes),
                 _share(each, record),
-                f"{each.extra_flops / plain:+.1%}" if plain else f"{each.extra_flops:+}",
+                _extra(each, plain),
                 "unknown" if each.modelled_s is None else f"{each.modelled_s * 1e3:.4g} ms",
                 str(each.compiler_remat),
             )
@@ -74,16 +74,46 @@ def _rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str
     return rows
 
 
+def candidate_words(candidate: Candidate) -> str:
+    """What was compiled: the policy, and the rows of the batch where these were searched."""
+    rows = f" at {candidate.batch_rows} rows" if candidate.batch_rows is not None else ""
+    return policy_words(candidate.policy) + rows
+
+
+def _extra(candidate: Candidate, plain: int) -> str:
+    """Extra operations as a share of those of the plain step on as many rows."""
+    share = candidate.extra_share if candidate.extra_share is not None or not plain else candidate.extra_flops / plain
+    return f"{candidate.extra_flops:+}" if share is None else f"{share:+.1%}"
+
+
 def _share(candidate: Candidate, record: PlanRecord) -> str:
     if record.budget_bytes is None or candidate.step_bytes is None:
         return "no budget" if record.budget_bytes is None else "unknown"
-    share = (candidate.step_bytes + record.resident_bytes) / max(record.budget_bytes, 1)
+    share = _need(record, candidate) / max(record.budget_bytes, 1)
     return f"{share:.0%}" + ("" if candidate.fits else ", too much")
+
+
+def _need(record: PlanRecord, candidate: Candidate) -> int:
+    """What the device must hold: resident bytes and the largest program."""
+    return candidate.need_bytes or (candidate.step_bytes or 0) + record.resident_bytes
+
+
+def _beside(chosen: Candidate) -> list[str]:
+    """One line a program beside the step, and which of all sets the need."""
+    lines = [
+        f"{each.name} beside the step: {format_bytes(each.program_bytes)}, while {format_bytes(each.held_bytes)} of state and "
+        f"resident arrays stay." + ("" if each.fits is not False else " That is too much, whatever the step's policy.")
+        for each in chosen.beside
+    ]
+    if lines:
+        lines.append(f"{chosen.sets_need or 'The step'} sets the need: {format_bytes(chosen.need_bytes)}.")
+    return lines
 
 
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
-    lines = [f"-> {policy_words(chosen.policy)}: {record.reason}.   * no other is better in both bytes and operations"]
+    lines = [f"-> {candidate_words(chosen)}: {record.reason}.   * no other is better in both bytes and operations"]
+    lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
     if any(each.compiler_remat for each in record.candidates):
@@ -106,7 +136,7 @@ def _remarks(record: PlanRecord) -> list[str]:
 
 
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
-    over = (chosen.step_bytes or 0) + record.resident_bytes - (record.budget_bytes or 0)
+    over = _need(record, chosen) - (record.budget_bytes or 0)
     return (
         f"Nothing fits, by {format_bytes(over)}. Parameters and optimizer state alone are {format_bytes(record.least_bytes)}, "
         f"all arguments {format_bytes(chosen.argument_bytes)}, temporaries {format_bytes(chosen.temp_bytes)}."
