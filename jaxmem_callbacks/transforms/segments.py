@@ -172,7 +172,7 @@ def _named(eqns: Sequence[Any], kept: frozenset[Any]) -> tuple[list[Any], dict[A
     found: list[Any] = []
     for eqn in eqns:
         found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
-        for var in kept.intersection(eqn.outvars):
+        for var in [var for var in eqn.outvars if var in kept]:  # in order: every process traces the same program
             names[var] = new_variable(var)
             found.append(name_equation(KEPT, var, names[var]))
     return found, names
