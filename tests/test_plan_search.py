@@ -19,7 +19,7 @@ from jaxmem_callbacks.records.errors import PlanError
 pytestmark = pytest.mark.core
 
 DEPTH, WIDTH, ROWS = 4, 16, 1024
-OPTIMIZER = optax.adam(1e-3)
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 
 
 def forward(params: Any, batch: Any) -> Any:
@@ -341,7 +341,7 @@ def frozen_or_trained(params: Any) -> Any:
     return {name: "train" if name == "lora" else "freeze" for name in params}
 
 
-LORA = optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, frozen_or_trained)
+LORA = optax.multi_transform({"train": optax.sgd(1e-2, momentum=0.9), "freeze": optax.set_to_zero()}, frozen_or_trained)
 CONFIG = {"rate": 0.1, "decay": 0.99}
 
 
