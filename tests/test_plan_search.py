@@ -221,7 +221,8 @@ def test_without_a_budget_every_number_of_microbatches_has_its_frontier() -> Non
 
 def test_shardings_of_the_attached_devices_when_asked() -> None:
     search = {"sharding": ["replicate", "fsdp", "fsdp_tensor"], "remat": False}
-    plan = jm.plan(train_step, *abstract(), budget="1GiB", search=search)
+    params = parameters()
+    plan = jm.plan(train_step, params, OPTIMIZER.init(params), rows_of(ROWS), budget="1GiB", search=search)
     obeys(plan)
     held = {each.policy.sharding: each.argument_bytes for each in plan.candidates}
     assert held["replicate"] > held["fsdp"]
@@ -229,10 +230,12 @@ def test_shardings_of_the_attached_devices_when_asked() -> None:
     assert meshes == {"replicate": {"fsdp": 8}, "fsdp": {"fsdp": 8}, "fsdp_tensor": {"fsdp": 4, "tensor": 2}}
     assert plan.record.device_count == 8
     assert plan.record.mesh == plan.chosen.mesh
+    place = jax.sharding.NamedSharding(jm.make_mesh({"fsdp": 8}), jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract())
     with pytest.raises(
-        PlanError, match=r"search\[\"sharding\"\]=\['fsdp'\] says how to divide .* and there is one device"
+        PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how .* the arguments carry shardings. Name one"
     ):
-        jm.plan(train_step, *abstract(), target="h100_sxm", search={"sharding": "fsdp"})
+        jm.plan(train_step, *placed, search={"sharding": "fsdp"})
 
 
 def test_what_would_split_nothing_is_noted() -> None:

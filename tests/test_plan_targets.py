@@ -197,3 +197,7 @@ def test_what_cannot_be_divided_is_an_error() -> None:
         PlanError, match=r"mesh=\{'fsdp': 2\} says how to divide a step for a target of several devices"
     ):
         jm.plan(train_step, params, opt_state, batch, mesh={"fsdp": 2})
+    with pytest.raises(
+        PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how to divide .* the plan is for one device"
+    ):
+        jm.plan(train_step, params, opt_state, batch, target="h100_sxm", search={"sharding": "fsdp"})

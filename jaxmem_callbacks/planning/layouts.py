@@ -35,10 +35,11 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
         return True
     if mesh is not None or space.sharding is not None:
         said = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={list(space.sharding or ())!r}'
-        why = "the arguments carry shardings" if placed else "there is one device"
+        why = "the arguments carry shardings" if placed else "the plan is for one device"
         msg = (
             f"{said} says how to divide a step for a target of several devices, and {why}. Name one, such as "
-            "target='h100_sxm:8', or leave it out: arguments that carry shardings say themselves where they lie."
+            "target='h100_sxm:8', or search={'sharding': True} for the attached devices; or leave it out: arguments that carry "
+            "shardings say themselves where they lie."
         )
         raise PlanError(msg)
     return False

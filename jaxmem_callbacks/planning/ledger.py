@@ -80,8 +80,12 @@ class Ledger:
         Returns:
             A candidate for each that was asked, None where its compiler failed or none was left.
         """
-        new = [one for one in dict.fromkeys(asked) if one not in self._known][: self.left]
+        wanted = [one for one in dict.fromkeys(asked) if one not in self._known]
+        new = wanted[: self.left]
         self.asked += len(new)
+        if wanted[len(new) :]:
+            cut = ", ".join(compiler.title(policy) for compiler, policy in wanted[len(new) :])
+            self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
         pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
         waiting = {pool.submit(compiler.candidate, policy): (compiler, policy) for compiler, policy in new}
         if new:

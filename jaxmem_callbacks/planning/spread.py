@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.planning.candidates import Problem
@@ -18,6 +19,7 @@ from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.policies import ShardingRules
+from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
 
@@ -102,11 +104,18 @@ def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | Sharding
         done += 1
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=divided)
 
+    def moved(name: str, value: Any) -> Any:
+        if name not in state:
+            return jax.tree.map(placed, value)
+        framework = framework_of(value)
+        if framework is None:
+            return jax.tree.map(_anywhere, value)
+        arrays, join = framework.apart(value)
+        return join(list(map(_anywhere, arrays)))
+
     names = [name for name, _ in named_arguments(problem.train_step, problem.args, dict(problem.kwargs))]
-    args = tuple(
-        arg if name in state else jax.tree.map(placed, arg) for name, arg in zip(names, problem.args, strict=False)
-    )
-    kwargs = {name: arg if name in state else jax.tree.map(placed, arg) for name, arg in problem.kwargs.items()}
+    args = tuple(moved(name, value) for name, value in zip(names, problem.args, strict=False))
+    kwargs = {name: moved(name, value) for name, value in problem.kwargs.items()}
     if not done:
         batch = ", ".join(name for name in names if name not in state) or "none"
         msg = (
@@ -122,3 +131,8 @@ def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | Sharding
         base=dataclasses.replace(problem.base, sharding=sharding),
         device_count=mesh.size,
     )
+
+
+def _anywhere(leaf: Any) -> Any:
+    """A real array of the state as a shape, for the plan to place: where it lies now is one device of this machine."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array | np.ndarray) else leaf
