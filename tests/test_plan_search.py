@@ -114,6 +114,9 @@ def test_a_plan_for_other_rows_says_which(largest: jm.Plan) -> None:
     assert f"at {rows} rows" in parse_preset(largest.to_yaml()).description
     shares = {each.batch_rows: each.extra_share for each in largest.candidates if each.policy.remat == "full"}
     assert max(shares.values()) - min(shares.values()) < 0.02, "a share of the plain step on as many rows"
+    (axes,) = largest.figure().axes
+    drawn = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert drawn[f"full at {rows} rows"] == pytest.approx(100 * largest.chosen.extra_share)
 
 
 def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:

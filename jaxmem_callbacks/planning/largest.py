@@ -129,7 +129,7 @@ class LargestBatch:
         elif self._most is not None and low == self._most:
             self._ledger.note(f"Under {words} all {low * unit} rows fit that were allowed.")
         elif high == low + 1:
-            self._ledger.note(f"Under {words} {low * unit} rows fit and {high * unit} do not, both compiled.")
+            self._ledger.note(f"Under {words} {low * unit} rows fit and {(low + 1) * unit} do not, both compiled.")
         else:
             bound = "unknown" if high is None else f"below {high * unit}"
             self._ledger.note(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
-from jaxmem_callbacks.writers.plan_table import policy_words
+from jaxmem_callbacks.writers.plan_table import candidate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,17 +27,22 @@ def plan_figure(record: PlanRecord, frontier: Sequence[Candidate]) -> Figure:
     shown = [each for each in record.candidates if each.step_bytes is not None]
     unit, name = (GIB, "GiB") if max((each.step_bytes or 0 for each in shown), default=0) > 2 * GIB else (MIB, "MiB")
     plain = min((each.flops for each in shown if each.policy.remat == "none"), default=1)
+
+    def percent(each: Candidate) -> float:
+        """Above the plain step on as many rows, so that batches of several sizes can be compared."""
+        return 100 * (each.extra_flops / plain if each.extra_share is None else each.extra_share)
+
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    line = sorted((each.step_bytes or 0, each.extra_flops) for each in frontier)
-    axes.plot([size / unit for size, _ in line], [100 * extra / plain for _, extra in line], color="0.7", zorder=1)
+    line = sorted((each.step_bytes or 0, percent(each)) for each in frontier)
+    axes.plot([size / unit for size, _ in line], [extra for _, extra in line], color="0.7", zorder=1)
     for index, each in enumerate(record.candidates):
         if each.step_bytes is None:
             continue
-        place = each.step_bytes / unit, 100 * each.extra_flops / plain
+        place = each.step_bytes / unit, percent(each)
         colour = "tab:green" if index == record.chosen else "tab:red" if each.fits is False else "tab:blue"
         axes.scatter(*place, color=colour, facecolors="none" if each.compiler_remat else colour, zorder=2)
-        axes.annotate(policy_words(each.policy), place, xytext=(6, 6), textcoords="offset points", fontsize=8)
+        axes.annotate(candidate_words(each), place, xytext=(6, 6), textcoords="offset points", fontsize=8)
     most = max((each.step_bytes or 0 for each in shown), default=0)
     if record.budget_bytes is not None and record.budget_bytes < _NEAR * most:
         axes.axvline(record.budget_bytes / unit, color="tab:red", linestyle="--", linewidth=1)
