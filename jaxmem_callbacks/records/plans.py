@@ -70,7 +70,7 @@ class Candidate:
     sets_need: str = ""
     beside: tuple[BesideProgram, ...] = ()
     batch_rows: int | None = None
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
     compiler_remat: int = 0
     modelled_s: float | None = None
     argument_bytes: int | None = None
