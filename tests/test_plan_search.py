@@ -190,8 +190,9 @@ def test_an_accumulated_plan_is_a_preset_and_changes_no_number(accumulated: jm.P
 
 
 def test_a_loss_that_nobody_could_check_is_told_and_one_that_fails_is_not_accumulated() -> None:
-    plan = jm.plan(train_step, *abstract(), budget="900KiB", search={"remat": False, "microbatches": [8]})
+    plan = jm.plan(train_step, *abstract(), budget="900KiB", search={"remat": False, "microbatches": [3, 8]})
     assert plan.policy == jm.StepPolicy(microbatches=8)
+    assert "Microbatches 3 were not tried: they do not divide the 1024 rows of the batch." in str(plan)
     assert "Whether the loss may be accumulated was not checked" in str(plan)
 
     def masked(params: Any, batch: Any, mask: Any) -> Any:

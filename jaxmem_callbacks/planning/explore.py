@@ -56,7 +56,7 @@ def _fits(candidate: Candidate | None) -> bool:
 
 
 def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> bool:
-    """Whether the step without remat fits over some number of microbatches; the fewest such is compiled then."""
+    """Whether the step without remat, the compiler's own included, fits over some number of microbatches; compiles the fewest."""
     ladder = bases[::-1]  # the most microbatches, and so the fewest bytes, first; the last is the whole batch
     found: dict[int, Candidate] = {}
 
@@ -76,7 +76,8 @@ def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> 
         asked = places[: ledger.left]
         answers = ledger.compile([(compiler, ladder[place]) for place in asked])
         found.update({place: each for place, each in zip(asked, answers, strict=True) if each is not None})
-        return {place: _fits(found.get(place)) for place in asked}
+        free = {place: each for place, each in found.items() if each.fits and not each.compiler_remat}
+        return {place: place in free for place in asked}
 
     low, _ = last_that_fits(-1, len(ladder) - 1, guess, ask)
     return low >= 0

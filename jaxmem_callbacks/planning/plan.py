@@ -45,6 +45,10 @@ _MARGINS = {
 # Of remat alone; and of everything else that may be searched, such as three shardings with both their ends.
 _MOST_COMPILES, _MOST_WIDE_COMPILES = 6, 16
 _MOST_MICROBATCHES = 64
+_UNCHECKED = (
+    "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
+    "its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,29 +152,32 @@ def _search(planned: _Planned, ledger: Ledger, *, divided: bool) -> None:
     """Everything that is to be compiled, one placement of the state after the other."""
     problem, traced, space, ask = planned.problem, planned.traced, planned.space, planned.ask
     counts = _counts(planned, ledger)
-    compared = bool(counts) and _compared(problem, counts[0], ledger)
+    compared = bool(counts) and _compared(planned, counts, ledger)
     counts = () if compared is None else counts
     rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
     ways = layouts(problem, traced, space, ask.mesh, ledger) if divided else iter((problem,))
     share = len(space.sharding or UNASKED) if divided else 1
     programs = parse_beside(ask.beside)
-    for placed in ways:
-        if programs:
-            with placed.in_mesh():
-                there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
-            found = compile_beside(placed, (traced, there), programs, planned.resident, ledger)
-            placed = replace(placed, beside=found)  # noqa: PLW2901 - the same problem, with what fits beside it
-        with ledger.within(ledger.most // share):
-            if space.batch is not None and rows is not None:
-                LargestBatch(placed, rows, space.batch, counts, ledger).run(remat=space.remat)
-            else:
-                whole = ask.budget is None and not divided
-                explore(Compiler(placed), counts, ledger, remat=space.remat, frontier=whole)
-    if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
-        ledger.note(
-            "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step "
-            "compares at its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
-        )
+    try:
+        for way in ways:
+            placed = _with_beside(planned, way, programs, ledger) if programs else way
+            with ledger.within(ledger.most // share):
+                if space.batch is not None and rows is not None:
+                    LargestBatch(placed, rows, space.batch, counts, ledger).run(remat=space.remat)
+                else:
+                    whole = ask.budget is None and not divided
+                    explore(Compiler(placed), counts, ledger, remat=space.remat, frontier=whole)
+    finally:  # also of what was compiled before Ctrl-C
+        if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
+            ledger.note(_UNCHECKED)
+
+
+def _with_beside(planned: _Planned, placed: Problem, programs: Any, ledger: Ledger) -> Problem:
+    """The same problem, with what must fit beside it."""
+    with placed.in_mesh():
+        there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
+    found = compile_beside(placed, (planned.traced, there), programs, planned.resident, ledger)
+    return replace(placed, beside=found)
 
 
 def _counts(planned: _Planned, ledger: Ledger) -> tuple[int, ...]:
@@ -182,15 +189,33 @@ def _counts(planned: _Planned, ledger: Ledger) -> tuple[int, ...]:
             "both would accumulate twice. Pass the inner optimizer alone to have the plan choose."
         )
         return ()
-    if asked != "all":
-        return asked
-    names = planned.space.batch.argnames if planned.space.batch is not None else ()
-    count = find_rows(problem, planned.traced, names).count
-    return tuple(2**power for power in range(1, _MOST_MICROBATCHES.bit_length()) if count % 2**power == 0)
+    rows = _rows_if_known(planned) if asked else None
+    tried = asked if asked != "all" else tuple(2**power for power in range(1, _MOST_MICROBATCHES.bit_length()))
+    if planned.space.batch is not None or rows is None:
+        return tried
+    uneven = [str(count) for count in tried if rows % count]
+    if uneven and asked != "all":
+        ledger.note(
+            f"Microbatches {', '.join(uneven)} were not tried: they do not divide the {rows} rows of the batch."
+        )
+    return tuple(count for count in tried if rows % count == 0)
 
 
-def _compared(problem: Problem, count: int, ledger: Ledger) -> bool | None:
+def _rows_if_known(planned: _Planned) -> int | None:
+    """Rows of the step's batch; None where its arguments do not tell, and only the losses' own do."""
+    space = planned.space
+    try:
+        return find_rows(planned.problem, planned.traced, space.batch.argnames if space.batch is not None else ()).count
+    except PlanError:
+        return None
+
+
+def _compared(planned: _Planned, counts: Sequence[int], ledger: Ledger) -> bool | None:
     """Whether the loss was held against its accumulation on real rows; None, and a note, where it is another gradient."""
+    problem, rows = planned.problem, _rows_if_known(planned)
+    count = next((each for each in counts if rows is None or rows % each == 0), None)
+    if count is None:
+        return False
     step = problem.step(replace(problem.base, microbatches=count))
     try:
         return step.compare(problem.args, dict(problem.kwargs))
