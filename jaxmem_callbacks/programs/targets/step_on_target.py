@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem_callbacks.programs.reading.hlo_header import read_header
-from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_bytes
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -125,14 +125,8 @@ def _uses(leaves: Sequence[Leaf], taken: Sequence[bool], hlo_text: str) -> tuple
     for leaf, is_taken in zip(leaves, taken, strict=True):
         aliased = (is_taken and next(numbers) in header.reused) if known else None
         uses.append(
-            LeafUse(
-                argument=leaf.argument,
-                path=leaf.path,
-                kind=leaf.kind,
-                type_text=leaf.type_text,
-                placement="",
-                bytes=leaf_bytes(leaf, getattr(leaf.value, "sharding", None)),
-                requested=leaf.donated,
+            replace(
+                unread(leaf, getattr(leaf.value, "sharding", None)),
                 used=is_taken,
                 aliased=aliased,
                 lost=_lost(leaf, is_taken) if aliased is False else None,
