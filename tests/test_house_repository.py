@@ -76,6 +76,35 @@ def test_the_readme_shows_two_commands_and_every_command_exists():
     }
 
 
+def test_the_readme_starts_with_what_to_do_in_ones_own_project():
+    readme = (ROOT / "README.md").read_text()
+    steps = [
+        "\npip install .",
+        "\njaxmem inspect train.py",
+        "\njaxmem plan train.py --target",
+        "with jm.MemoryMonitor(",
+        "make demo",
+    ]
+    places = [readme.find(step) for step in steps]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_the_readme_links_every_document_and_every_example():
+    readme = (ROOT / "README.md").read_text()
+    scripts = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 3
+    for path in [*(ROOT / "docs").glob("*.md"), *scripts]:
+        assert f"]({path.relative_to(ROOT).as_posix()})" in readme, path
+
+
+def test_no_allocator_statistics_are_claimed_that_no_device_has_shown():
+    rows = re.findall(r"^\| (NVIDIA GPU|TPU) \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == ["NVIDIA GPU", "TPU"]
+    unproved = [name for name, _ in rows if name == "TPU" or not (ROOT / "results" / "gpu_check.json").exists()]
+    assert [name for name, said in rows if "not run yet" in said] == unproved
+
+
 def test_continuous_integration_calls_commands_that_exist():
     called = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / ".ci" / "run").read_text()))
     assert {"test", "lint", "format-check", "types", "core"} <= called <= make_targets()
