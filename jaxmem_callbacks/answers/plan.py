@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxmem_callbacks.config.dump import preset_to_yaml
@@ -136,6 +138,24 @@ class Plan:
     def to_json(self) -> str:
         """Every figure, bytes as integers."""
         return plan_json(self.record)
+
+    def to_tensorboard(self, logdir: str | os.PathLike[str]) -> Path:
+        """Write the plan as a run of its own for TensorBoard: figure, table, where each figure comes from, and two scalars.
+
+        A training run shows the same page where its monitor is told of the plan: ``jm.MemoryMonitor(logdir=..., plan=plan)``.
+
+        Args:
+            logdir: A folder that holds no run; a plan that was written there before is replaced.
+
+        Returns:
+            The folder.
+
+        Raises:
+            PlanError: ``logdir`` is no local folder, or holds a run.
+        """
+        from jaxmem_callbacks.writers.plan_run import write_plan_run
+
+        return write_plan_run(self.record, self.frontier, logdir)
 
     def __str__(self) -> str:
         return plan_text(self.record, self.frontier)

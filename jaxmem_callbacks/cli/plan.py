@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_argument(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
+    parser.add_argument(
+        "--logdir", metavar="DIR", type=Path, help="write the plan for TensorBoard, as a run of its own"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_script_arguments(parser)
 
@@ -67,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         args.save.write_text(made.to_yaml(), "utf-8")
     if args.figure is not None:
         made.figure().savefig(args.figure, dpi=150)
+    if args.logdir is not None:
+        made.to_tensorboard(args.logdir)
     return REFUSED if made.chosen.fits is False else OK
 
 

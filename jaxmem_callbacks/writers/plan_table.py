@@ -19,7 +19,7 @@ _SIDES = ("left", "left", "right", "right", "right", "right", "right", "right")
 def plan_text(record: PlanRecord, frontier: Collection[Candidate]) -> str:
     """The whole plan: what was asked, every candidate, the choice, and what the figures leave out."""
     return "\n".join(
-        [*_preface(record), "", *columns([_HEAD, *_rows(record, frontier)], _SIDES), "", *_remarks(record)]
+        [*_preface(record), "", *columns([_HEAD, *plan_rows(record, frontier)], _SIDES), "", *_remarks(record)]
     )
 
 
@@ -27,7 +27,8 @@ def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
     """The same for a notebook."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEAD)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(record, frontier)
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in plan_rows(record, frontier)
     )
     before, after = (
         "".join(f"<p>{html.escape(line)}</p>" for line in lines if line)
@@ -39,6 +40,12 @@ def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
 def plan_json(record: PlanRecord) -> str:
     """Every figure of the record, bytes as integers."""
     return json.dumps(dataclasses.asdict(record), indent=1, default=dict)
+
+
+def plain_flops(record: PlanRecord) -> int:
+    """Operations of the plain step, of which extra operations are a share, also where it was not compiled itself."""
+    plain = [each.flops for each in record.candidates if each.policy.remat == "none"]
+    return min(plain) if plain else max((each.flops - each.extra_flops for each in record.candidates), default=0)
 
 
 def _preface(record: PlanRecord) -> list[str]:
@@ -54,8 +61,9 @@ def _preface(record: PlanRecord) -> list[str]:
     return lines
 
 
-def _rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
-    plain = min((each.flops for each in record.candidates if each.policy.remat == "none"), default=0)
+def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
+    """One row of cells a candidate, in the order of the plan's own table."""
+    plain = plain_flops(record)
     rows: list[tuple[str, ...]] = []
     for index, each in enumerate(record.candidates):
         mark = "->" if index == record.chosen else " *" if each in frontier else ""
