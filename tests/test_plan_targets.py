@@ -115,13 +115,15 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
         "--budget",
         str(int(least * 1.2)),
     ]
-    assert main([*options, "--save", str(saved), "--figure", str(picture)]) == 0
+    pages = tmp_path / "pages"
+    assert main([*options, "--save", str(saved), "--figure", str(picture), "--logdir", str(pages)]) == 0
     out = capsys.readouterr()
     assert "Plan of train_step for h100_sxm" in out.out
     assert f'jm.load_preset("{saved}")' in out.out
     assert "plan: none and full (0 of at most 6 compiled)" in out.err
     assert jm.load_preset(str(saved)).policy.remat == "full"
     assert picture.stat().st_size > 10_000
+    assert len(list(pages.glob("events.out.tfevents.*.plan"))) == 1
     assert main([*options[:-1], "1MiB", "--json"]) == 2
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert figures["candidates"][figures["chosen"]]["fits"] is False

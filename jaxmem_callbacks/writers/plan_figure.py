@@ -131,9 +131,10 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g} {name}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.3g}%" if value else "0%"))
     axes.margins(x=0.16, y=0.2)
-    axes.set_ylim(
-        top=max(axes.get_ylim()[1], 1.0), bottom=min(axes.get_ylim()[0], -0.2)
-    )  # one point alone has no range
+    # One point alone has no range, and a range of a few bytes has no readable ticks.
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.0), bottom=min(axes.get_ylim()[0], -0.2))
+    left, right = axes.get_xlim()
+    axes.set_xlim(min(left, 0.97 * right), max(right, 1.03 * left))
     _shade_what_is_too_much(axes, record, shown, unit)
     where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
     axes.set_xlabel(f"needed on one device, by {where}")
@@ -142,9 +143,16 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
     chosen = record.candidates[record.chosen]
     verdict = "nothing fits; nearest:" if chosen.fits is False else "chosen:"
     devices = f", {record.device_count} devices" if record.device_count > 1 else ""
-    figure.suptitle(f"{record.step} on {record.target}{devices}", fontsize=11, fontweight="bold")
+    place = f"the attached {record.platform}" if record.target == "attached" else record.target
+    figure.suptitle(f"{record.step} on {place}{devices}", fontsize=11, fontweight="bold")
     axes.set_title(f"{verdict} {_words(chosen)}; {_figures(chosen, record)}", fontsize=10)
-    figure.legend(handles=_legend(record, shown), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    for columns in (2, 1):
+        legend = figure.legend(
+            handles=_legend(record, shown), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()  # what reaches over the edge is cut off
 
 
 def _legend(record: PlanRecord, shown: Sequence[Candidate]) -> list[Any]:
