@@ -249,6 +249,20 @@ def test_shardings_of_the_attached_devices_when_asked() -> None:
         jm.plan(train_step, *placed, search={"sharding": "fsdp"})
 
 
+def test_a_batch_by_keyword_is_divided_and_what_lies_beside_it_is_not() -> None:
+    def looked_up(params: Any, opt_state: Any, batch: Any, table: Any, key: Any) -> Any:
+        noise = jax.random.uniform(jax.random.wrap_key_data(key), batch.shape)
+        return train_step(params, opt_state, batch + table.sum() + noise)
+
+    params, table, key = parameters(), jnp.ones((16, 1024)), jax.random.key_data(jax.random.key(0))
+    plan = jm.plan(
+        looked_up, params, OPTIMIZER.init(params), batch=rows_of(ROWS), table=table, key=key,
+        budget="1GiB", search={"sharding": ["replicate"], "remat": False},
+    )  # fmt: skip
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves((params, OPTIMIZER.init(params))))
+    assert plan.chosen.argument_bytes == state + rows_of(ROWS).nbytes // 8 + table.nbytes + key.nbytes
+
+
 def test_what_would_split_nothing_is_noted() -> None:
     def without_optimizer(params: Any, batch: Any) -> Any:
         loss, grads = jm.value_and_grad(loss_fn)(params, batch)

@@ -86,10 +86,10 @@ class Ledger:
         if wanted[len(new) :]:
             cut = ", ".join(compiler.title(policy) for compiler, policy in wanted[len(new) :])
             self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
-        pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
-        waiting = {pool.submit(compiler.candidate, policy): (compiler, policy) for compiler, policy in new}
         if new:
             self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
+        pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
+        waiting = {pool.submit(compiler.candidate, policy): (compiler, policy) for compiler, policy in new}
         try:
             for done in concurrent.futures.as_completed(waiting):
                 self._keep(*waiting[done], done)

@@ -19,7 +19,7 @@ from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import BATCH, OTHER, kind_of_argument
+from jaxmem_callbacks.transforms.kinds import BATCH, OTHER, is_raw_key, kind_of_argument
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +95,7 @@ def with_rows(problem: Problem, rows: Rows, count: int) -> Problem:
 
 def _sizes(value: Any) -> list[int]:
     """Leading dimensions of an argument's arrays; a single random key has none."""
-    return [leaf.shape[0] for leaf in jax.tree.leaves(value) if getattr(leaf, "shape", ()) and not _is_raw_key(leaf)]
-
-
-def _is_raw_key(leaf: Any) -> bool:
-    return tuple(leaf.shape) == (2,) and str(leaf.dtype) == "uint32"
+    return [leaf.shape[0] for leaf in jax.tree.leaves(value) if getattr(leaf, "shape", ()) and not is_raw_key(leaf)]
 
 
 def _told(value: Any) -> str:

@@ -22,6 +22,8 @@ from jaxmem_callbacks.transforms.keeping import Share
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
 _DIGITS = 10**5
+# The needs of policies between the ends lie less than this below those of the ends.
+_NEAR = 1.3
 
 
 @final
@@ -94,9 +96,11 @@ class RematSearch:
         problem, shares, full = self._compiler.problem, self._shares, self.full
         if problem.beside_alone_is_too_much:
             return
+        limit = problem.budget.bytes
         if full is None or full.fits is False:
             self._compile([self._twice])
-        limit = problem.budget.bytes
+            if limit is not None and self._is_near(limit):
+                self.fill()  # a compiler may well need less for a step that computes less again
         if full is None or limit is None or full.fits is not True or full.step_bytes is None:
             return
         least, spare = full.step_bytes, limit - problem.resident_bytes - full.step_bytes
@@ -117,6 +121,13 @@ class RematSearch:
             return {place: bool(candidate is not None and candidate.fits) for place, candidate in kept.items()}
 
         last_that_fits(0, len(shares), guess, ask)
+
+    def _is_near(self, limit: int) -> bool:
+        """Whether nothing fits yet and what comes nearest is so near that another policy may."""
+        needs = [each.need_bytes for each in self.found.values() if each.need_bytes is not None]
+        return (
+            bool(needs) and limit < min(needs) <= _NEAR * limit and not any(each.fits for each in self.found.values())
+        )
 
     def _survey(self) -> list[Share]:
         """What the losses of the step could keep, joined by share."""
@@ -157,8 +168,13 @@ def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
     if any(each.fits is None for each in candidates):
         index, _ = min(numbered, key=lambda pair: _cost(pair[1]))
         return index, "there is no limit here, so nothing is worth computing twice"
-    index, _ = min(numbered, key=lambda pair: (pair[1].step_bytes or 0, _cost(pair[1])))
+    index, _ = min(numbered, key=lambda pair: (_bytes(pair[1]), _cost(pair[1])))
     return index, "nothing fits; this comes nearest"
+
+
+def _bytes(candidate: Candidate) -> float:
+    """For comparisons: what a compiler refused without a figure is more than all that is known."""
+    return math.inf if candidate.step_bytes is None else candidate.step_bytes
 
 
 def _reason(best: Candidate) -> str:
@@ -169,7 +185,7 @@ def _reason(best: Candidate) -> str:
 
 def _cost(candidate: Candidate) -> tuple[float, float, float, float]:
     rows = candidate.batch_rows or 0
-    return -rows, candidate.extra_flops, candidate.modelled_s or 0.0, candidate.step_bytes or 0
+    return -rows, candidate.extra_flops, candidate.modelled_s or 0.0, _bytes(candidate)
 
 
 def _evenly(shares: Sequence[Share], count: int) -> Iterator[Share]:

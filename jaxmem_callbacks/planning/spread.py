@@ -7,6 +7,7 @@ that are not for matrices, along its first dimension, where that divides.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.policies import ShardingRules
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.kinds import BATCH, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
 
@@ -90,22 +92,27 @@ def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | Sharding
     Raises:
         PlanError: no argument could be divided: every device would do all the work.
     """
+    problem = _by_position(problem)
     roles = mesh_roles(mesh)
-    state = {leaf.argument for leaf in traced.leaves if leaf.donated} | set(traced.undonated)
     divided = NamedSharding(mesh, PartitionSpec(roles.batch or None))
     parts = roles.size(roles.batch)
+    arguments = named_arguments(problem.train_step, problem.args, dict(problem.kwargs))
+    state = {leaf.argument for leaf in traced.leaves if leaf.donated} | set(traced.undonated)
+    free = [name for name, _ in arguments if name not in state]
+    # Where one is called what batches are called, the others (a table, a random key) are whole on every device.
+    batch = [name for name in free if kind_of_argument(name) == BATCH] or free
     done = 0
 
     def placed(leaf: Any) -> Any:
         nonlocal done
         shape = getattr(leaf, "shape", ())
-        if not shape or shape[0] % parts or not hasattr(leaf, "dtype"):
-            return leaf
+        if not shape or shape[0] % parts or not hasattr(leaf, "dtype") or is_raw_key(leaf):
+            return _anywhere(leaf)
         done += 1
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=divided)
 
     def moved(name: str, value: Any) -> Any:
-        if name not in state:
+        if name in batch:
             return jax.tree.map(placed, value)
         framework = framework_of(value)
         if framework is None:
@@ -113,14 +120,12 @@ def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | Sharding
         arrays, join = framework.apart(value)
         return join(list(map(_anywhere, arrays)))
 
-    names = [name for name, _ in named_arguments(problem.train_step, problem.args, dict(problem.kwargs))]
-    args = tuple(moved(name, value) for name, value in zip(names, problem.args, strict=False))
+    args = tuple(moved(name, value) for (name, _), value in zip(arguments, problem.args, strict=False))
     kwargs = {name: moved(name, value) for name, value in problem.kwargs.items()}
     if not done:
-        batch = ", ".join(name for name in names if name not in state) or "none"
         msg = (
-            f"None of the arguments that stay as they are ({batch}) has a first dimension that {parts} devices divide. Give a "
-            f"batch of a multiple of {parts} rows, or arguments with shardings of your own."
+            f"None of the arguments that stay as they are ({', '.join(batch) or 'none'}) has a first dimension that {parts} "
+            f"devices divide. Give a batch of a multiple of {parts} rows, or arguments with shardings of your own."
         )
         raise PlanError(msg)
     return dataclasses.replace(
@@ -131,6 +136,15 @@ def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | Sharding
         base=dataclasses.replace(problem.base, sharding=sharding),
         device_count=mesh.size,
     )
+
+
+def _by_position(problem: Problem) -> Problem:
+    """The same call with all that may be positional given so: pinned shardings of a jit go by position."""
+    try:
+        bound = inspect.signature(problem.train_step).bind(*problem.args, **problem.kwargs)
+    except (TypeError, ValueError):  # no signature, or a call that does not fit it: the step's own trace has said so
+        return problem
+    return dataclasses.replace(problem, args=bound.args, kwargs=bound.kwargs)
 
 
 def _anywhere(leaf: Any) -> Any:
