@@ -21,6 +21,7 @@ from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.held import Held, held, held_by_body
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
 from jaxmem_callbacks.transforms.policy import activate, active_policy
@@ -28,7 +29,6 @@ from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
     scan_carry_bytes,
     scan_chunk,
-    scan_step_bytes,
     sink,
 )
 from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
@@ -126,11 +126,11 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     keep = checkpoint_policy(policy)
     sunk = sink(flat.eqns, flat.invars)
     flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
-    residuals = residual_bytes(flat.eqns, set(sunk.origins))
-    enough = int(residuals.sum() * _SMALL_SHARE)
+    resident = set(sunk.origins)
+    enough = int(residual_bytes(flat.eqns, resident).sum() * _SMALL_SHARE)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
-    land = _landscape(flat, residuals, loops, own)
+    land = _landscape(flat, held(flat.eqns, resident), loops, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1
@@ -161,18 +161,17 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, residuals: np.ndarray, loops: Sequence[int], own: set[int]) -> Landscape:
-    residuals = residuals.copy()
-    stored = np.zeros_like(residuals)
-    for index in own:
-        residuals[index] = 0
+def _landscape(flat: Equations, found: Held, loops: Sequence[int], own: set[int]) -> Landscape:
+    stored = np.zeros(len(flat.eqns), np.int64)
+    rows = found.rows[~np.isin(found.rows[:, 1], list(own))]
     for index in loops:
         chunk = 1 if flat.eqns[index].effects else scan_chunk(flat.eqns[index])
-        residuals[index] = chunk * scan_step_bytes(flat.eqns[index])
+        rows = np.vstack([rows, (chunk * held_by_body(flat.eqns[index]), index, index)])
         stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
     return Landscape(
-        spans=spans_of(flat.eqns, flat.outvars),
-        residuals=residuals,
+        spans=spans_of(flat.eqns, flat.outvars, found.needed_until),
+        held=rows,
+        made=found.made,
         stored=stored,
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
     )

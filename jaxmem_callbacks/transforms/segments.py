@@ -17,7 +17,7 @@ from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_template,
     close,
     derive,
-    name_equation,
+    name_template,
     subjaxprs,
 )
 from jaxmem_callbacks.transforms.equations import (
@@ -32,7 +32,7 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
-from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within, shares
+from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier, keep_within, shares
 from jaxmem_callbacks.transforms.names import KEPT
 from jaxmem_callbacks.transforms.residuals import Sunk, scan_chunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
@@ -75,9 +75,9 @@ class Loop:
         self.chunk = 1 if eqn.effects else scan_chunk(eqn)
         self.trips = int(eqn.params["length"])
 
-    def frontier(self) -> list[Kept]:
-        """What each step may keep."""
-        return self._inner.frontier()
+    def frontier(self, known: Known) -> list[Kept]:
+        """What each step may keep; ``known`` as in `keeping.frontier`."""
+        return self._inner.frontier(known)
 
     def checkpointed(self, policy: Callable[..., Any] | None, kept: frozenset[Any]) -> Any:
         """The loop with a checkpointed body. Inside a loop nothing merges the recomputation with the original: no barrier."""
@@ -139,9 +139,9 @@ class Segment:
         """The equations as they are, reports included."""
         return [*self._eqns, *self._report_makers, *self._reports]
 
-    def frontier(self) -> list[Kept]:
+    def frontier(self, known: Known) -> list[Kept]:
         """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
-        return frontier(self._eqns, self.results)
+        return frontier(self._eqns, self.results, known)
 
     def checkpointed(self, flat: Equations, template: Any, kept: frozenset[Any], sharing: Sharing) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
@@ -168,13 +168,14 @@ def _named(eqns: Sequence[Any], kept: frozenset[Any]) -> tuple[list[Any], dict[A
     """The equations with the kept values named for the checkpoint's policy, and those values' new variables."""
     if not kept:
         return list(eqns), {}
+    template = name_template(KEPT)
     names: dict[Any, Any] = {}
     found: list[Any] = []
     for eqn in eqns:
         found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
         for var in [var for var in eqn.outvars if var in kept]:  # in order: every process traces the same program
             names[var] = new_variable(var)
-            found.append(name_equation(KEPT, var, names[var]))
+            found.append(template.replace(invars=[var], outvars=[names[var]]))
     return found, names
 
 
@@ -222,7 +223,8 @@ def keeping(share: float, survey: Callable[[list[Share]], None] | None = None) -
         return no_more
 
     def keep(pieces: Sequence[Segment | Loop]) -> Sequence[frozenset[Any]]:
-        frontiers, trips = [piece.frontier() for piece in pieces], [piece.trips for piece in pieces]
+        known: Known = {}
+        frontiers, trips = [piece.frontier(known) for piece in pieces], [piece.trips for piece in pieces]
         if survey is not None:
             survey(shares(frontiers, trips))
         return keep_within(frontiers, trips, share) if share else no_more(pieces)
