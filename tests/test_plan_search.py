@@ -263,6 +263,17 @@ def test_a_batch_by_keyword_is_divided_and_what_lies_beside_it_is_not() -> None:
     assert plan.chosen.argument_bytes == state + rows_of(ROWS).nbytes // 8 + table.nbytes + key.nbytes
 
 
+def test_by_keyword_a_program_beside_finds_the_state_where_the_plan_places_it() -> None:
+    params, opt_state, batch = abstract()
+    plan = jm.plan(
+        train_step, opt_state=opt_state, params=params, batch=batch,
+        budget="1GiB", search={"sharding": ["zero1"], "remat": False}, beside=[(forward, (params, batch))],
+    )  # fmt: skip
+    optimizer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state))
+    assert plan.chosen.beside[0].held_bytes == pytest.approx(optimizer / 8, rel=0.02)
+    assert plan.compiles == 2
+
+
 def test_what_would_split_nothing_is_noted() -> None:
     def without_optimizer(params: Any, batch: Any) -> Any:
         loss, grads = jm.value_and_grad(loss_fn)(params, batch)

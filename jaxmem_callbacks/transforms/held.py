@@ -26,9 +26,7 @@ from jaxmem_callbacks.transforms.residuals import (
 
 _PRODUCTS = set("conv_general_dilated dot_general ragged_dot_general".split())
 # Elementwise, if not always cheap: done inside a fusion all the same.
-_FUSED = CHEAP | set(
-    "atan2 cbrt cosh erf erf_inv erfc exp2 expm1 log1p logistic nextafter sinh tan tanh".split()
-)
+_FUSED = CHEAP | set("atan2 cbrt cosh erf erf_inv erfc exp2 expm1 log1p logistic nextafter sinh tan tanh".split())
 
 
 def is_fused(eqn: Any) -> bool:
