@@ -12,29 +12,46 @@ from __future__ import annotations
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem_callbacks.programs.reading.dumps import (
+    HOST_COLOR,
     Allocation,
     Value,
     device_allocations,
     dump_file,
     dump_options,
     read_allocations,
+    read_schedule,
 )
+from jaxmem_callbacks.programs.reading.groups import Arguments, Groups
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, parse_module
+from jaxmem_callbacks.programs.reading.shapes import unpadded_bytes
+from jaxmem_callbacks.records.peaks import (
+    AT_THE_PEAK,
+    CONSTANTS,
+    GAPS,
+    GRADIENTS,
+    RESULTS,
+    SAVED,
+    WHOLE_HEAP,
+    Peak,
+    peak_of,
+)
 from jaxmem_callbacks.records.programs import Buffer
 
 _Slot = tuple[int, int, int]  # allocation, offset, bytes
 _UNTELLING = {"broadcast", "tuple", "while", "parameter", "custom-call", "constant", "conditional", "call"}
 
 
-def peak_buffers_attached(lowered: Any) -> tuple[Buffer, ...]:
+def peak_attached(lowered: Any, arguments: Arguments | None = None) -> Peak:
     """What makes the peak of a program on the attached devices. Costs one more compile.
 
     Args:
         lowered: What ``jitted.lower(*args)`` gave.
+        arguments: What its arguments hold; judged by their names where this does not say.
 
     Returns:
         Temporaries alive at the peak, the gap between them, arguments, outputs and constants; largest first.
@@ -47,26 +64,37 @@ def peak_buffers_attached(lowered: Any) -> tuple[Buffer, ...]:
     with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
         folder = pathlib.Path(place)
         lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
-        return peak_buffers(folder, jax.default_backend())
+        return read_peak(folder, jax.default_backend(), arguments)
 
 
-def peak_buffers(folder: pathlib.Path, platform: str, argument_names: Sequence[str] = ()) -> tuple[Buffer, ...]:
+def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None = None) -> Peak:
     """What makes the peak of the program whose dumps lie in ``folder``.
 
     Args:
         folder: Where a compile with `dump_options` wrote.
         platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``.
-        argument_names: Names of the program's parameters in order, where the HLO does not have the user's.
+        arguments: What the program's parameters hold; judged by their names where this does not say.
+
+    Raises:
+        CompileError: there are no such dumps.
     """
-    allocations = device_allocations(read_allocations(folder), platform)
+    every = read_allocations(folder)
+    here = device_allocations(every, platform)
     module = parse_module(dump_file(folder, ".txt").read_text("utf-8", "replace"))
-    temporaries = [allocation for allocation in allocations if allocation.kind == "temporary"]
-    held = [
-        _whole(allocation, module, argument_names)
-        for allocation in allocations
-        if allocation.kind in {"argument", "output", "constant"}
+    known = arguments or Arguments()
+    temporaries = [allocation for allocation in here if allocation.kind == "temporary"]
+    slots = _slots(temporaries)
+    position = _peak_position(slots)
+    reader = _Reader(module, known, Groups(module, known), position)
+    host = [each for each in every if each.color == HOST_COLOR and platform != "cpu"]
+    buffers = [
+        *reader.alive(temporaries),
+        *(reader.whole(each) for each in here if each.kind in {"argument", "output", "constant"}),
+        *reader.in_host(host),
     ]
-    return tuple(sorted([*_alive(temporaries, module), *held], key=lambda buffer: -buffer.bytes))
+    has_ranges = not slots or any(value.first is not None for values in slots.values() for value in values)
+    moment = reader.moment(read_schedule(folder)) if slots and has_ranges else None
+    return peak_of(buffers, basis=AT_THE_PEAK if has_ranges else WHOLE_HEAP, moment=moment)
 
 
 def past_the_cache() -> dict[str, Any]:
@@ -81,22 +109,85 @@ def past_the_cache() -> dict[str, Any]:
     return {"xla_debug_buffer_assignment_show_max": time.monotonic_ns() % 2**31} if on else {}
 
 
-def _alive(temporaries: Sequence[Allocation], module: Module) -> Iterable[Buffer]:
-    """The temporaries alive at the fullest position, one for each place in memory, and the gap."""
-    slots = _slots(temporaries)
-    peak = _peak_position(slots)
-    alive = {slot: values for slot, values in slots.items() if any(_lives(value, peak) for value in values)}
-    covered: dict[int, list[tuple[int, int]]] = {}
-    for slot in sorted(alive, key=lambda slot: -slot[2]):
-        number, offset, size = slot
-        taken = covered.setdefault(number, [])
-        if any(start <= offset and offset + size <= end for start, end in taken):
-            continue  # a part of a buffer told already, such as one that is written in place
-        taken.append((offset, offset + size))
-        yield _temporary(size, _same_buffer(alive[slot], peak), module)
-    gap = sum(allocation.bytes - _covered(covered.get(i, [])) for i, allocation in enumerate(temporaries))
-    if gap > 0:
-        yield Buffer(bytes=gap, shape="memory between the buffers", kind="gap")
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Describes the buffers of one program at one position of its schedule."""
+
+    module: Module
+    arguments: Arguments
+    groups: Groups
+    position: int
+
+    def alive(self, temporaries: Sequence[Allocation], *, gaps: bool = True) -> Iterator[Buffer]:
+        """The temporaries alive at the position, one for each place in memory, and the gap."""
+        slots = _slots(temporaries)
+        alive = {slot: values for slot, values in slots.items() if any(_lives(value, self.position) for value in values)}
+        covered: dict[int, list[tuple[int, int]]] = {}
+        for slot in sorted(alive, key=lambda slot: -slot[2]):
+            number, offset, size = slot
+            taken = covered.setdefault(number, [])
+            if any(start <= offset and offset + size <= end for start, end in taken):
+                continue  # a part of a buffer told already, such as one that is written in place
+            taken.append((offset, offset + size))
+            yield self._temporary(size, _same_buffer(alive[slot], self.position))
+        gap = sum(allocation.bytes - _covered(covered.get(i, [])) for i, allocation in enumerate(temporaries))
+        if gap > 0 and gaps:
+            yield Buffer(bytes=gap, shape="memory between the buffers", kind="gap", group=GAPS)
+
+    def in_host(self, allocations: Sequence[Allocation]) -> Iterator[Buffer]:
+        """What is in the host's memory meanwhile."""
+        temporaries = [each for each in allocations if each.kind == "temporary"]
+        held = (self.whole(each) for each in allocations if each.kind in {"argument", "output"})
+        yield from (replace(each, memory_space="host") for each in [*self.alive(temporaries, gaps=False), *held])
+
+    def whole(self, allocation: Allocation) -> Buffer:
+        """An allocation that is held throughout: an argument, an output or a constant."""
+        value = allocation.values[0] if allocation.values else None
+        origin = self.module.origin(value.name, value.index) if value else None
+        argument = self.arguments.find(allocation.parameter, origin.op_name if origin else None)
+        group = CONSTANTS
+        if allocation.kind == "argument":
+            group = argument.kind
+        elif allocation.kind == "output":
+            group = self._in_result(allocation)
+        return Buffer(
+            bytes=allocation.bytes,
+            shape=value.shape if value else "",
+            kind=allocation.kind,
+            operation=(argument.path or None) if allocation.kind == "argument" else origin.op_name if origin else None,
+            source=origin.source if origin else None,
+            group=group,
+            unpadded_bytes=unpadded_bytes(value.shape) if value else None,
+        )
+
+    def moment(self, schedule: dict[int, str]) -> str | None:
+        """The operation at the position, with its source line."""
+        origin = self.module.origin(schedule.get(self.position, ""))
+        if origin is None or origin.op_name is None:
+            return None
+        return origin.op_name + (f" ({origin.source})" if origin.source else "")
+
+    def _in_result(self, allocation: Allocation) -> str:
+        """What lies at the position in memory that is kept for a result: it may be lent to others until then."""
+        lent = [value for value in allocation.values if value.first is not None and _lives(value, self.position)]
+        groups = {self.groups.of([value], value)[0] for value in lent}
+        return next((group for group in (GRADIENTS, SAVED) if group in groups), RESULTS)
+
+    def _temporary(self, size: int, values: list[Value]) -> Buffer:
+        """One buffer, described by the value in it that tells most."""
+        best = max(values, key=lambda value: _telling(value, self.module))
+        origin = self.module.origin(best.name, best.index)
+        group, why = self.groups.of(values, best)
+        return Buffer(
+            bytes=size,
+            shape=best.shape,
+            kind="temporary",
+            operation=origin.op_name if origin else None,
+            source=origin.source if origin else None,
+            group=group,
+            unpadded_bytes=unpadded_bytes(best.shape),
+            why=why,
+        )
 
 
 def _slots(temporaries: Sequence[Allocation]) -> dict[_Slot, list[Value]]:
@@ -164,19 +255,6 @@ def _touches(one: Value, other: Value) -> bool:
     return one.first <= other.last + 1 and other.first <= one.last + 1
 
 
-def _temporary(size: int, values: list[Value], module: Module) -> Buffer:
-    """One buffer, described by the value in it that tells most."""
-    best = max(values, key=lambda value: _telling(value, module))
-    origin = module.origin(best.name, best.index)
-    return Buffer(
-        bytes=size,
-        shape=best.shape,
-        kind="temporary",
-        operation=origin.op_name if origin else None,
-        source=origin.source if origin else None,
-    )
-
-
 def _telling(value: Value, module: Module) -> tuple[bool, bool, bool, bool]:
     origin = module.origin(value.name, value.index)
     maker: Instruction | None = module.instructions.get(value.name)
@@ -185,20 +263,4 @@ def _telling(value: Value, module: Module) -> tuple[bool, bool, bool, bool]:
         maker is not None and maker.opcode not in _UNTELLING,
         origin is not None and origin.source is not None,
         origin is not None and origin.op_name is not None,
-    )
-
-
-def _whole(allocation: Allocation, module: Module, argument_names: Sequence[str]) -> Buffer:
-    """An allocation that is held throughout: an argument, an output or a constant."""
-    value = allocation.values[0] if allocation.values else None
-    origin = module.origin(value.name, value.index) if value else None
-    name = origin.op_name if origin else None
-    if allocation.parameter is not None and allocation.parameter < len(argument_names):
-        name = argument_names[allocation.parameter]
-    return Buffer(
-        bytes=allocation.bytes,
-        shape=value.shape if value else "",
-        kind=allocation.kind,
-        operation=name,
-        source=origin.source if origin else None,
     )
