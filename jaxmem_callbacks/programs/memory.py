@@ -22,7 +22,7 @@ from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
 from jaxmem_callbacks.records.errors import CompileError, DonationError
-from jaxmem_callbacks.records.peaks import Peak
+from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
@@ -136,7 +136,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         program=memory,
         arguments=argument_rows(judged.program.uses, judged.program.undonated),
         warnings=warnings,
-        read_peak=lambda: peak_attached(lowered, arguments),
+        read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
     )
 
 

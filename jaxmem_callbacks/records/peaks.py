@@ -38,6 +38,7 @@ GROUPS = {
 AT_THE_PEAK = "alive at the peak"
 WHOLE_HEAP = "every temporary of the heap, not only those alive at the peak: the compiler wrote no live ranges"
 REFUSED = "arguments by their shapes; the compiler refused the program before it placed its buffers"
+UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
 _SMALL = 0.005  # shares below are told together in one line of words
 
 

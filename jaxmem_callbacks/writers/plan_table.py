@@ -129,6 +129,8 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
+    if chosen.peak is not None:
+        lines.append(f"What makes its peak of {format_bytes(chosen.peak.bytes)}: {chosen.peak.words}.")
     if any(each.compiler_remat for each in record.candidates):
         lines.append(
             "compiler's remat: instructions that XLA computes again by its own choice near the limit; an estimate of their "
@@ -151,6 +153,6 @@ def _remarks(record: PlanRecord) -> list[str]:
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
     over = need_of(record, chosen) - (record.budget_bytes or 0)
     return (
-        f"Nothing fits, by {format_bytes(over)}. Parameters and optimizer state alone are {format_bytes(record.least_bytes)}, "
-        f"all arguments {format_bytes(chosen.argument_bytes)}, temporaries {format_bytes(chosen.temp_bytes)}."
+        f"Nothing fits, by {format_bytes(over)}; {policy_words(chosen.policy)} comes nearest. Parameters and optimizer state "
+        f"alone are {format_bytes(record.least_bytes)}."
     )

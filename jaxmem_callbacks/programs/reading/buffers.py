@@ -59,12 +59,21 @@ def peak_attached(lowered: Any, arguments: Arguments | None = None) -> Peak:
     Raises:
         CompileError: the compiler wrote no buffer assignment.
     """
+    return compiled_with_peak(lowered, arguments)[1]
+
+
+def compiled_with_peak(lowered: Any, arguments: Arguments | None = None) -> tuple[Any, Peak]:
+    """A program compiled for the attached devices, past JAX's persistent cache, and what makes its peak.
+
+    Raises:
+        CompileError: the compiler wrote no buffer assignment.
+    """
     import jax
 
     with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
         folder = pathlib.Path(place)
-        lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
-        return read_peak(folder, jax.default_backend(), arguments)
+        compiled = lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
+        return compiled, read_peak(folder, jax.default_backend(), arguments)
 
 
 def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None = None) -> Peak:
@@ -121,7 +130,9 @@ class _Reader:
     def alive(self, temporaries: Sequence[Allocation], *, gaps: bool = True) -> Iterator[Buffer]:
         """The temporaries alive at the position, one for each place in memory, and the gap."""
         slots = _slots(temporaries)
-        alive = {slot: values for slot, values in slots.items() if any(_lives(value, self.position) for value in values)}
+        alive = {
+            slot: values for slot, values in slots.items() if any(_lives(value, self.position) for value in values)
+        }
         covered: dict[int, list[tuple[int, int]]] = {}
         for slot in sorted(alive, key=lambda slot: -slot[2]):
             number, offset, size = slot

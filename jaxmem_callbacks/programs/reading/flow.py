@@ -22,6 +22,8 @@ _TRANSFORM = re.compile(r"(?<![\w])(transpose|jvp)\(")
 _PASSING = {"bitcast", "convert", "copy", "reshape", "transpose", "optimization-barrier", "copy-start"}
 _COLLECTIVES = {"all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"}
 _DEEPEST = 12
+# A fusion of several passes works for the first of these.
+_MIXED: tuple[Pass, ...] = ("backward", "forward", "outside")
 
 
 def pass_of_name(op_name: str | None) -> Pass | None:
@@ -101,7 +103,7 @@ class Flow:
     def passes(self, found: Instruction) -> frozenset[Pass]:
         """All passes that an instruction works for: a fusion may hold operations of several."""
         names = [each.op_name for each in self._inside.get(found.calls or "", ())] + [found.op_name]
-        told = {each for each in map(pass_of_name, names) if each is not None}
+        told: set[Pass] = {each for each in map(pass_of_name, names) if each is not None}
         if not told and (around := self._pass(self._callers.get(found.computation), 0)):
             told = {around}
         return frozenset(told)
@@ -125,7 +127,7 @@ class Flow:
         told = pass_of_name(found.op_name)
         if told is None and found.calls is not None:
             named = {pass_of_name(each.op_name) for each in self._inside.get(found.calls, ())}
-            told = next((each for each in ("backward", "forward", "outside") if each in named), None)
+            told = next((each for each in _MIXED if each in named), None)
         if told is None and found.operands and found.opcode not in {"parameter", "constant"}:
             told = self._pass(self._module.instructions.get(found.operands[0]), depth + 1)
         return told or self._pass(self._callers.get(found.computation), depth + 1)

@@ -19,8 +19,21 @@ from jaxmem_callbacks.transforms.kinds import kind_of_path
 
 NAMELESS = "neither the buffer's operation nor what it is made of has a name in the compiled program"
 # What a sum of gradients over microbatches consists of.
-_SUMMING = {"add", "parameter", "bitcast", "convert", "copy", "reshape", "transpose", "constant", "broadcast", "tuple"}
-_SUMMING |= {"fusion", "dynamic-update-slice", "dynamic-slice", "add-dependency"}
+_SUMMING = {
+    "add",
+    "parameter",
+    "bitcast",
+    "convert",
+    "copy",
+    "reshape",
+    "transpose",
+    "constant",
+    "broadcast",
+    "tuple",
+} | {
+    "dynamic-update-slice",
+    "dynamic-slice",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

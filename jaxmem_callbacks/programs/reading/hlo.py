@@ -198,7 +198,9 @@ def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: 
         name=name,
         opcode=opcode,
         operands=tuple(
-            part.strip().rpartition(" ")[2].lstrip("%") for part in _COMMENT.sub("", operands).split(",") if part.strip()
+            part.strip().rpartition(" ")[2].lstrip("%")
+            for part in _COMMENT.sub("", operands).split(",")
+            if part.strip()
         ),
         computation=computation,
         shape=shape,
@@ -226,7 +228,10 @@ def _elements(found: Instruction) -> Iterator[Instruction]:
 
 def _called(line: str) -> tuple[str, ...]:
     return tuple(
-        name.strip().lstrip("%") for one, several in _CALLED.findall(line) for name in [*several.split(","), one] if name
+        name.strip().lstrip("%")
+        for one, several in _CALLED.findall(line)
+        for name in [*several.split(","), one]
+        if name
     )
 
 

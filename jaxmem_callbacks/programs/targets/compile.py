@@ -32,14 +32,13 @@ from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.programs.targets.worker import run_worker, worker_environment
 from jaxmem_callbacks.records.errors import TargetError
-from jaxmem_callbacks.records.peaks import Peak, with_total
+from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 from jaxmem_callbacks.transforms.kinds import kind_of_path
 
 # Settings of the caller's JAX that the compiler, not the tracer, obeys.
 _COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
 _TRITON = "xla_gpu_enable_triton_gemm"
-_UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +188,7 @@ class _Job:
         """What makes the peak, where it was asked for: the same bytes as the compiler's own total."""
         if not self.want_buffers:
             return None
-        return with_total(read_peak(self.folder / "dump", memory.platform, arguments), memory.step_bytes, _UNPLACED)
+        return with_total(read_peak(self.folder / "dump", memory.platform, arguments), memory.step_bytes, UNPLACED)
 
 
 def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
