@@ -1,5 +1,6 @@
 """What makes the peak: on CPU from a real compile, and on made-up plans where the answer is known."""
 
+import math
 import os
 import pathlib
 import subprocess
@@ -21,6 +22,7 @@ from jaxmem_callbacks.records.errors import CompileError
 
 pytestmark = pytest.mark.core
 LAYERS, BATCH, WIDTH, HIDDEN = 6, 256, 128, 512
+SHAPES = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
 
 
 def block(x, p):
@@ -43,8 +45,26 @@ def lowered():
 
 
 @pytest.fixture(scope="module")
-def buffers(lowered):
-    return peak_attached(lowered).buffers
+def peak(lowered):
+    return peak_attached(lowered)
+
+
+@pytest.fixture(scope="module")
+def buffers(peak):
+    return peak.buffers
+
+
+@pytest.fixture(scope="module")
+def rematted_peak():
+    def rematted(params, x):
+        body = jax.checkpoint(block)
+        return jax.grad(lambda p: (jax.lax.scan(body, x, p)[0] ** 2).mean())(params)
+
+    params = {
+        "up": jnp.ones((LAYERS, WIDTH, HIDDEN)),
+        "down": jnp.ones((LAYERS, HIDDEN, WIDTH)),
+    }
+    return peak_attached(jax.jit(rematted).lower(params, jnp.ones((BATCH, WIDTH))))
 
 
 def of_kind(buffers, kind):
@@ -79,19 +99,42 @@ def test_arguments_are_told_by_their_names(buffers):
     assert sum(buffer.bytes for buffer in of_kind(buffers, "output")) < 1024  # the rest reuses the donated arguments
 
 
-def test_remat_takes_the_residuals_away(buffers):
-    def rematted(params, x):
-        body = jax.checkpoint(block)
-        return jax.grad(lambda p: (jax.lax.scan(body, x, p)[0] ** 2).mean())(params)
-
-    params = {
-        "up": jnp.ones((LAYERS, WIDTH, HIDDEN)),
-        "down": jnp.ones((LAYERS, HIDDEN, WIDTH)),
-    }
-    fewer = peak_attached(jax.jit(rematted).lower(params, jnp.ones((BATCH, WIDTH)))).buffers
+def test_remat_takes_the_residuals_away(buffers, rematted_peak):
     stacked = LAYERS * BATCH * HIDDEN * 4
-    assert not [buffer for buffer in of_kind(fewer, "temporary") if buffer.bytes == stacked]
+    assert not [buffer for buffer in of_kind(rematted_peak.buffers, "temporary") if buffer.bytes == stacked]
     assert [buffer for buffer in of_kind(buffers, "temporary") if buffer.bytes == stacked]
+
+
+def residual_bytes():
+    """What the backward pass of `step` keeps besides its parameters, by its trace."""
+
+    def pull_back(params, x):
+        return jax.vjp(lambda p: (jax.lax.scan(block, x, p)[0] ** 2).mean(), params)[1]
+
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    kept = jax.tree.leaves(jax.eval_shape(pull_back, params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
+    return sum(math.prod(leaf.shape) * 4 for leaf in kept if leaf.shape not in {*SHAPES.values(), (BATCH, WIDTH)})
+
+
+def test_groups_are_what_the_trace_says_and_add_up(lowered, peak):
+    stats = lowered.compile().memory_analysis()
+    whole = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert peak.bytes - peak.bytes_of("constants") == whole + stats.temp_size_in_bytes
+    assert peak.bytes == sum(group.bytes for group in peak.groups)
+    parameters = 2 * LAYERS * WIDTH * HIDDEN * 4
+    assert peak.bytes_of("parameters") == parameters
+    assert peak.bytes_of("gradients") == parameters
+    assert peak.bytes_of("batch") == BATCH * WIDTH * 4
+    assert peak.bytes_of("saved activations") == pytest.approx(residual_bytes(), rel=0.001)
+    assert peak.bytes_of("unknown") == peak.waste_bytes == 0
+    assert peak.basis == "alive at the peak"
+    assert "transpose(jvp" in peak.moment
+    assert "test_buffers.py:" in peak.moment
+
+
+def test_full_remat_saves_the_carries_and_nothing_else(peak, rematted_peak):
+    assert rematted_peak.bytes_of("saved activations") == LAYERS * BATCH * WIDTH * 4
+    assert peak.bytes_of("saved activations") >= 5 * LAYERS * BATCH * HIDDEN * 4
 
 
 def test_no_dump_is_an_error_and_not_an_empty_answer(tmp_path):

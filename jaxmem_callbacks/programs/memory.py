@@ -136,7 +136,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         program=memory,
         arguments=argument_rows(judged.program.uses, judged.program.undonated),
         warnings=warnings,
-        read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
+        read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.total_bytes, UNPLACED),
     )
 
 

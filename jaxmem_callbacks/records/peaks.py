@@ -68,8 +68,8 @@ class Peak:
         groups: Those that are not empty, in the order of `GROUPS`.
         buffers: The largest buffers first; all of them, or the largest of each group in a plan.
         basis: What the temporaries are: those alive at the peak, or more where the compiler tells less.
-        moment: The operation at the peak, with its source line, or None.
-        elsewhere: What is alive then in the host's memory and is no part of ``bytes``.
+        moment: The operation at which it is reached, with its source line, or None.
+        elsewhere: What is alive then in the host's memory or in a TPU's on-chip memory and is no part of ``bytes``.
     """
 
     bytes: int
@@ -121,9 +121,10 @@ class Peak:
         lines += columns(rows, ("left", "right", "right", "right", "right", "left"))
         lines += ["", f"Temporaries, gradients and saved activations are {_basis_words(self.basis)}."]
         if self.moment:
-            lines.append(f"The peak is at {self.moment}.")
-        if self.elsewhere:
-            lines.append(f"In the host's memory meanwhile: {format_bytes(sum(b.bytes for b in self.elsewhere))}.")
+            lines.append(f"It is reached at {self.moment}.")
+        for space in sorted({buffer.memory_space for buffer in self.elsewhere}):
+            size = sum(buffer.bytes for buffer in self.elsewhere if buffer.memory_space == space)
+            lines.append(f"In {space} memory meanwhile, no part of it: {format_bytes(size)}.")
         reasons = dict.fromkeys(buffer.why for buffer in self.buffers if buffer.why)
         return "\n".join([*lines, *(f"unknown: {reason}." for reason in reasons)])
 

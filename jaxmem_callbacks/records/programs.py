@@ -39,7 +39,7 @@ class Buffer:
             temporaries alive at the peak; ``unplaced`` is what the compiler counts and has no place for in its plan.
         group: What it is to the step, one of `records.peaks.GROUPS`.
         unpadded_bytes: Bytes of its elements side by side, or None where the shape does not tell.
-        memory_space: ``device`` or, for what lies beside the peak, ``host``.
+        memory_space: ``device`` or, for what lies beside the peak, ``host`` or ``on-chip``.
         why: Why its group is ``unknown``, else None.
     """
 

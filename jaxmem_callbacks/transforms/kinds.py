@@ -22,7 +22,7 @@ BATCH_NAMES = frozenset(
 # Names in a path or of an argument -> what is under them.
 _BY_NAME = {
     PARAMETERS: ("params", "parameters", "weights", "model", "ema_params", "trainable", "frozen"),
-    OPTIMIZER: ("opt_state", "optimizer_state", "optimizer", "opt", "opt_states", "optim_state"),
+    OPTIMIZER: ("opt_state", "optimizer_state", "optimizer", "opt", "opt_states", "optim_state", "momentum"),
     STATE: ("state", "train_state", "batch_stats", "model_state", "mutable", "stats", "carry", "ema", "cache"),
 }
 _KIND_OF_NAME = {name: kind for kind, names in _BY_NAME.items() for name in names}

@@ -36,6 +36,8 @@ from jaxmem_callbacks.records.peaks import (
     GRADIENTS,
     RESULTS,
     SAVED,
+    TEMPORARIES,
+    UNKNOWN,
     WHOLE_HEAP,
     Peak,
     peak_of,
@@ -43,6 +45,7 @@ from jaxmem_callbacks.records.peaks import (
 from jaxmem_callbacks.records.programs import Buffer
 
 _Slot = tuple[int, int, int]  # allocation, offset, bytes
+_RANKED = (UNKNOWN, TEMPORARIES, GRADIENTS, SAVED)  # of several values in one place the last of these tells
 _UNTELLING = {"broadcast", "tuple", "while", "parameter", "custom-call", "constant", "conditional", "call"}
 
 
@@ -95,11 +98,12 @@ def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None =
     slots = _slots(temporaries)
     position = _peak_position(slots)
     reader = _Reader(module, known, Groups(module, known), position)
-    host = [each for each in every if each.color == HOST_COLOR and platform != "cpu"]
+    beside = [each for each in every if each not in here]
     buffers = [
         *reader.alive(temporaries),
         *(reader.whole(each) for each in here if each.kind in {"argument", "output", "constant"}),
-        *reader.in_host(host),
+        *reader.beside("host", [each for each in beside if each.color == HOST_COLOR]),
+        *reader.beside("on-chip", [each for each in beside if each.color != HOST_COLOR]),
     ]
     has_ranges = not slots or any(value.first is not None for values in slots.values() for value in values)
     moment = reader.moment(read_schedule(folder)) if slots and has_ranges else None
@@ -140,65 +144,83 @@ class _Reader:
             if any(start <= offset and offset + size <= end for start, end in taken):
                 continue  # a part of a buffer told already, such as one that is written in place
             taken.append((offset, offset + size))
-            yield self._temporary(size, _same_buffer(alive[slot], self.position))
+            yield self._temporary(size, alive[slot])
         gap = sum(allocation.bytes - _covered(covered.get(i, [])) for i, allocation in enumerate(temporaries))
         if gap > 0 and gaps:
             yield Buffer(bytes=gap, shape="memory between the buffers", kind="gap", group=GAPS)
 
-    def in_host(self, allocations: Sequence[Allocation]) -> Iterator[Buffer]:
-        """What is in the host's memory meanwhile."""
+    def beside(self, space: str, allocations: Sequence[Allocation]) -> Iterator[Buffer]:
+        """What is in another memory meanwhile."""
         temporaries = [each for each in allocations if each.kind == "temporary"]
         held = (self.whole(each) for each in allocations if each.kind in {"argument", "output"})
-        yield from (replace(each, memory_space="host") for each in [*self.alive(temporaries, gaps=False), *held])
+        yield from (replace(each, memory_space=space) for each in [*self.alive(temporaries, gaps=False), *held])
 
     def whole(self, allocation: Allocation) -> Buffer:
         """An allocation that is held throughout: an argument, an output or a constant."""
-        value = allocation.values[0] if allocation.values else None
+        value, group = self._result(allocation) if allocation.kind == "output" else (_first(allocation), CONSTANTS)
         origin = self.module.origin(value.name, value.index) if value else None
-        argument = self.arguments.find(allocation.parameter, origin.op_name if origin else None)
-        group = CONSTANTS
+        name = origin.op_name if origin else None
         if allocation.kind == "argument":
-            group = argument.kind
-        elif allocation.kind == "output":
-            group = self._in_result(allocation)
+            argument = self.arguments.find(allocation.parameter, name)
+            name, group = argument.path or None, argument.kind
         return Buffer(
             bytes=allocation.bytes,
             shape=value.shape if value else "",
             kind=allocation.kind,
-            operation=(argument.path or None) if allocation.kind == "argument" else origin.op_name if origin else None,
+            operation=name,
             source=origin.source if origin else None,
             group=group,
             unpadded_bytes=unpadded_bytes(value.shape) if value else None,
         )
 
     def moment(self, schedule: dict[int, str]) -> str | None:
-        """The operation at the position, with its source line."""
-        origin = self.module.origin(schedule.get(self.position, ""))
-        if origin is None or origin.op_name is None:
-            return None
-        return origin.op_name + (f" ({origin.source})" if origin.source else "")
+        """The operation at the position, or the last one before it that has a name, with its source line."""
+        for position in range(self.position, -1, -1):
+            origin = self.module.origin(schedule.get(position, ""))
+            if origin is not None and origin.op_name and "/" in origin.op_name:
+                return origin.op_name + (f" ({origin.source})" if origin.source else "")
+        return None
 
-    def _in_result(self, allocation: Allocation) -> str:
-        """What lies at the position in memory that is kept for a result: it may be lent to others until then."""
-        lent = [value for value in allocation.values if value.first is not None and _lives(value, self.position)]
-        groups = {self.groups.of([value], value)[0] for value in lent}
-        return next((group for group in (GRADIENTS, SAVED) if group in groups), RESULTS)
+    def _result(self, allocation: Allocation) -> tuple[Value | None, str]:
+        """What lies at the position in memory that is kept for a result, which may be lent to others until then."""
+        whole = [value for value in allocation.values if value.bytes == allocation.bytes]
+        lent = [value for value in whole if value.first is not None and _lives(value, self.position)]
+        for value in lent:
+            group, _ = self.groups.of(value)
+            if group in {GRADIENTS, SAVED}:
+                return self.groups.content(value), group
+        last = max(whole or allocation.values, key=lambda value: value.first or 0, default=None)
+        return last, RESULTS
 
     def _temporary(self, size: int, values: list[Value]) -> Buffer:
-        """One buffer, described by the value in it that tells most."""
-        best = max(values, key=lambda value: _telling(value, self.module))
-        origin = self.module.origin(best.name, best.index)
-        group, why = self.groups.of(values, best)
+        """One buffer, described by the value alive in it that tells most."""
+        alive = [value for value in values if _lives(value, self.position)]
+        ranked = sorted((self._judged(value) for value in alive), key=lambda judged: judged[0])
+        rank, best, why = ranked[-1]
+        if not rank[1]:  # nothing but a loop's beginning: what the loop makes of it lies in the same place
+            rank, best, why = max(
+                (self._judged(v) for v in _same_buffer(values, self.position)), key=lambda judged: judged[0]
+            )
+        held = self.groups.content(best)
+        origin = self.module.origin(held.name, held.index)
+        copied = self.groups.copied_argument(best)
         return Buffer(
             bytes=size,
             shape=best.shape,
             kind="temporary",
-            operation=origin.op_name if origin else None,
+            operation=f"copy of {copied}" if copied else origin.op_name if origin else None,
             source=origin.source if origin else None,
-            group=group,
+            group=_RANKED[rank[0]],
             unpadded_bytes=unpadded_bytes(best.shape),
             why=why,
         )
+
+    def _judged(self, value: Value) -> tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]:
+        """A value with its group's rank and how much it tells."""
+        group, why = self.groups.of(value)
+        held = self.groups.content(value)
+        telling = _telling(held, self.module)
+        return (_RANKED.index(group), any(telling[:2]), telling), value, why
 
 
 def _slots(temporaries: Sequence[Allocation]) -> dict[_Slot, list[Value]]:
@@ -234,6 +256,10 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((first, last))
     return joined
+
+
+def _first(allocation: Allocation) -> Value | None:
+    return allocation.values[0] if allocation.values else None
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

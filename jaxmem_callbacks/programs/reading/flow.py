@@ -18,11 +18,14 @@ Place = tuple[str, int | None]  # an instruction, and which element of its tuple
 
 # The outermost transform tells: a gradient inside a loss that is differentiated belongs to the forward pass.
 _TRANSFORM = re.compile(r"(?<![\w])(transpose|jvp)\(")
-# Instructions that hand a value on as it is, or only in other words.
-_PASSING = {"bitcast", "convert", "copy", "reshape", "transpose", "optimization-barrier", "copy-start"}
+# Instructions whose result is their operand's memory, or a copy on its way to another one.
+_PASSING = {"bitcast", "optimization-barrier", "copy-start"}
+# What the compiler puts in between by itself hands a value on; with a name it is the user's, and what it makes is another value.
+_PASSING_UNNAMED = {"convert", "copy", "reshape", "transpose", "slice", "concatenate"}
 _COLLECTIVES = {"all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"}
 _DEEPEST = 12
-# A fusion of several passes works for the first of these.
+_WIDEST = 4
+# What is made by or of several passes belongs to the first of these.
 _MIXED: tuple[Pass, ...] = ("backward", "forward", "outside")
 
 
@@ -62,6 +65,7 @@ class Flow:
         self._users: dict[str, list[tuple[Instruction, int]]] = {}
         self._inside: dict[str, list[Instruction]] = {}
         self._callers: dict[str, Instruction] = {}
+        self._judged: dict[str, Pass | None] = {}
         for each in module.instructions.values():
             self._inside.setdefault(each.computation, []).append(each)
             self._callers |= dict.fromkeys(each.called, each)
@@ -73,6 +77,62 @@ class Flow:
         origin = self._module.origin(name, index)
         found = self._module.instructions.get(name)
         return self._pass(origin, 0) or self._pass(found, 0)
+
+    def content(self, name: str, index: tuple[int, ...] = ()) -> tuple[str, tuple[int, ...]]:
+        """What a place really holds: of a loop's carry, what its body writes there or, where that is nothing, its beginning."""
+        for _ in range(_DEEPEST):
+            found = self._module.instructions.get(name)
+            if found is None:
+                break
+            if found.opcode == "get-tuple-element" and found.element is not None:
+                name, index = found.operands[0], (found.element,)
+                continue
+            following = self._written(found, index[0]) if index else None
+            if following is None:
+                break
+            name, index = following
+        return name, index
+
+    def _written(self, found: Instruction, element: int) -> tuple[str, tuple[int, ...]] | None:
+        """What the body of a loop writes into an element of its carry; ``found`` is the loop or its body's parameter."""
+        is_loop = found.opcode == "while"
+        loop = found if is_loop else self._callers.get(found.computation)
+        if loop is None or loop.opcode != "while" or not (is_loop or found.opcode == "parameter"):
+            return None
+        root = self._module.roots.get(loop.called[0])
+        if root is None or root.opcode != "tuple" or element >= len(root.operands):
+            return None
+        written = self._module.instructions.get(root.operands[element])
+        carry = self._module.parameters.get((loop.called[0], 0))
+        if written is None or written.opcode != "get-tuple-element" or written.operands[0] != carry:
+            return root.operands[element], ()
+        first = self._module.instructions.get(loop.operands[0]) if loop.operands else None
+        if first is None or first.opcode != "tuple" or written.element != element or element >= len(first.operands):
+            return None
+        return first.operands[element], ()
+
+    def argument_in(self, name: str) -> Instruction | None:
+        """The program's parameter that a value is no more than a copy of, in another layout or dtype perhaps; else None."""
+        found = self._module.instructions.get(name)
+        for _ in range(_DEEPEST):
+            if found is None or found.opcode == "parameter":
+                break
+            if pass_of_name(found.op_name) is not None or not found.operands:
+                return None
+            found = self._module.instructions.get(found.operands[0])
+        is_argument = found is not None and found.opcode == "parameter" and found.computation == self._module.entry
+        return found if is_argument else None
+
+    def is_filled(self, name: str, depth: int = 0) -> bool:
+        """Whether a value is made of constants only, such as zeros to begin a sum with."""
+        found = self._module.instructions.get(name)
+        if found is None or found.opcode == "parameter" or depth > _WIDEST:
+            return False
+        if not found.operands:
+            return found.opcode in {"constant", "iota"}
+        if found.called or pass_of_name(found.op_name) is not None:
+            return False
+        return found.opcode == "constant" or all(self.is_filled(each, depth + 1) for each in found.operands)
 
     def readers(self, starts: Iterable[Place], through: Callable[[Instruction], bool] | None = None) -> Readers:
         """Who reads values, followed through whatever only hands them on.
@@ -124,12 +184,20 @@ class Flow:
     def _pass(self, found: Instruction | None, depth: int) -> Pass | None:
         if found is None or depth > _DEEPEST:
             return None
+        if found.name not in self._judged:
+            self._judged[found.name] = None  # for whatever comes back to it
+            self._judged[found.name] = self._pass_anew(found, depth)
+        return self._judged[found.name]
+
+    def _pass_anew(self, found: Instruction, depth: int) -> Pass | None:
+        """By its own name, by its operations, by what it is made of, by the loop it stands in."""
         told = pass_of_name(found.op_name)
         if told is None and found.calls is not None:
             named = {pass_of_name(each.op_name) for each in self._inside.get(found.calls, ())}
             told = next((each for each in _MIXED if each in named), None)
-        if told is None and found.operands and found.opcode not in {"parameter", "constant"}:
-            told = self._pass(self._module.instructions.get(found.operands[0]), depth + 1)
+        if told is None and found.opcode not in {"parameter", "constant"}:
+            made_of = {self._pass(self._module.instructions.get(name), depth + 1) for name in found.operands[:_WIDEST]}
+            told = next((each for each in _MIXED if each in made_of), None)
         return told or self._pass(self._callers.get(found.computation), depth + 1)
 
     def _follow(self, place: Place) -> Iterator[Place | Instruction | None]:
@@ -147,7 +215,7 @@ class Flow:
             elif user.called:
                 yield from self._into(user, position, element)
             elif self._hands_on(user, position):
-                yield user.name, element
+                yield user.name, None if found.opcode.endswith("-start") else element
             else:
                 yield user
         root = self._module.roots.get(found.computation)
@@ -157,7 +225,7 @@ class Flow:
     def _into(self, user: Instruction, position: int, element: int | None) -> Iterator[Place]:
         """Into the body of a loop, a function or a branch."""
         for number, computation in enumerate(user.called):
-            argument = position if user.opcode == "call" else 0
+            argument = position if user.opcode in {"call", "async-start"} else 0
             if user.opcode == "conditional" and number != position - 1:
                 continue
             parameter = self._module.parameters.get((computation, argument))
@@ -180,5 +248,7 @@ class Flow:
 
     def _hands_on(self, user: Instruction, position: int) -> bool:
         if user.opcode in _PASSING or user.opcode.endswith("-done"):
+            return True
+        if user.opcode in _PASSING_UNNAMED and pass_of_name(user.op_name) is None:
             return True
         return user.opcode == "dynamic-update-slice" and position == 0

@@ -6,12 +6,12 @@ Judged from evidence in the optimised program only: names that JAX's transforms 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from jaxmem_callbacks.programs.reading.dumps import Value
-from jaxmem_callbacks.programs.reading.flow import Flow, Place
+from jaxmem_callbacks.programs.reading.flow import Flow, Place, Readers
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module
 from jaxmem_callbacks.programs.reading.shapes import element_count
 from jaxmem_callbacks.records.peaks import GRADIENTS, PARAMETERS, SAVED, TEMPORARIES, UNKNOWN
@@ -78,27 +78,36 @@ class Groups:
         self._flow = Flow(module)
         self._arguments = arguments
 
-    def of(self, values: Sequence[Value], best: Value) -> tuple[str, str | None]:
-        """The group of a buffer that values hand on to each other, and why where it is unknown.
+    def content(self, value: Value) -> Value:
+        """What a value really holds: of a loop's carry, what its body writes there."""
+        name, index = self._flow.content(value.name, value.index)
+        return replace(value, name=name, index=index)
 
-        Args:
-            values: The values in it.
-            best: The one that tells most of what it holds.
-        """
-        made = self._flow.made_in(best.name, best.index)
-        places = [_place(value) for value in values]
+    def of(self, value: Value) -> tuple[str, str | None]:
+        """The group of the buffer that a value lies in, and why where it is unknown."""
+        if value.shape.startswith("("):
+            return TEMPORARIES, None  # a table of addresses
+        held = self.content(value)
+        made = self._flow.made_in(held.name, held.index)
+        places = list(dict.fromkeys([_place(value), _place(held)]))
         if made == "backward":
-            return (GRADIENTS if self._is_gradient(places, best) else TEMPORARIES), None
+            return (GRADIENTS if self._is_gradient(places, held) else TEMPORARIES), None
         if made == "outside":
-            return (GRADIENTS if self._is_sum_of_gradients(best) else TEMPORARIES), None
+            return (GRADIENTS if self._is_sum_of_gradients(held) else TEMPORARIES), None
         readers = self._flow.readers(places)
         if made == "forward":
             return (SAVED if "backward" in readers.passes else TEMPORARIES), None
-        origin = self._module.origin(best.name, best.index)
-        copied = origin is not None and origin.opcode == "parameter" and origin.computation == self._module.entry
-        if copied or (readers.passes and "backward" not in readers.passes):
+        if self.copied_argument(value) or self._flow.is_filled(held.name) or _never_saved(readers):
             return TEMPORARIES, None
         return UNKNOWN, NAMELESS
+
+    def copied_argument(self, value: Value) -> str | None:
+        """The path of the argument that a value is only a copy of, such as one in the compiler's own layout; else None."""
+        held = self.content(value)
+        parameter = self._flow.argument_in(held.name)
+        if parameter is None or self._flow.made_in(held.name, held.index) is not None:
+            return None
+        return self._arguments.find(int(parameter.operands[0]), parameter.op_name).path or None
 
     def _is_gradient(self, places: Iterable[Place], best: Value) -> bool:
         """Whether a value of the backward pass is as large as a parameter and reaches what is outside the gradient."""
@@ -145,6 +154,11 @@ class Groups:
                 if argument.kind == PARAMETERS:
                     sizes |= {element_count(found.shape), argument.elements}
         return sizes - {0, 1}
+
+
+def _never_saved(readers: Readers) -> bool:
+    """Whether a value of an unknown pass is read, and by no backward pass."""
+    return bool(readers.passes) and "backward" not in readers.passes
 
 
 def _place(value: Value) -> Place:

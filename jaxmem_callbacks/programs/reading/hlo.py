@@ -17,8 +17,8 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COMMENT = re.compile(r"/\*.*?\*/")
 # What an instruction calls besides a fusion; a branch or body has its own instructions, scheduled with all others.
-_CALLED = re.compile(r"(?:body|to_apply|(?:true|false)_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
-_CALLING = {"while", "call", "conditional"}
+_CALLED = re.compile(r"(?:body|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_CALLING = {"while", "call", "conditional", "async-start"}
 _TUPLE_INDEX = re.compile(r"\), index=(\d+)")
 _TABLE = re.compile(r"^(\d+) (.*)$")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")

@@ -185,10 +185,10 @@ class _Job:
         return self.options | (dump_options(self.folder / "dump") if self.want_buffers else {})
 
     def peak(self, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
-        """What makes the peak, where it was asked for: the same bytes as the compiler's own total."""
+        """What makes the peak, where it was asked for: the same bytes as the runtime's own total, where it has one."""
         if not self.want_buffers:
             return None
-        return with_total(read_peak(self.folder / "dump", memory.platform, arguments), memory.step_bytes, UNPLACED)
+        return with_total(read_peak(self.folder / "dump", memory.platform, arguments), memory.total_bytes, UNPLACED)
 
 
 def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
