@@ -106,7 +106,7 @@ ENTRY %main (w: f32[8,8], x: f32[4,8]) -> (f32[8,8], f32[8,8]) {
   %loss = f32[] reduce(%spent, %zero), to_apply=%double, metadata={op_name="jit(step)/jvp()/reduce_sum"}
   %none = f32[8,8]{1,0} broadcast(%zero)
   %second = (s32[], f32[6,4,8]{2,1,0}, f32[8,8]{1,0}) tuple(%loop#0, %loop#1, %none)
-  %loop.2 = (s32[], f32[6,4,8]{2,1,0}, f32[8,8]{1,0}) while(%second), body=%backward, metadata={op_name="s/transpose(jvp())/while"}
+  %loop.2 = (s32[], f32[6,4,8], f32[8,8]{1,0}) while(%second), body=%backward, metadata={op_name="s/transpose(jvp())/while"}
   %twice = f32[8,8]{1,0} call(%loop.2#2), to_apply=%double
   %metric = f32[8,8]{1,0} negate(%w), metadata={op_name="jit(step)/neg"}
   %plain = f32[4,8]{1,0} sine(%x), metadata={op_name="jit(step)/jvp()/sin"}

@@ -68,10 +68,12 @@ def test_every_candidate_tells_what_makes_its_peak(plan: jm.Plan) -> None:
     counter = peak.bytes_of("optimizer state") - 2 * peak.bytes_of("parameters")
     assert 0 < counter <= 512  # Adam's count, which a TPU keeps in a tile of its own
     by_policy = {each.policy.remat: each.peak.bytes_of("saved activations") for each in plan.candidates if each.peak}
-    kept, carries = DEPTH * ROWS * 4 * WIDTH * 4, DEPTH * ROWS * WIDTH * 4
-    # `full` keeps no hidden array; a TPU may keep what is left in its on-chip memory.
-    assert by_policy["none"] - by_policy["full"] >= kept
+    carries = DEPTH * ROWS * WIDTH * 4
     assert by_policy["full"] <= 4 * carries
+    if plan.record.platform == "tpu":  # which has room for all of so small a step's in its on-chip memory
+        assert any(buffer.memory_space == "on-chip" for buffer in peak.elsewhere)
+    else:
+        assert by_policy["none"] - by_policy["full"] >= 3 * 4 * carries  # tanh, its factor and their product
     assert f"What makes its peak of {format_bytes(peak.bytes)}: " in str(plan)
     assert peak.words in str(plan)
 

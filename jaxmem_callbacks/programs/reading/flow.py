@@ -64,11 +64,10 @@ class Flow:
         self._module = module
         self._users: dict[str, list[tuple[Instruction, int]]] = {}
         self._inside: dict[str, list[Instruction]] = {}
-        self._callers: dict[str, Instruction] = {}
+        self._callers = module.callers
         self._judged: dict[str, Pass | None] = {}
         for each in module.instructions.values():
             self._inside.setdefault(each.computation, []).append(each)
-            self._callers |= dict.fromkeys(each.called, each)
             for position, operand in enumerate(each.operands):
                 self._users.setdefault(operand, []).append((each, position))
 
@@ -191,7 +190,7 @@ class Flow:
 
     def _pass_anew(self, found: Instruction, depth: int) -> Pass | None:
         """By its own name, by its operations, by what it is made of, by the loop it stands in."""
-        told = pass_of_name(found.op_name)
+        told: Pass | None = pass_of_name(found.op_name)
         if told is None and found.calls is not None:
             named = {pass_of_name(each.op_name) for each in self._inside.get(found.calls, ())}
             told = next((each for each in _MIXED if each in named), None)

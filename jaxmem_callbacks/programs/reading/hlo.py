@@ -8,7 +8,7 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
 # An instruction that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
@@ -64,11 +64,12 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
-    """A parsed module: instructions by name, by computation its root and its parameters, and the entry computation's name."""
+    """A parsed module: instructions by name, by computation its root, parameters and caller, and the entry computation's name."""
 
     instructions: dict[str, Instruction]
     roots: dict[str, Instruction]
     parameters: dict[tuple[str, int], str]
+    callers: dict[str, Instruction] = field(default_factory=dict)
     entry: str = ""
 
     def origin(self, name: str, index: tuple[int, ...] = ()) -> Instruction | None:
@@ -123,12 +124,24 @@ class Module:
                 following = self.instructions.get(update.operands[1])
             elif found.opcode in _PASSING and found.operands and _dull(found):
                 following = self.instructions.get(found.operands[0])
+                if following is not None and following.calls and found.element is not None:
+                    return self.origin(following.name, (found.element,))  # one of a fusion's results
+            elif found.opcode == "parameter":
+                following = self._given(found)
             else:
                 return found
             if following is None:
                 return found
             found = following
         return found
+
+    def _given(self, parameter: Instruction) -> Instruction | None:
+        """What a call gives for a parameter of the computation that it runs; None for loops, branches and the program itself."""
+        caller = self.callers.get(parameter.computation)
+        if caller is None or caller.opcode not in {"call", "async-start"}:
+            return None
+        number = int(parameter.operands[0])
+        return self.instructions.get(caller.operands[number]) if number < len(caller.operands) else None
 
     def _argument(self, fusion: Instruction, parameter: Instruction) -> Instruction | None:
         number = int(parameter.operands[0]) if parameter.operands and parameter.operands[0].isdigit() else -1
@@ -186,7 +199,8 @@ def parse_module(text: str) -> Module:
             roots[computation] = found
         if found.opcode == "parameter":
             parameters[computation, int(found.operands[0])] = found.name
-    return Module(instructions=instructions, roots=roots, parameters=parameters, entry=entry)
+    callers = {called: each for each in instructions.values() for called in each.called}
+    return Module(instructions=instructions, roots=roots, parameters=parameters, callers=callers, entry=entry)
 
 
 def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: str) -> Instruction:
