@@ -160,6 +160,9 @@ def test_a_persistent_cache_does_not_hide_the_buffers(tmp_path):
         "lowered = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jnp.ones((256, 256)))\n"
         "lowered.compile()\n"
         "assert [len(peak_attached(lowered).buffers) > 1 for _ in range(2)] == [True, True]\n"
+        "import jaxmem_callbacks as jm\n"
+        "plan = jm.plan(lambda x: jnp.cos(x @ x), jnp.ones((8, 8)))\n"
+        "assert plan.peak is None and 'What makes its peak was not read' in str(plan)\n"
     )
     root = str(pathlib.Path(__file__).parent.parent)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": root}

@@ -131,6 +131,11 @@ def _remarks(record: PlanRecord) -> list[str]:
         lines.append(_shortfall(record, chosen))
     if chosen.peak is not None:
         lines.append(f"What makes its peak of {format_bytes(chosen.peak.bytes)}: {chosen.peak.words}.")
+    elif record.target == "attached":
+        lines.append(
+            "What makes its peak was not read, since JAX's own compilation cache is on: jm.step_memory(step, ...).peak() "
+            "tells it by one more compile."
+        )
     if any(each.compiler_remat for each in record.candidates):
         lines.append(
             "compiler's remat: instructions that XLA computes again by its own choice near the limit; an estimate of their "

@@ -265,11 +265,14 @@ class _Frames:
         self._locations = {key: _fields(value) for key, value in tables.get("FileLocations", {}).items()}
         self._frames = {key: _fields(value) for key, value in tables.get("StackFrames", {}).items()}
         # What stands for "no parent": 1 where parents are written one higher than their ids, else 0.
+        self._sources: dict[int, str | None] = {}
         self._no_parent = min((frame.get("parent_frame_id", 0) for frame in self._frames.values()), default=0)
 
     def source(self, frame: int) -> str | None:
         """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""
-        return user_source(self._chain(frame))
+        if frame not in self._sources:
+            self._sources[frame] = user_source(self._chain(frame))
+        return self._sources[frame]
 
     def _chain(self, frame: int) -> Iterator[tuple[str, int]]:
         """Files and lines from a frame outwards."""
