@@ -86,11 +86,17 @@ class Flow:
             if found.opcode == "get-tuple-element" and found.element is not None:
                 name, index = found.operands[0], (found.element,)
                 continue
-            following = self._written(found, index[0]) if index else None
+            following = self._awaited(found) or (self._written(found, index[0]) if index else None)
             if following is None:
                 break
             name, index = following
         return name, index
+
+    def _awaited(self, found: Instruction) -> tuple[str, tuple[int, ...]] | None:
+        """What an asynchronous operation made, where ``found`` waits for it."""
+        start = self._module.instructions.get(found.operands[0]) if found.opcode == "async-done" else None
+        root = self._module.roots.get(start.called[0]) if start is not None and start.called else None
+        return None if root is None or root.opcode == "tuple" else (root.name, ())
 
     def _written(self, found: Instruction, element: int) -> tuple[str, tuple[int, ...]] | None:
         """What the body of a loop writes into an element of its carry; ``found`` is the loop or its body's parameter."""
