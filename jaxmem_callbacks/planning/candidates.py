@@ -178,9 +178,7 @@ class Compiler:
         if problem.target is None:
             return self._attached(step, facts)
         with problem.in_mesh():
-            answer, *_ = compile_step_for(
-                step, problem.args, dict(problem.kwargs), problem.target.name, want_peak=True
-            )
+            answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name, want_peak=True)
         self.answers.append(answer)
         if answer.memory is not None:
             judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)

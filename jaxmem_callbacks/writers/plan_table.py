@@ -158,6 +158,6 @@ def _remarks(record: PlanRecord) -> list[str]:
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
     over = need_of(record, chosen) - (record.budget_bytes or 0)
     return (
-        f"Nothing fits, by {format_bytes(over)}; {policy_words(chosen.policy)} comes nearest. Parameters and optimizer state "
+        f"Nothing fits, by {format_bytes(over)}; {candidate_words(chosen)} comes nearest. Parameters and optimizer state "
         f"alone are {format_bytes(record.least_bytes)}."
     )

@@ -92,7 +92,7 @@ def _refused_peak(uses: Sequence[LeafUse], updated: Sequence[str], needed_bytes:
     return with_total(peak_of(held, basis=REFUSED), needed_bytes, _UNSEEN)
 
 
-def compile_traced_for(
+def compile_traced_for(  # noqa: PLR0913 - the compile's own options
     traced: Traced,
     name: str,
     target: str,
