@@ -71,6 +71,8 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
         ("temporaries", chosen.temp_bytes),
     ):
         yield name, _exact(count), "refused by the compiler, which told only the sum" if chosen.refusal else where
+    if chosen.peak is not None:
+        yield "the step's peak", _exact(chosen.peak.bytes), f"{where}: {chosen.peak.words}"
     yield "parameters and optimizer state", _exact(record.least_bytes), "shapes and dtypes of the step's arguments"
     if record.budget_bytes is None:
         yield "budget", "none", record.budget_reason
