@@ -18,6 +18,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.planning.search import choose, pareto
 from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate
 
 pytestmark = pytest.mark.core
@@ -52,6 +53,11 @@ def real() -> Any:
     keys = iter(jax.random.split(jax.random.key(0), 4))
     params = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 16, abstract()[0])
     return params, OPTIMIZER.init(params), jax.random.normal(next(keys), (ROWS, WIDTH))
+
+
+def told_bytes(peak: Peak) -> tuple[int, int]:
+    """What a compiler may say that a step needs: jax 0.10 leaves the program's constants out."""
+    return peak.bytes, peak.bytes - peak.bytes_of("constants")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +136,7 @@ def test_where_nothing_fits_the_plan_says_so_and_nobody_runs_it() -> None:
     assert "Nothing fits, by" in str(plan)
     assert "comes nearest" in str(plan)
     assert plan.peak is not None
-    assert plan.peak.bytes == plan.chosen.step_bytes
+    assert plan.chosen.step_bytes in told_bytes(plan.peak)
     assert "What makes its peak of" in str(plan)
     with pytest.raises(
         PlanError,
@@ -172,7 +178,8 @@ def test_the_peak_is_told_by_group_on_the_attached_devices(frontier: jm.Plan) ->
     held = DEPTH * 3 * WIDTH * 4 * WIDTH * 4
     for each in frontier.candidates:
         assert each.peak is not None
-        assert (each.peak.bytes, each.peak.bytes_of("parameters")) == (each.step_bytes, held)
+        assert each.step_bytes in told_bytes(each.peak)
+        assert each.peak.bytes_of("parameters") == held
         assert each.peak.bytes_of("optimizer state") == 2 * held + 4
     saved = [each.peak.bytes_of("saved activations") for each in frontier.candidates if each.peak]
     assert saved[0] - saved[-1] >= 3 * DEPTH * ROWS * 4 * WIDTH * 4  # tanh, its factor and their product
