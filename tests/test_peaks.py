@@ -114,6 +114,8 @@ ENTRY %main (w: f32[8,8], x: f32[4,8]) -> (f32[8,8], f32[8,8]) {
   %cast-start = ((bf16[4,8]{1,0}), bf16[2,8]{1,0}, u32[]) async-start(%cast), calls=%prefetch
   %cast-done = bf16[2,8]{1,0} async-done(%cast-start)
   %used = bf16[2,8]{1,0} negate(%cast-done), metadata={op_name="jit(step)/transpose(jvp())/neg"}
+  %norms = f32[4]{0} reduce(%used, %zero), to_apply=%double, metadata={op_name="jit(step)/transpose(jvp())/reduce_sum"}
+  %told = f32[4]{0} negate(%norms), metadata={op_name="jit(step)/neg"}
   %random = f32[8,8]{1,0} custom-call(), custom_call_target="Random"
   %noise = f32[8,8]{1,0} negate(%random)
   %both = f32[8,8]{1,0} add(%noise, %metric), metadata={op_name="jit(step)/transpose(jvp())/add_any"}
@@ -138,6 +140,7 @@ def value(name: str, *index: int) -> Value:
         ("product", (), "gradients"),  # summed in the loop, doubled in a call, subtracted outside
         ("sum", (), "gradients"),
         ("laid", (), "temporaries"),  # as large as no parameter
+        ("norms", (), "temporaries"),  # read outside and as large as no parameter
         ("metric", (), "temporaries"),
         ("narrow", (), "temporaries"),
         ("cast", (), "saved activations"),
