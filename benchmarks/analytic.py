@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pathlib
 import platform
 import time
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from typing import Any
 import jax
 
 import jaxmem_callbacks as jm
-from benchmarks.lowering import RESULT, Problem, equations, loop_of_layers, unrolled_llama
+from benchmarks.lowering import Problem, equations, loop_of_layers, unrolled_llama
+from benchmarks.sources import RESULTS, source_hash
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import speed_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
@@ -82,8 +82,9 @@ def main() -> None:
     """Measure both losses and write the result file."""
     rows = [{"loss": name, **measure(make())} for name, make in PROBLEMS.items()]
     versions = {"jax": jax.__version__, "python": platform.python_version()}
-    result = {"command": "python -m benchmarks.analytic", "versions": versions, "rows": rows}
-    place = pathlib.Path(RESULT) / f"analytic_jax_{jax.__version__}.json"
+    command = "python -m benchmarks.analytic"
+    result = {"command": command, "sources": source_hash("analytic"), "versions": versions, "rows": rows}
+    place = RESULTS / f"analytic_jax_{jax.__version__}.json"
     place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(rows))
 

@@ -17,6 +17,13 @@ RESULTS = ROOT / "results"
 # Benchmark -> rooms and files whose change may change what it measures; its own file besides.
 SOURCES: dict[str, tuple[str, ...]] = {
     "accumulation": ("_compat", "transforms", "programs/steps"),
+    "analytic": (
+        "_compat",
+        "transforms",
+        "jaxmem_callbacks/planning/modelled.py",
+        "benchmarks/models.py",
+        "benchmarks/lowering.py",
+    ),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms", "benchmarks/models.py"),
     "plan_scale": ("_compat", "planning", "programs", "transforms"),
