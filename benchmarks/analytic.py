@@ -1,4 +1,4 @@
-"""What planning costs before anything is compiled, for an unrolled model of 10,000 equations. Writes results/analytic_*.json.
+"""What a plan costs before any compile, for 10,000 equations. Writes results/analytic_jax_<version>.json.
 
     python -m benchmarks.analytic
 
