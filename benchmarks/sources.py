@@ -20,7 +20,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "analytic": (
         "_compat",
         "transforms",
-        "jaxmem_callbacks/planning/modelled.py",
+        "planning",
         "benchmarks/models.py",
         "benchmarks/lowering.py",
     ),
