@@ -172,6 +172,7 @@ class Compiler:
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
             temp_bytes=memory.temp_bytes,
+            host_bytes=memory.host_temp_bytes,
             cached=answer is not None and answer.cached,
             seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )

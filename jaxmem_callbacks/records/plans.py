@@ -25,6 +25,7 @@ class Candidate:
         output_bytes: Results, those that reuse arguments included.
         alias_bytes: Results that reuse a donated argument's memory.
         temp_bytes: Temporaries.
+        host_bytes: Host memory in which offloaded values wait, beside ``step_bytes``.
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer came from the disk cache.
         seconds: Time in the compiler; None where cached or refused.
@@ -41,6 +42,7 @@ class Candidate:
     output_bytes: int | None = None
     alias_bytes: int | None = None
     temp_bytes: int | None = None
+    host_bytes: int = 0
     refusal: str | None = None
     cached: bool = False
     seconds: float | None = None

@@ -26,6 +26,8 @@ REMAT_SYNONYMS: dict[str, tuple[str, ...]] = {
 _CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
 _LEVELS = (1, 2)
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
+# Words of `StepPolicy.offload` that are no names of the model: what the library itself stores between the passes of a loop.
+OFFLOAD_CUTS, OFFLOAD_KEPT = "cuts", "kept"
 
 # Where the state lies on a mesh: canonical spelling -> other words for it.
 SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -114,7 +116,8 @@ class StepPolicy:
         keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
             most operations a byte come first.
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
-        offload: Such names that are moved to host memory between forward and backward.
+        offload: What waits in host memory between forward and backward: such names, and two words for what the library stores
+            of loops over layers: ``cuts`` (what each step hands to the next) and ``kept`` (what ``keep`` keeps of each step).
         microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
             live at a time; 1 takes the batch whole.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
@@ -174,11 +177,22 @@ class StepPolicy:
                 "Use remat='full'."
             )
             raise PolicyError(msg)
+        if OFFLOAD_KEPT in self.offload and (not self.keep or self.levels > 1):
+            msg = (
+                f"offload=('kept',) moves what keep keeps of each step of a loop at one level, here keep={self.keep!r} and "
+                f"levels={self.levels}: it would do nothing. Use keep=1.0 and levels=1, or offload=('cuts',)."
+            )
+            raise PolicyError(msg)
         if self.remat in _NEEDS_NAMES and not (self.save or self.offload):
             msg = (
                 f"remat={self.remat!r} needs the names to keep: save=('context', ...) with names from checkpoint_name."
             )
             raise PolicyError(msg)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What is to wait in host memory: names, the words for what the library stores, and ``dots`` where remat says so."""
+        return (*self.offload, *(["dots"] if self.remat == "offload_dot_with_no_batch_dims" else []))
 
     @property
     def changes_gradients(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,16 +22,15 @@ from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_two_levels
-from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
+from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names, require_offloaded
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
     scan_carry_bytes,
-    scan_chunk,
     scan_step_bytes,
     sink,
 )
-from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
+from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping, steps_together
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
@@ -60,7 +59,8 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
             those first that save most operations a byte. 1 computes hardly more than cheap elementwise operations again.
         save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
-        offload: Such names that wait in host memory.
+        offload: Such names that wait in host memory; ``cuts`` and ``kept`` mean what the library stores of loops over layers:
+            what each step hands to the next, and what ``keep`` keeps of each.
 
     Returns:
         A function with the same arguments and results; ``loss`` itself for ``none``.
@@ -130,7 +130,8 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     enough = int(residuals.sum() * _SMALL_SHARE)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
-    land = _landscape(flat, residuals, loops, own)
+    together = {index: steps_together(flat.eqns[index], policy.offloaded) for index in loops}
+    land = _landscape(flat, residuals, together, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1
@@ -139,10 +140,12 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
         loops=frozenset(loops),
         whole=frozenset(own.difference(loops)),
         loop=loop_in_two_levels if twice else loop_in_chunks,
+        offload=policy.offloaded,
     )
     active = active_policy()
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
     _require_checkpoint(jaxpr, flat, policy)
+    require_offloaded(policy, jaxpr)
     return grouped(flat, jaxpr) if twice else jaxpr
 
 
@@ -161,13 +164,12 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, residuals: np.ndarray, loops: Sequence[int], own: set[int]) -> Landscape:
+def _landscape(flat: Equations, residuals: np.ndarray, loops: Mapping[int, int], own: set[int]) -> Landscape:
     residuals = residuals.copy()
     stored = np.zeros_like(residuals)
     for index in own:
         residuals[index] = 0
-    for index in loops:
-        chunk = 1 if flat.eqns[index].effects else scan_chunk(flat.eqns[index])
+    for index, chunk in loops.items():
         residuals[index] = chunk * scan_step_bytes(flat.eqns[index])
         stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
     return Landscape(
