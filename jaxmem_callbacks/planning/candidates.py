@@ -92,8 +92,9 @@ class Compiler:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.plain = self.facts(problem.base)
         self.answers: list[TargetCompilation] = []
+        self.notes: dict[str, None] = {}
+        self.plain = self.facts(problem.base)
 
     def facts(self, policy: StepPolicy, *, survey: bool = False) -> Facts:
         """What the step under a policy tells without a compile.
@@ -106,6 +107,7 @@ class Compiler:
         step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
         with problem.in_mesh():
             traced = step.traced(problem.args, dict(problem.kwargs))
+        self.notes |= dict.fromkeys(step.notes)
         speed = speed_of(problem.target)
         text = f"{jax.__version__}\n{traced.jaxpr}"
         return Facts(

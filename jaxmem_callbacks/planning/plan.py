@@ -160,7 +160,7 @@ def _record(
         mesh=_mesh_of(problem, leaves),
         signature=tuple((leaf.path, leaf.type_text) for leaf in leaves),
         fingerprint=compiler.plain.fingerprint,
-        notes=notes,
+        notes=tuple(dict.fromkeys((*notes, *compiler.notes))),
     )
 
 

@@ -209,6 +209,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
             f"The compiler recomputes {program.memory.compiler_remat} instructions by itself near its memory limit: bytes no "
             "longer grow with the batch, time does."
         )
+    told += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
         told.append(_offloads_nothing(program.memory))
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10

@@ -17,12 +17,13 @@ import numpy as np
 from jaxmem_callbacks._compat.jaxprs import evaluate
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
-from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
+from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_two_levels
-from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names, require_offloaded
+from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
@@ -122,6 +123,7 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
         PolicyError: a name that the loss does not have, or too many segments.
     """
     refuse_effects(flat.eqns)
+    policy = named_by_the_loss(policy, flat.eqns)
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
     sunk = sink(flat.eqns, flat.invars)
@@ -143,10 +145,30 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
         offload=policy.offloaded,
     )
     active = active_policy()
+    if active is not None:
+        active.notes |= dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops)), residuals))
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
     _require_checkpoint(jaxpr, flat, policy)
-    require_offloaded(policy, jaxpr)
+    require_offloaded(policy, jaxpr, keep)
     return grouped(flat, jaxpr) if twice else jaxpr
+
+
+def _left_whole(eqns: Sequence[Any], own: Sequence[int], residuals: np.ndarray) -> list[str]:
+    """What stays as it is and could be thought to be cut: loops and branches that report, and the user's own checkpoints."""
+    reporting = [index for index in own if reports_inside(eqns[index])]
+    told = [
+        f"A `{eqns[index].primitive.name}` stays as it is and keeps about {format_bytes(int(residuals[index]))} for the backward "
+        f"pass: it reports from inside a loop or branch, and recomputed it would report twice{where(eqns[index])}. Move its "
+        "jax.debug calls into the body of the outermost loop, or out of it."
+        for index in reporting
+    ]
+    checkpointed = len(own) - len(reporting)
+    if checkpointed:
+        told.append(
+            f"{checkpointed} of the loss's loops and blocks have checkpoints of their own (jax.checkpoint, nn.remat, nnx.remat) "
+            "and stay as you wrote them; the policy acts on the rest. Remove yours to let it choose there too."
+        )
+    return told
 
 
 def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None:

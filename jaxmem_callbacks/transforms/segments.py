@@ -35,18 +35,17 @@ from jaxmem_callbacks.transforms.equations import (
     variables,
 )
 from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within, shares
-from jaxmem_callbacks.transforms.names import KEPT, ON_HOST
+from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_chunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
-_CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 # Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
 _WORTH_MOVING = 0.05
 
 
 def has_own_checkpoint(eqn: Any) -> bool:
     """Whether an equation is checkpointed by its author, or is a loop whose body is."""
-    if eqn.primitive.name in _CHECKPOINTS:
+    if eqn.primitive.name in CHECKPOINTS:
         return True
     return any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
 
