@@ -27,10 +27,15 @@ from jaxmem_callbacks.transforms.sharing import Sharing
 _FEWEST = 4
 
 
+def loop_in_steps(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
+    """A loop with a checkpoint around each step, made without tracing it anew."""
+    return [loop.checkpointed(policy, kept, loop.moved)]
+
+
 def loop_in_chunks(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
     """A loop with a checkpoint around each step, or around as many steps as take least bytes together."""
     found = _loop_of_loops(loop.named(kept), loop.chunk, policy, loop.moved) if loop.chunk > 1 else None
-    return found or [loop.checkpointed(policy, kept, loop.moved)]
+    return found or loop_in_steps(loop, policy, kept)
 
 
 def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
@@ -43,7 +48,7 @@ def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list
     deep = loop.trips >= _FEWEST and part and not once.effects
     outer = offloading([ON_HOST[OFFLOAD_CUTS]]) if loop.moved else None
     found = _loop_of_loops(once, part, outer, loop.moved) if deep else None
-    return found or [loop.checkpointed(policy, kept, loop.moved)]
+    return found or loop_in_steps(loop, policy, kept)
 
 
 def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) -> list[Any] | None:

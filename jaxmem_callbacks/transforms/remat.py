@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
+from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_two_levels
+from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
@@ -126,31 +129,90 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     policy = named_by_the_loss(policy, flat.eqns)
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
+    active = active_policy()
+    told = _Told(notes={}, survey=None) if active is None else _Told(notes=active.notes, survey=active.survey)
+    jaxpr = _cut(flat, policy, keep, told)
+    _require_checkpoint(jaxpr, flat, policy)
+    require_offloaded(policy, jaxpr, keep)
+    return jaxpr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """Who hears what while a function is cut.
+
+    Attributes:
+        notes: What stays as it is; see `ActivePolicy`.
+        survey: Told what other shares of ``keep`` would keep; see `ActivePolicy`.
+        copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
+    """
+
+    notes: dict[str, None]
+    survey: Callable[[list[Share]], None] | None
+    copies: int = 0
+
+    def inside(self, eqn: Any) -> _Told:
+        """The same for the body of a `shard_map`, whose figures are those of one device."""
+        parts, survey = copies(eqn), self.survey
+
+        def of_all(found: list[Share]) -> None:
+            assert survey is not None
+            survey([Share(one.share, one.bytes * parts, one.flops * parts) for one in found])
+
+        return replace(self, copies=parts, survey=None if survey is None else of_all)
+
+
+def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
+    """A function, or the body of a `shard_map`, as an open jaxpr with checkpoints."""
     sunk = sink(flat.eqns, flat.invars)
     flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
     residuals = residual_bytes(flat.eqns, set(sunk.origins))
     enough = int(residuals.sum() * _SMALL_SHARE)
+    mapped = [index for index, eqn in enumerate(flat.eqns) if _is_worth_opening(eqn, int(residuals[index]), residuals)]
+    for index in mapped:
+        flat.eqns[index] = _with_cut_body(flat.eqns[index], policy, keep, told)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
-    together = {index: steps_together(flat.eqns[index], policy.offloaded) for index in loops}
+    # Inside a shard_map a loop is not traced anew: its collectives have no axis to speak of there.
+    together = {index: 1 if told.copies else steps_together(flat.eqns[index], policy.offloaded) for index in loops}
     land = _landscape(flat, residuals, together, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
-    twice = policy.levels > 1
+    twice = policy.levels > 1 and not told.copies
+    if policy.levels > 1 and told.copies:
+        told.notes["Inside a shard_map there is one level of checkpoints: levels=2 acts on the rest of the loss."] = (
+            None
+        )
+    told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
     cuts = Cuts(
         places=places,
         loops=frozenset(loops),
         whole=frozenset(own.difference(loops)),
-        loop=loop_in_two_levels if twice else loop_in_chunks,
+        loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
     )
-    active = active_policy()
-    if active is not None:
-        active.notes |= dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops)), residuals))
-    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
-    _require_checkpoint(jaxpr, flat, policy)
-    require_offloaded(policy, jaxpr, keep)
+    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey))
     return grouped(flat, jaxpr) if twice else jaxpr
+
+
+def _is_worth_opening(eqn: Any, kept: int, residuals: np.ndarray) -> bool:
+    """Whether a `shard_map` is cut inside: it holds loops over layers, or most of what the function keeps.
+
+    A smaller one, such as one layer's experts, is computed again as a whole with the segment that it is in.
+    """
+    if eqn.primitive.name != "shard_map" or has_own_checkpoint(eqn) or reports_inside(eqn):
+        return False
+    enough = int(residuals.sum() * _SMALL_SHARE)
+    body = flatten(eqn.params["jaxpr"], hoist_constants=False)
+    has_layers = any(is_layer_scan(inner, enough // copies(eqn)) for inner in body.eqns)
+    return has_layers or 2 * kept > int(residuals.sum()) > 0
+
+
+def _with_cut_body(eqn: Any, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
+    """A `shard_map` with checkpoints in its body; the equation itself where the body cannot be cut."""
+    body = flatten(eqn.params["jaxpr"], hoist_constants=False)
+    jaxpr = _cut(body, replace(policy, segments=None), keep, told.inside(eqn))
+    return eqn.replace(params={**eqn.params, "jaxpr": jaxpr}) if any(map(has_own_checkpoint, jaxpr.eqns)) else eqn
 
 
 def _left_whole(eqns: Sequence[Any], own: Sequence[int], residuals: np.ndarray) -> list[str]:
