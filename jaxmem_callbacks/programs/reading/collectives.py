@@ -17,6 +17,7 @@ _SHAPE = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|to_apply|calls|condition)=%?([\w.-]+)")
 _TRIPS = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
 _BITS = re.compile(r"\d+")
+_COMMENT = re.compile(r"/\*.*?\*/")  # in long tuples, such as /*index=5*/
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def collectives_of(hlo_text: str, device_count: int) -> Collectives:
                 computation = header["name"]
                 entry = computation if header["entry"] else entry
             continue
-        found = _COLLECTIVE.search(line)
+        found = _COLLECTIVE.search(_COMMENT.sub("", line))
         if found:
             own.setdefault(computation, []).append(_moved(found["op"], _largest(found["type"]), device_count))
         trips = _TRIPS.search(line)
