@@ -24,6 +24,7 @@ from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_mesh
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
@@ -80,8 +81,16 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
     return rematerialised(loss, chosen)
 
 
-def rematerialised(loss: Callable[..., Any], policy: StepPolicy) -> Callable[..., Any]:
-    """``loss`` under the remat part of a policy; see `remat`."""
+def rematerialised(
+    loss: Callable[..., Any], policy: StepPolicy, weights: Callable[[tuple[Any, ...]], Any] | None = None
+) -> Callable[..., Any]:
+    """``loss`` under the remat part of a policy; see `remat`.
+
+    Args:
+        loss: The function.
+        policy: What is done to it.
+        weights: From the positional arguments to those that are differentiated, which ``fsdp`` divides.
+    """
     if policy.remat == "none":
         return loss
 
@@ -97,7 +106,9 @@ def rematerialised(loss: Callable[..., Any], policy: StepPolicy) -> Callable[...
                 return result.split(loss(*inner_args, **inner_kwargs))
 
         flat = flatten(jax.make_jaxpr(traced)(*arrays))
-        jaxpr = cut_equations(flat, policy)
+        divided = set() if weights is None else {id(leaf) for leaf in jax.tree.leaves(weights(args))}
+        mine = zip(flat.invars[len(flat.consts) :], arrays, strict=True)
+        jaxpr = cut_equations(flat, policy, frozenset(var for var, array in mine if id(array) in divided))
         return result.join(evaluate(jaxpr, [*flat.consts, *arrays]))
 
     return cheaper_loss
@@ -118,8 +129,13 @@ def refuse_framework_objects(*trees: Any) -> None:
         raise LossRefusedError(msg)
 
 
-def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
+def cut_equations(flat: Equations, policy: StepPolicy, weights: frozenset[Any] = frozenset()) -> Any:
     """The function as an open jaxpr, cut and checkpointed as the policy says.
+
+    Args:
+        flat: The function; its equations are used up.
+        policy: What is done to it.
+        weights: Those of its variables that are differentiated arguments.
 
     Raises:
         LossRefusedError: effects that a recomputation would repeat, or nothing that could be cut.
@@ -130,7 +146,8 @@ def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
     active = active_policy()
-    told = _Told(notes={}, survey=None) if active is None else _Told(notes=active.notes, survey=active.survey)
+    notes, survey = ({}, None) if active is None else (active.notes, active.survey)
+    told = _Told(notes=notes, survey=survey, weights=weights)
     jaxpr = _cut(flat, policy, keep, told)
     _require_checkpoint(jaxpr, flat, policy)
     require_offloaded(policy, jaxpr, keep)
@@ -145,11 +162,13 @@ class _Told:
         notes: What stays as it is; see `ActivePolicy`.
         survey: Told what other shares of ``keep`` would keep; see `ActivePolicy`.
         copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
+        weights: Variables that ``fsdp`` divides; none inside a `shard_map`, where everything is local.
     """
 
     notes: dict[str, None]
     survey: Callable[[list[Share]], None] | None
     copies: int = 0
+    weights: frozenset[Any] = frozenset()
 
     def inside(self, eqn: Any) -> _Told:
         """The same for the body of a `shard_map`, whose figures are those of one device."""
@@ -159,7 +178,7 @@ class _Told:
             assert survey is not None
             survey([Share(one.share, one.bytes * parts, one.flops * parts) for one in found])
 
-        return replace(self, copies=parts, survey=None if survey is None else of_all)
+        return replace(self, copies=parts, weights=frozenset(), survey=None if survey is None else of_all)
 
 
 def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
@@ -173,6 +192,9 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
         flat.eqns[index] = _with_cut_body(flat.eqns[index], policy, keep, told)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
+    mesh = gathering_mesh(policy)
+    for index in loops if mesh is not None else ():
+        flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh)
     # Inside a shard_map a loop is not traced anew: its collectives have no axis to speak of there.
     together = {index: 1 if told.copies else steps_together(flat.eqns[index], policy.offloaded) for index in loops}
     land = _landscape(flat, residuals, together, own)

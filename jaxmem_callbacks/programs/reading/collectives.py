@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.-]+) (?:\([^{]*)?.*\{\s*$")
 _COLLECTIVE = re.compile(
-    r" = (?P<type>\([^=]*?\)|\S+) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r" = (?P<type>\([^=]*?\)|\S+) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|to_apply|calls|condition)=%?([\w.-]+)")
@@ -47,7 +47,7 @@ def collectives_of(hlo_text: str, device_count: int) -> Collectives:
             continue
         found = _COLLECTIVE.search(_COMMENT.sub("", line))
         if found:
-            own.setdefault(computation, []).append(_moved(found["op"], _largest(found["type"]), device_count))
+            own.setdefault(computation, []).append(_moved(found["op"], _made(found), device_count))
         trips = _TRIPS.search(line)
         for called in _CALLED.findall(line) if "while(" in line or "call(" in line or "fusion(" in line else ():
             calls.setdefault(computation, []).append((called, int(trips[1]) if trips else 1))
@@ -79,9 +79,21 @@ def _width(kind: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-def _largest(text: str) -> int:
-    """Bytes of the results; an asynchronous start has operands beside them, so of a tuple the largest part counts once each."""
-    sizes = [math.prod(int(n) for n in dims.split(",") if n) * _width(kind) for kind, dims in _SHAPE.findall(text)]
-    if not sizes:
-        return 0
-    return sum(size for size in sizes if size == max(sizes))
+def _made(found: re.Match[str]) -> int:
+    """Bytes of the results. An asynchronous start has its operands before them, except a reduction to all, which has none."""
+    text = found["type"]
+    if found["start"] and found["op"] != "all-reduce":
+        text = _parts(text[1:-1])[1]
+    return sum(math.prod(int(n) for n in dims.split(",") if n) * _width(kind) for kind, dims in _SHAPE.findall(text))
+
+
+def _parts(text: str) -> list[str]:
+    """A tuple's parts, which may be tuples themselves and have commas in their shapes and layouts."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
