@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-hook bench-remat bench-lowering bench-plan bench-scale clean python
+.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-hook bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -41,10 +41,13 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-hook bench-remat bench-lowering ## every figure of the README, written to results/
+bench: bench-accumulation bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-scale and bench-plan
 
 bench-hook: python ## the cost of the monitor's hook per step
-	@$(ENVIRONMENT) run project,test python tools/bench_hook.py $(ARGS)
+	@$(ENVIRONMENT) run project,test python -m benchmarks.hook_cost $(ARGS)
+
+bench-accumulation: python ## bytes of a step over microbatches, and how wrong a plain mean over them can be
+	@$(ENVIRONMENT) run project,test python -m benchmarks.accumulation $(ARGS)
 
 bench-remat: python ## bytes and FLOPs of the cut against remat written by hand, on CPU, H100 and v5e
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.remat_by_hand $(ARGS)
@@ -57,6 +60,9 @@ bench-plan: python ## plans against remat written by hand, on H100 and v5e; hour
 
 bench-scale: python ## plans of a GPT-3-sized step for pods of 64 and 1,024 devices
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_scale $(ARGS)
+
+bench-stale: python ## which result files were written by other sources than are here
+	@$(PYTHON) -m benchmarks.sources
 
 clean: ## remove environments, caches and runs
 	rm -rf .venv .venv-3.* runs build dist .pytest_cache .ruff_cache .hypothesis .cache

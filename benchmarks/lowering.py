@@ -1,4 +1,4 @@
-"""What cutting costs at start-up: lowering a cut loss against the plain one. Writes results/lowering.json.
+"""What cutting costs at start-up: lowering a cut loss against the plain one. Writes results/lowering_jax_<version>.json.
 
     python -m benchmarks.lowering
 
@@ -9,7 +9,6 @@ taken, since noise only ever adds.
 from __future__ import annotations
 
 import json
-import pathlib
 import platform
 import time
 from collections.abc import Callable
@@ -20,9 +19,9 @@ import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
 from benchmarks.models import Llama, next_token_loss
+from benchmarks.sources import RESULTS, source_hash
 from jaxmem_callbacks.transforms.equations import flatten
 
-RESULT = pathlib.Path(__file__).parent.parent / "results"
 Problem = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -84,8 +83,9 @@ def main() -> None:
         for name, problem in (("loop of layers", loop_of_layers(770)), ("llama, Linen", unrolled_llama(72)))
     ]
     versions = {"jax": jax.__version__, "python": platform.python_version()}
-    result = {"command": "python -m benchmarks.lowering", "versions": versions, "rows": rows}
-    place = RESULT / f"lowering_jax_{jax.__version__}.json"
+    command = "python -m benchmarks.lowering"
+    result = {"command": command, "sources": source_hash("lowering"), "versions": versions, "rows": rows}
+    place = RESULTS / f"lowering_jax_{jax.__version__}.json"
     place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(json.dumps(rows))
 

@@ -3,23 +3,27 @@
     python -m benchmarks.plan_bench [--models vit ...] [--targets h100_sxm v5e:2x2] [--policies none full ...]
 
 Each row is one whole AdamW step: its bytes by the target's own compiler, its operations by count, what the compiler
-recomputes by itself, and the seconds it took. results/plan_bench_jax_<version>.json is written row by row; a run goes on
-where the last one stopped, and measures again only what was made with other versions or another source.
+recomputes by itself, and the seconds it took. "ours" is what a plan compiles unasked; "ours as dots" is our step that keeps as
+much as it may without more operations than the policy `dots` by hand has: bytes at equal FLOPs.
+results/plan_bench_jax_<version>.json is written row by row; a run goes on where the last one stopped, and measures again only
+what was made with other versions or another source.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import hashlib
 import inspect
 import itertools
 import json
 import pathlib
 import re
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +31,20 @@ import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.plan_models import FAMILIES, PlanCase
+from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PlanError, PolicyError, TargetError
+from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 TARGETS = ("h100_sxm", "v5e:2x2")
 NONE, OURS = "none", "ours"
+MATCHED = f"{OURS} as "
 # Rooms whose change may change a plan.
 PLANNING_ROOMS = ("_compat", "integrations", "planning", "transforms")
 AT_ONCE = 2
@@ -72,7 +80,7 @@ class Table:
 def _order(row: Row) -> tuple[Any, ...]:
     models = list(FAMILIES)
     place = models.index(row["model"]) if row["model"] in models else len(models)
-    return place, row["target"], row["policy"] == OURS, row["policy"] != NONE, row["policy"]
+    return place, row["target"], row["policy"].startswith(OURS), row["policy"] != NONE, row["policy"]
 
 
 def row_key(model: str, target: str, policy: str) -> Row:
@@ -88,7 +96,7 @@ def row_key(model: str, target: str, policy: str) -> Row:
         "versions": versions,
         "source": source_hash(FAMILIES[model]),
     }
-    if policy == OURS:
+    if policy.startswith(OURS):
         rooms = [path for room in PLANNING_ROOMS for path in sorted((ROOT / "jaxmem_callbacks" / room).rglob("*.py"))]
         key["library"] = _hash(rooms)
     return key
@@ -149,11 +157,36 @@ def plan_row(case: PlanCase, target: str) -> Row:
     return {"compiles": plan.compiles, "candidates": candidates}
 
 
+def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float) -> Row:
+    """Our cut at no more operations than a policy by hand has: what is left of them goes into what is kept."""
+    hardware = resolve_target(target)
+    problem = Problem(
+        train_step=case.plain, args=case.arguments, kwargs={}, target=hardware, budget=budget_for(None, hardware)
+    )
+    compiler = Compiler(problem)
+    full = StepPolicy(remat="full")
+    flops = jaxpr_flops(jax.make_jaxpr(case.hand[hand])(*case.arguments))
+    (shares,) = (shares for shares in compiler.facts(full, survey=True).shares if len(shares) > 1)
+    # A survey foretells operations within 1 %; the trace of what is compiled has the word.
+    near = (dataclasses.replace(full, keep=each.share) for each in shares if each.flops <= 1.01 * flops)
+    policy = next((policy for policy in near if compiler.facts(policy).flops <= flops), None)
+    if policy is None:
+        least = min(share.flops for share in shares)
+        return {
+            "error": f"No cut has as few operations as {hand} ({flops}): the one that computes least again has {least}."
+        }
+    step = jm.apply_policy(case.plain, policy)
+    return step_row(dataclasses.replace(case, plain=step), NONE, target, timeout_s) | {"keep": policy.keep}
+
+
 def measured(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
     """One row's figures, or the error in its place."""
     begun = time.perf_counter()
     try:
-        row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
+        if policy.startswith(MATCHED):
+            row = matched_row(case, policy.removeprefix(MATCHED), target, timeout_s)
+        else:
+            row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
     except (CompileError, LossRefusedError, PlanError, PolicyError) as error:
         row = {"error": str(error)[:500]}
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
@@ -176,19 +209,47 @@ def told(rows: Sequence[Row]) -> list[str]:
         here = {row["policy"]: row for row in several}
         candidates = here.get(OURS, {}).get("candidates", [])
         for policy, row in here.items():
-            if policy == OURS:
+            if policy.startswith(OURS):
                 continue
             if "error" in row or row["step_bytes"] is None:
                 lines.append(f"{model:20s} {target:10s} {policy:14s} {row.get('error', 'refused')}"[:120])
                 continue
-            against = (
-                "" if policy == NONE or not candidates else "  ours x{:.3f} x{:.3f}".format(*closest(candidates, row))
-            )
+            against = ""
+            if policy != NONE and candidates:
+                against = "  ours x{:.3f} x{:.3f}".format(*closest(candidates, row))
+            if (equal := at_equal_flops(here, policy)) is not None:
+                against += f"  at equal FLOPs x{equal:.3f}"
             lines.append(
                 f"{model:20s} {target:10s} {policy:14s} {row['step_bytes'] / 2**20:8.0f} MiB {row['flops'] / 1e9:8.0f} GFLOP"
                 f" {row.get('compiler_remat', 0):4d} recomputed {row['seconds']:6.1f} s{against}"
             )
     return lines
+
+
+def at_equal_flops(here: Mapping[str, Row], hand: str) -> float | None:
+    """Our bytes over those of a policy by hand, with no more operations than it has; None where not measured."""
+    ours, theirs = here.get(MATCHED + hand, {}).get("step_bytes"), here[hand].get("step_bytes")
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def summed_up(rows: Sequence[Row]) -> Iterator[str]:
+    """Over all policies by hand on each target: how near the frontier comes, and how far below at equal FLOPs."""
+    for target in dict.fromkeys(row["target"] for row in rows):
+        near: list[float] = []
+        equal: list[float] = []
+        for model in dict.fromkeys(row["model"] for row in rows):
+            here = {row["policy"]: row for row in rows if (row["model"], row["target"]) == (model, target)}
+            hands = [policy for policy in here if policy != NONE and not policy.startswith(OURS)]
+            compared = [policy for policy in hands if here[policy].get("step_bytes") is not None]
+            candidates = here.get(OURS, {}).get("candidates", [])
+            near += [max(closest(candidates, here[policy])) for policy in compared if candidates]
+            equal += [ratio for policy in compared if (ratio := at_equal_flops(here, policy)) is not None]
+        if near:
+            yield f"{target}: {len(near)} policies by hand; the frontier's nearest point is within {max(near):.3f} of each"
+        if equal:
+            below = sum(ratio < 1 for ratio in equal)
+            mean = statistics.geometric_mean(equal)
+            yield f"{target}: at equal FLOPs {mean:.3f} of their bytes (geometric mean of {len(equal)}), {below} below 1"
 
 
 def wanted(options: argparse.Namespace, table: Table) -> list[tuple[str, str, str]]:
@@ -201,7 +262,8 @@ def wanted(options: argparse.Namespace, table: Table) -> list[tuple[str, str, st
             print(f"{target} is left out: {error}")
             continue
         for model in options.models:
-            rows = [NONE, *FAMILIES[model]().hand, OURS]
+            hand = FAMILIES[model]().hand
+            rows = [NONE, *hand, OURS, *(MATCHED + policy for policy in hand)]
             chosen = [policy for policy in rows if not options.policies or policy in options.policies]
             jobs += [(model, target, policy) for policy in chosen if not table.has(row_key(model, target, policy))]
     return jobs
@@ -230,7 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         done = sum(pool.map(work, jobs))
-    print(*told([row for row in table.rows if row["target"] in options.targets and not stale(row)]), sep="\n")
+    fresh = [row for row in table.rows if row["target"] in options.targets and not stale(row)]
+    print(*told(fresh), *summed_up(fresh), sep="\n")
     print(f"{done} of {len(jobs)} rows measured; {table.path.name}")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import platform
 import resource
 import tempfile
@@ -23,9 +22,9 @@ import jax.numpy as jnp
 import optax
 
 import jaxmem_callbacks as jm
+from benchmarks.sources import RESULTS, source_hash
 from jaxmem_callbacks.programs.targets.target import resolve_target
 
-RESULT = pathlib.Path(__file__).parent.parent / "results"
 TARGETS = ("h100_sxm:64", "v5p:4x4x4", "h100_sxm:1024", "v5p:8x8x16")
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 96, 12_288, 96, 2_048, 50_304
 OPTIMIZER = optax.adamw(1e-4)
@@ -89,6 +88,7 @@ def measure(target: str) -> dict[str, Any]:
     chosen = plan.chosen
     return {
         "target": target,
+        "sources": source_hash("plan_scale"),
         "devices": devices,
         "seconds": round(time.perf_counter() - begun, 1),
         "compiles": plan.compiles,
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     targets: list[str] = parser.parse_args().targets
-    place = RESULT / f"plan_scale_jax_{jax.__version__}.json"
+    place = RESULTS / f"plan_scale_jax_{jax.__version__}.json"
     rows = {row["target"]: row for row in json.loads(place.read_text())["rows"]} if place.exists() else {}
     for target in targets:
         rows[target] = measure(target)

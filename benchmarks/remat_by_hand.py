@@ -1,4 +1,6 @@
-"""The cut against remat written by hand: bytes by the compiler, FLOPs by count. Writes results/remat_by_hand.json.
+"""The cut against remat written by hand: bytes by the compiler, FLOPs by count.
+
+Writes results/remat_by_hand_jax_<version>.json.
 
     python -m benchmarks.remat_by_hand [--targets cpu h100_sxm v5e:2x2]
 
@@ -11,7 +13,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import pathlib
 import platform
 import time
 from typing import Any
@@ -21,11 +22,11 @@ import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.models import CASES, OPTIMIZER, Case, Loss, train_step
+from benchmarks.sources import RESULTS, source_hash
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
-RESULT = pathlib.Path(__file__).parent.parent / "results" / "remat_by_hand.json"
 # Where remat is undone by the compiler there is nothing to compare: jax 0.10.2's CPU compiler keeps it in scans only.
 SCANNED_ONLY = jax.__version_info__ < (0, 11)
 
@@ -88,8 +89,10 @@ def main() -> None:
             })  # fmt: skip
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
     command = "python -m benchmarks.remat_by_hand --targets " + " ".join(targets)
-    result = {"command": command, "versions": versions, "not_measured": missing, "rows": rows}
-    place = RESULT.with_stem(f"{RESULT.stem}_jax_{jax.__version__}")
+    result = {
+        "command": command, "sources": source_hash("remat_by_hand"), "versions": versions, "not_measured": missing, "rows": rows,
+    }  # fmt: skip
+    place = RESULTS / f"remat_by_hand_jax_{jax.__version__}.json"
     place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     print(f"wrote {place.name}")
 

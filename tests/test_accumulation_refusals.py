@@ -93,6 +93,17 @@ def test_losses_that_are_no_mean_over_rows(loss, args, least, seen):
     assert "remat='full'" in message
 
 
+def test_each_loss_of_a_step_is_checked_though_their_names_are_equal():
+    losses = [lambda w, batch: ((batch @ w) ** 2).mean(), lambda w, batch: ((batch @ w) ** 2).sum()]
+    step = jm.apply_policy(
+        lambda w, batch, which: jm.value_and_grad(losses[which])(w, batch), jm.StepPolicy(microbatches=4)
+    )
+    w, batch = jnp.ones((3, 2)), jnp.arange(24.0).reshape(8, 3)
+    assert jnp.allclose(step(w, batch, 0)[0], losses[0](w, batch), rtol=1e-6)
+    with pytest.raises(ValueError, match="microbatches=4"):
+        step(w, batch, 1)
+
+
 def test_an_entry_of_aux_that_is_a_sum():
     message = refused(lambda w, x: (rows(w, x).mean(), {"total": rows(w, x).sum()}), W, X, has_aux=True)
     assert "accumulated aux['total'] differs by 75.0%" in message
@@ -259,7 +270,8 @@ def test_what_jm_weighted_takes():
         jm.weighted(jnp.ones(32), 32)
     with pytest.raises(ValueError, match=r"jm\.weighted: weight has the shape \(32,\)"):
         jm.weighted(1.0, jnp.ones(32))
-    with pytest.raises(ValueError, match=r"has_aux=True and the loss returned jm\.weighted\(\.\.\.\) alone"):
+    alone = r"The loss .*<lambda> returned jm\.weighted\(\.\.\.\) alone, and has_aux=True expects a pair\. Type in it: return jm"
+    with pytest.raises(ValueError, match=alone):
         jm.value_and_grad(lambda w: jm.weighted(w.sum(), 1), has_aux=True)(W)
     with pytest.raises(TypeError, match=r"two-element tuple|pair"):
         jm.value_and_grad(lambda w: w.sum(), has_aux=True)(W)

@@ -170,8 +170,13 @@ def test_a_script_that_fails_shows_its_own_traceback(tmp_path, capsys):
 
 
 def test_a_script_that_does_not_parse_or_exits_by_itself_has_failed(tmp_path, capsys):
-    assert main(["inspect", write(tmp_path, "def broken(:\n")]) == 1
-    assert "SyntaxError" in capsys.readouterr().err
+    script = write(tmp_path, "def broken(:\n")
+    assert main(["inspect", script]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f'  File "{script}", line 1\n    def broken(:\n'
+    )  # as Python itself shows it, no frame of ours
+    assert "SyntaxError: " in error
     assert main(["inspect", write(tmp_path, "import sys; sys.exit(3)")]) == 1
     assert "ended by itself with exit code 3, before its first step" in capsys.readouterr().err
     assert main(["inspect", write(tmp_path, "import sys; sys.exit()")]) == 2

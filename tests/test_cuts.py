@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.transforms.cuts import HELD_SHARE, SLACK, Landscape, choose_cuts
+from jaxmem_callbacks.transforms.cuts import SLACK, Landscape, choose_cuts
 
 pytestmark = pytest.mark.core
 
@@ -19,14 +19,39 @@ def landscapes(draw: st.DrawFn) -> Landscape:
     length = draw(st.integers(2, 9))
     sizes = st.integers(0, 50)
     makers = [made for made in range(1, length + 1) for _ in range(draw(st.integers(0, 2)))]
-    spans = [(draw(sizes), made, draw(st.integers(made, length))) for made in makers]
+    spans = [(draw(sizes), made, draw(st.integers(made, length)), draw(st.integers(-1, length - 1))) for made in makers]
+    held = [(draw(sizes), made, draw(st.integers(made, length - 1))) for made in range(length)]
     numbers = st.lists(sizes, min_size=length, max_size=length).map(np.array)
     return Landscape(
-        spans=np.array(spans, np.int64).reshape(-1, 3),
-        residuals=draw(numbers),
+        spans=np.array(spans, np.int64).reshape(-1, 4),
+        held=np.array(held, np.int64),
+        made=draw(st.lists(st.integers(-1, 50), min_size=length, max_size=length).map(np.array)),
         stored=draw(numbers) * (draw(st.integers(0, 3)) == 0),
         forced=tuple(sorted(draw(st.sets(st.integers(1, length - 1), max_size=2)))),
     )
+
+
+def alive(land: Landscape, place: int) -> int:
+    return sum(size for size, first, last, _ in land.spans.tolist() if first <= place <= last)
+
+
+def own(land: Landscape, start: int, end: int) -> int:
+    """What one segment takes at most while it is differentiated, equation by equation, and when it begins with it."""
+    found = [
+        sum(size for size, maker, first in land.held.tolist() if maker >= start and first <= place)
+        + alive(land, place)
+        + int(land.made[place])
+        for place in range(start, end)
+        if land.made[place] >= 0
+    ]
+    held = sum(size for size, maker, first in land.held.tolist() if maker >= start and first < end)
+    worst = max([*found, held + (alive(land, end) if end < land.length else 0)])
+    unneeded = [
+        size
+        for size, first, last, needed in land.spans.tolist()
+        if first <= start <= last < land.length and needed < start
+    ]
+    return worst - (sum(unneeded) if end == land.length else 0)
 
 
 def peak(land: Landscape, cuts: tuple[int, ...]) -> int:
@@ -34,12 +59,10 @@ def peak(land: Landscape, cuts: tuple[int, ...]) -> int:
     bounds = [0, *cuts, land.length]
     stored = worst = 0
     for start, end in itertools.pairwise(bounds):
-        leaves = sum(
-            size for size, first, last in land.spans.tolist() if start < first <= end <= last and end < land.length
+        worst = max(worst, stored + own(land, start, end))
+        stored += sum(
+            size for size, first, last, _ in land.spans.tolist() if start < first <= end <= last and end < land.length
         ) + int(land.stored[start:end].sum())
-        own = int(land.residuals[start:end].sum() * HELD_SHARE)
-        worst = max(worst, stored + own + leaves)
-        stored += leaves
     return worst
 
 
@@ -49,13 +72,9 @@ def every_choice(land: Landscape) -> list[tuple[int, ...]]:
     return [cuts for cuts in choices if set(land.forced) <= set(cuts)]
 
 
-def live(land: Landscape, place: int) -> int:
-    return sum(size for size, first, last in land.spans.tolist() if first <= place <= last)
-
-
 def worth_cutting(land: Landscape) -> set[int]:
     """Places where no neighbour has fewer live bytes; the programme looks at these and at the forced ones."""
-    low = {p for p in range(1, land.length) if live(land, p) <= min(live(land, p - 1), live(land, p + 1))}
+    low = {p for p in range(1, land.length) if alive(land, p) <= min(alive(land, p - 1), alive(land, p + 1))}
     return low | set(land.forced)
 
 
@@ -64,7 +83,7 @@ def worth_cutting(land: Landscape) -> set[int]:
 def test_no_choice_of_cuts_has_a_smaller_estimated_peak(land: Landscape) -> None:
     cuts = tuple(choose_cuts(land))
     allowed = worth_cutting(land)
-    work = land.residuals + land.stored
+    work = np.bincount(land.held[:, 1], land.held[:, 0], land.length) + land.stored
     # One candidate is kept for each stretch of equal work, so lists with idle equations may lose equal places.
     candidates = [c for c in every_choice(land) if set(c) <= allowed]
     if (work > 0).all():
@@ -92,8 +111,9 @@ def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: Landscape, 
 def test_a_uniform_chain_is_cut_finer_towards_its_end() -> None:
     length = 64
     even = Landscape(
-        spans=np.array([(10, made, made) for made in range(1, length + 1)], np.int64),
-        residuals=np.full(length, 160),
+        spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
+        held=np.array([(40, made, made) for made in range(length)], np.int64),
+        made=np.full(length, 10),
         stored=np.zeros(length, np.int64),
         forced=(),
     )

@@ -4,6 +4,7 @@ without the policy.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from tests.target_step import needs_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -39,9 +44,11 @@ print(f"{len(without)} arrays, apart by {worst:.1e}")
 """
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: str, **variables: str) -> str:
     """Run this interpreter as a user would; what it printed."""
-    answer = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=ON_CPU, check=False)
+    answer = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=ON_CPU | variables, check=False
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 
@@ -93,8 +100,61 @@ def test_memory_is_in_one_event_file(ran: tuple[str, str, Path]):
 
 
 def test_examples_are_short_enough_to_copy():
-    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in STEPS}
+    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in (*STEPS, "plan_a_pod")}
     assert max(lengths.values()) < 100, lengths
+
+
+@pytest.mark.targets
+@pytest.mark.timeout(300)
+def test_a_pod_is_planned_on_a_laptop(tmp_path: Path):
+    """A model that is too large for replicas and for whole parameters there, so that only `fsdp` is compiled."""
+    needs_compiler("h100_sxm:8")
+    out = tmp_path / "plan.json"
+    options = (
+        "--target",
+        "h100_sxm:8",
+        "--model",
+        "16384",
+        "4",
+        "--rows",
+        "1",
+        "--json",
+        str(out),
+        "--logdir",
+        str(tmp_path),
+    )
+    printed = run_python(str(EXAMPLES / "plan_a_pod.py"), *options, JAXMEM_CACHE_DIR=os.environ["JAXMEM_CACHE_DIR"])
+    assert "14.20 billion parameters, 8 rows of 2048 tokens, 8 devices" in printed
+    assert "zero1 was not compiled: its arguments alone are" in printed
+    plan = json.loads(out.read_text())
+    chosen = plan["candidates"][plan["chosen"]]
+    assert (chosen["fits"], chosen["policy"]["sharding"]) == (True, "fsdp")
+    assert chosen["argument_bytes"] < chosen["step_bytes"] < plan["budget_bytes"]
+    preset = tmp_path / "plan.yaml"
+    preset.write_text(printed.partition("As a preset:\n\n")[2].partition("\n\n")[0])
+    assert jm.load_preset(preset).policy.sharding == "fsdp"
+    assert f"tensorboard --logdir {tmp_path}" in printed
+    assert len(list(tmp_path.glob("events.out.tfevents.*.plan"))) == 1
+
+
+def test_a_pod_without_its_compiler_says_what_to_install(tmp_path: Path):
+    """Compilers beside JAX cannot be hidden from it: there it is the name that is wrong."""
+    beside = any(compiler_versions("tpu", sys.path).values())
+    target, words = ("v5q:4x4", "Did you mean `v5p`?") if beside else ("v5p:4x4x4", "pip install")
+    command = [sys.executable, str(EXAMPLES / "plan_a_pod.py"), "--target", target]
+    variables = ON_CPU | {"JAXMEM_TARGET_PATH": str(tmp_path)}
+    answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_every_example_is_described():
+    described = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"({path.name})" in described, path.name
+    for name in re.findall(r"`([\w.]+\.py)`|python examples/([\w.]+\.py)", described):
+        assert (EXAMPLES / "".join(name)).exists(), name
 
 
 @pytest.mark.core

@@ -176,6 +176,26 @@ def test_a_forward_pass_whose_loss_nobody_reads_is_dead_once_the_backward_pass_r
     assert extra_flops(jax.grad(rematted), jax.grad(loss), W, X).dot_flops == 0
 
 
+def test_full_remat_costs_up_to_a_third_and_up_to_a_half_where_parameters_are_frozen():
+    """As the preset full_remat says of itself; a layer has one product forward, and two or one backward."""
+
+    def deep(weights, x):
+        return jax.lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, weights)[0].sum()
+
+    def more(differentiated):
+        plain, cut = (
+            jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(each, differentiated))(shape(LAYERS, WIDTH, WIDTH), X))
+            for each in (deep, jm.remat(deep))
+        )
+        return cut / plain - 1
+
+    trained, frozen = more(0), more(1)
+    assert 0.3 < trained <= 1 / 3
+    assert 0.4 < frozen <= 1 / 2
+    description = jm.load_preset("full_remat").description
+    assert "up to a third more FLOPs, up to a half where most parameters are frozen" in description
+
+
 def test_without_a_gradient_remat_adds_nothing():
     assert extra_flops(rematted, loss, W, X).flops == 0
 

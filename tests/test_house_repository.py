@@ -14,6 +14,7 @@ import jaxmem_callbacks as jm
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TAGS = ("memory/", "plan/", "train/")  # what TensorBoard shows, no files
 WRITTEN_BY_RUNS = ("runs/", "results/gpu_check.json")  # the second needs a GPU
 # Put together here, so that this file does not contain what it looks for.
 MACHINE_PATHS = [f"/{name}/".replace("_", "") for name in ("ho_me", "ro_ot", "wo_rk", "Us_ers")]
@@ -37,7 +38,11 @@ def tracked() -> list[str]:
 
 def documents() -> list[Path]:
     """The project's own prose."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").glob("*.md")),
+    ]
 
 
 def make_targets() -> set[str]:
@@ -57,7 +62,7 @@ def named_files(path: Path) -> set[str]:
     text = path.read_text()
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     code = re.findall(r"`([\w.-]+/[\w./-]*|[A-Z]+\.md)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    return {name for name in links + code if not name.startswith(WRITTEN_BY_RUNS)}
+    return {name for name in links + code if not name.startswith((*WRITTEN_BY_RUNS, *TAGS))}
 
 
 def exists(name: str, document: Path) -> bool:
@@ -76,6 +81,35 @@ def test_the_readme_shows_two_commands_and_every_command_exists():
     }
 
 
+def test_the_readme_starts_with_what_to_do_in_ones_own_project():
+    readme = (ROOT / "README.md").read_text()
+    steps = [
+        "\npip install .",
+        "\njaxmem inspect train.py",
+        "\njaxmem plan train.py --target",
+        "with jm.MemoryMonitor(",
+        "make demo",
+    ]
+    places = [readme.find(step) for step in steps]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_the_readme_links_every_document_and_every_example():
+    readme = (ROOT / "README.md").read_text()
+    scripts = [path for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 3
+    for path in [*(ROOT / "docs").glob("*.md"), *scripts]:
+        assert f"]({path.relative_to(ROOT).as_posix()})" in readme, path
+
+
+def test_no_allocator_statistics_are_claimed_that_no_device_has_shown():
+    rows = re.findall(r"^\| (NVIDIA GPU|TPU) \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == ["NVIDIA GPU", "TPU"]
+    unproved = [name for name, _ in rows if name == "TPU" or not (ROOT / "results" / "gpu_check.json").exists()]
+    assert [name for name, said in rows if "not run yet" in said] == unproved
+
+
 def test_continuous_integration_calls_commands_that_exist():
     called = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / ".ci" / "run").read_text()))
     assert {"test", "lint", "format-check", "types", "core"} <= called <= make_targets()
@@ -88,7 +122,7 @@ def test_every_file_that_a_document_names_exists(tmp_path):
     assert missing == []
     toy = tmp_path / "TOY.md"
     toy.write_text(
-        "[a](absent.md) ![b](docs/c.png) `tools/absent.py` `GONE.md` `runs/demo` `jm.plan` [x](https://a.b/c)"
+        "[a](absent.md) ![b](docs/c.png) `tools/absent.py` `GONE.md` `runs/demo` `memory/x` `jm.plan` [x](https://a.b/c)"
     )
     assert named_files(toy) == {"absent.md", "docs/c.png", "tools/absent.py", "GONE.md"}
 

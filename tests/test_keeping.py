@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
 from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
-from tests.comparisons import stored_bytes
+from tests.comparisons import checkpoints, stored_bytes
 
 pytestmark = pytest.mark.core
 
@@ -187,3 +188,22 @@ def test_a_share_that_is_none_is_refused(keep: Any) -> None:
 def test_keeping_without_remat_is_refused() -> None:
     with pytest.raises(PolicyError, match=r"remat='none' leaves the loss untouched, so segments, levels, keep"):
         jm.StepPolicy(keep=0.5)
+
+
+def test_every_process_keeps_several_results_of_one_equation_in_the_same_order() -> None:
+    """A set's order differs from process to process; programs must not, or none is found again in the cache."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(3):
+            parts = jax.lax.cond(x.sum() > 0, lambda x: [x @ w] * 8, lambda x: [x] * 8, x)
+            x = sum(jnp.sin(part) for part in parts)
+        return x.sum()
+
+    orders = []
+    for checkpoint in checkpoints(jm.remat(loss, keep=1.0, segments=3), jnp.ones((64, 64)), jnp.ones((64, 64))):
+        eqns = open_jaxpr(checkpoint.params["jaxpr"]).eqns
+        places = {var: place for eqn in eqns if eqn.primitive.name == "cond" for place, var in enumerate(eqn.outvars)}
+        named = [eqn.invars[0] for eqn in eqns if eqn.primitive.name == "name"]
+        orders.append([places[var] for var in named if var in places])
+    assert max(map(len, orders)) > 5
+    assert orders == [sorted(order) for order in orders]

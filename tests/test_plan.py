@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import jax
@@ -133,6 +134,33 @@ def test_where_nothing_fits_the_plan_says_so_and_nobody_runs_it() -> None:
         jm.jit_step(train_step, plan.policy)
     with pytest.raises(PlanError, match="Nothing fits"):
         jm.apply_policy(train_step, plan.policy)
+
+
+def test_nothing_is_said_to_fit_only_after_every_compile_was_used(frontier: jm.Plan) -> None:
+    least = min(each.step_bytes or 0 for each in frontier.candidates)
+    plan = jm.plan(train_step, *abstract(), budget=int(0.9 * least))
+    assert plan.chosen.fits is False
+    assert plan.compiles >= 5
+    assert len({each.policy.keep for each in plan.candidates}) > 2
+
+
+def test_a_refusal_without_a_figure_never_comes_nearest() -> None:
+    refused, known = (
+        Candidate(policy=jm.StepPolicy(), step_bytes=size, fits=False, flops=100, extra_flops=0) for size in (None, 50)
+    )
+    assert choose([refused, known])[0] == 1
+    assert choose([known, refused])[0] == 0
+
+
+def test_what_a_progress_function_raises_ends_the_plan_and_leaves_no_thread() -> None:
+    def progress(what: str, _done: int, _most: int) -> None:
+        msg = f"no more of {what}"
+        raise RuntimeError(msg)
+
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="no more of"):
+        jm.plan(train_step, *abstract(), progress=progress)
+    assert threading.active_count() == before
 
 
 def test_a_plan_as_preset_as_json_as_html_and_as_a_picture(frontier: jm.Plan, tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxmem_callbacks.planning.speeds import Speed, speed_of
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
 
@@ -117,6 +120,60 @@ def test_collectives_move_bytes_as_often_as_their_loop_runs() -> None:
     found = collectives_of(hlo, 8)
     assert found.count == 12 * 5 + 1
     assert found.moved_bytes == 12 * inside + int(8 * 2 * 8 * seven_eighths)
+
+
+def test_collectives_count_all_their_results_among_the_devices_that_take_part() -> None:
+    hlo = textwrap.dedent(
+        """\
+        %other (p: f32[8]) -> f32[64] {
+          %small = f32[8]{0} all-gather(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+        }
+
+        %one (p: f32[8]) -> f32[64] {
+          %large = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+        }
+
+        %scattered (p: f32[64]) -> f32[16] {
+          %part = f32[16]{0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+        }
+
+        ENTRY %main (a: f32[64]) -> f32[64] {
+          %two = (f32[32]{0}, f32[4]{0}) all-reduce(%a, %b), replica_groups={}, to_apply=%add
+          %start = (f32[8]{0}, f32[64]{0}) all-gather-start(%c), replica_groups=[1,8]<=[8], dimensions={0}
+          %sent = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%d), source_target_pairs={{0,1}}
+          %later = ((f32[64]{0}), f32[16]{0}) async-start(%e), calls=%scattered
+          %chosen = f32[64]{0} conditional(%which, %p, %p), branch_computations={%one, %other}
+          ROOT %either = f32[64]{0} conditional(%true, %p, %p), true_computation=%other, false_computation=%other
+        }
+        """
+    )
+    reduced, gathered, permuted = int(36 * 4 * 7 / 8 * 2), 64 * 4 * 7 // 8, 32
+    scattered, branch, either = 16 * 4 * 3, 64 * 4 * 7 // 8, 8 * 4 // 2
+    found = collectives_of(hlo, 8)
+    assert found.moved_bytes == reduced + gathered + permuted + scattered + branch + either
+    assert found.count == 6
+
+
+@pytest.mark.targets
+def test_products_that_libraries_compute_are_counted() -> None:
+    if not compiler_versions("cuda"):
+        pytest.skip("targets: h100_sxm not proved (its compiler is not installed)")
+    rows, width, image, kernel = 64, 128, (8, 16, 16, 4), (3, 3, 4, 32)
+
+    def step(x: jax.Array, w: jax.Array, images: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+        def convolved(k: jax.Array, images: jax.Array) -> jax.Array:
+            return jax.lax.conv_general_dilated(images, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        made, back = jax.vjp(convolved, k, images)
+        return jnp.sin(x @ w), jnp.sin(made), *back(made)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, width), (width, width), image, kernel)]
+    hlo = compile_for_target(step, shapes, target="h100_sxm").hlo_text
+    assert hlo is not None
+    marked, count = re.subn(r"%((?:custom-call|cudnn-conv)[\w.-]*) = ", r"%\1.remat = ", hlo)
+    product, convolution = 2 * rows * width * width, 2 * (8 * 16 * 16 * 32) * (3 * 3 * 4)
+    assert count >= 4
+    assert recomputed_flops(marked) == product + 3 * convolution
 
 
 def test_the_budget_of_a_target_is_what_is_usable_there(monkeypatch: pytest.MonkeyPatch) -> None:

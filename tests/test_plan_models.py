@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.plan_bench import Table, closest, row_key, source_hash, stale, told
+from benchmarks.plan_bench import Table, closest, matched_row, row_key, source_hash, stale, summed_up, told
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
+from jaxmem_callbacks.transforms.flops import jaxpr_flops
 from tests.comparisons import CHECKPOINTS
 
 TINY = {
@@ -170,6 +172,29 @@ def test_the_point_compared_is_nearest_in_both_and_never_a_refused_one() -> None
     hand, ours = rows_of_a_plan()
     assert closest(ours["candidates"], hand) == (1.04, 1.01)
     assert [line.split()[-2:] for line in told([hand, ours])] == [["x1.040", "x1.010"]]
+
+
+def test_the_table_is_summed_up_over_all_policies_by_hand() -> None:
+    hand, ours = rows_of_a_plan()
+    dots = row_key("vit", "cpu", "dots") | {"step_bytes": 100, "flops": 100, "seconds": 1.0}
+    equal = [
+        row_key("vit", "cpu", f"ours as {name}") | {"step_bytes": each} for name, each in (("full", 50), ("dots", 200))
+    ]
+    assert list(summed_up([hand, dots, ours, *equal])) == [
+        "cpu: 2 policies by hand; the frontier's nearest point is within 1.040 of each",
+        "cpu: at equal FLOPs 1.000 of their bytes (geometric mean of 2), 1 below 1",
+    ]
+    assert "at equal FLOPs x0.500" in told([hand, ours, *equal])[0]
+
+
+def test_ours_as_a_policy_by_hand_has_no_more_operations() -> None:
+    case = tiny("mixer")
+    by_hand = jaxpr_flops(jax.make_jaxpr(case.hand["names"])(*case.arguments))
+    row = matched_row(case, "names", "cpu", 300)
+    assert 0 < row["keep"] < 1, row
+    assert 0.9 * by_hand < row["flops"] <= by_hand
+    as_plain = dataclasses.replace(case, hand={"none": case.plain})
+    assert matched_row(as_plain, "none", "cpu", 300)["error"].startswith("No cut has as few operations as none")
 
 
 def test_rows_already_measured_are_kept_until_source_or_versions_change(tmp_path) -> None:

@@ -19,7 +19,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from tests.target_step import needs_compiler
-from tests.test_plan import abstract, train_step
+from tests.test_plan import abstract, loss_fn, train_step
 
 pytestmark = [pytest.mark.targets, pytest.mark.timeout(300)]
 TARGETS = ("h100_sxm", "v5e:1x1")
@@ -105,14 +105,25 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     script.write_text(SCRIPT)
     least = min(each.step_bytes for each in jm.plan(train_step, *abstract(), target="h100_sxm").candidates)
     saved, picture = tmp_path / "plan.yaml", tmp_path / "plan.png"
-    options = ["plan", f"{script}:make", "--target", "h100_sxm", "--budget", str(int(least * 1.2))]
-    assert main([*options, "--save", str(saved), "--figure", str(picture)]) == 0
+    options = [
+        "plan",
+        f"{script}:make",
+        "--target",
+        "h100_sxm",
+        "--search",
+        "donate",
+        "--budget",
+        str(int(least * 1.2)),
+    ]
+    pages = tmp_path / "pages"
+    assert main([*options, "--save", str(saved), "--figure", str(picture), "--logdir", str(pages)]) == 0
     out = capsys.readouterr()
     assert "Plan of train_step for h100_sxm" in out.out
     assert f'jm.load_preset("{saved}")' in out.out
     assert "plan: none and full (0 of at most 6 compiled)" in out.err
     assert jm.load_preset(str(saved)).policy.remat == "full"
     assert picture.stat().st_size > 10_000
+    assert len(list(pages.glob("events.out.tfevents.*.plan"))) == 1
     assert main([*options[:-1], "1MiB", "--json"]) == 2
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert figures["candidates"][figures["chosen"]]["fits"] is False
@@ -133,6 +144,47 @@ def test_several_devices_without_shardings_get_one_searched() -> None:
     assert tight.chosen.fits is False
 
 
+def mean_loss(params: Any, batch: Any) -> Any:
+    return loss_fn(params, batch)
+
+
+def test_an_absent_gpus_largest_batch_is_compiled_and_the_next_is_too_much() -> None:
+    needs_compiler("h100_sxm")
+    search = {"remat": False, "batch": {"multiple_of": 512}}
+    plan = jm.plan(train_step, *abstract(), target="h100_sxm", budget="100MiB", search=search)
+    rows = {each.batch_rows: each for each in plan.candidates}
+    chosen = plan.chosen
+    assert chosen.fits
+    assert chosen.batch_rows == max(row for row, each in rows.items() if each.fits) > 2048
+    assert rows[chosen.batch_rows + 512].fits is False
+    params, opt_state, batch = abstract()
+    larger = jax.ShapeDtypeStruct((chosen.batch_rows, batch.shape[1]), batch.dtype)
+    memory = jm.step_memory(jm.jit_step(train_step), params, opt_state, larger, target="h100_sxm")
+    assert memory.step_bytes == chosen.step_bytes
+
+
+def test_absent_gpus_with_microbatches_matrices_split_and_an_evaluation_beside() -> None:
+    needs_compiler("h100_sxm")
+    params, opt_state, batch = abstract()
+    plan = jm.plan(
+        train_step,
+        *(params, opt_state, batch),
+        target="h100_sxm:4",
+        budget="8MiB",
+        search={"remat": False, "sharding": ["fsdp_tensor"], "microbatches": [2, 4]},
+        beside=[(mean_loss, (params, batch))],
+    )
+    assert plan.record.mesh == {"fsdp": 2, "tensor": 2}
+    assert {each.policy.sharding for each in plan.candidates} == {"fsdp_tensor"}
+    assert plan.compiles == len(plan.candidates) + 1 <= 16
+    assert plan.policy.microbatches > 1
+    assert plan.chosen.fits == (plan.chosen.need_bytes <= 8 * 2**20)
+    (evaluation,) = plan.chosen.beside
+    optimizer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state))
+    assert evaluation.held_bytes < 0.3 * optimizer, "its share of the optimizer's state, on each of four devices"
+    assert "Whether the loss may be accumulated was not checked" in str(plan)
+
+
 def test_what_cannot_be_divided_is_an_error() -> None:
     needs_compiler("h100_sxm")
     params, opt_state, batch = abstract()
@@ -147,3 +199,7 @@ def test_what_cannot_be_divided_is_an_error() -> None:
         PlanError, match=r"mesh=\{'fsdp': 2\} says how to divide a step for a target of several devices"
     ):
         jm.plan(train_step, params, opt_state, batch, mesh={"fsdp": 2})
+    with pytest.raises(
+        PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how to divide .* the plan is for one device"
+    ):
+        jm.plan(train_step, params, opt_state, batch, target="h100_sxm", search={"sharding": "fsdp"})

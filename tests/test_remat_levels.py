@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 from tests.comparisons import checkpoints, stored_bytes
@@ -113,3 +116,48 @@ def test_steps_with_large_carries_share_a_checkpoint() -> None:
     # Computed again once, as with a checkpoint around each step, and not twice.
     plain, ours = (jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(each))(*args)) for each in (recurrent, cheaper))
     assert ours < 1.5 * plain
+
+
+def test_a_loop_on_an_explicit_mesh_stays_where_it_lies() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    weights, x = arguments(16)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(weights, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
+        wanted, *got = (
+            jax.jit(jax.value_and_grad(loss)).lower(*placed).compile()
+            for loss in (looped, *(jm.remat(looped, levels=levels) for levels in (1, 2)))
+        )
+        for each in got:
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), each(*placed), wanted(*placed)
+            )
+        # An eighth of the carries on each device: one that lost its place would be gathered whole.
+        carries = len(weights) * x.nbytes
+        assert got[1].memory_analysis().temp_size_in_bytes < carries / 4
+
+
+def test_a_loop_inside_shard_map() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    args = arguments(16)
+
+    def everywhere(loss: Any) -> Any:
+        def mine(weights: Any, x: Any) -> Any:
+            return jax.lax.pmean(loss(weights, x), "data")
+
+        return jax.jit(jax.value_and_grad(jax.shard_map(mine, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())))
+
+    wanted, got = (everywhere(loss)(*args) for loss in (looped, jm.remat(looped, levels=2)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_loop_is_unrolled_as_it_was(levels: int) -> None:
+    def unrolled(weights: Any, x: Any) -> Any:
+        return (jax.lax.scan(lambda x, w: (x + wide(x @ w), x[0]), x, weights, unroll=4)[1] ** 2).mean()
+
+    def innermost(jaxpr: Any) -> list[int]:
+        found = [unroll for eqn in jaxpr.eqns for body in subjaxprs(eqn) for unroll in innermost(open_jaxpr(body))]
+        return found or [eqn.params["unroll"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+
+    traced = jax.make_jaxpr(jm.remat(unrolled, levels=levels))(*arguments(16))
+    assert innermost(open_jaxpr(traced)) == [4]

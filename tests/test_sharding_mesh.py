@@ -58,6 +58,18 @@ def test_an_abstract_mesh_needs_no_devices():
         abstract_mesh("fsdp=-1,tensor=7", 1024)
 
 
+def test_a_plans_mesh_is_answered_with_what_a_plan_takes():
+    """Nothing attached has anything to do with it."""
+    with pytest.raises(PolicyError) as caught:
+        abstract_mesh({"data": 3}, 8)
+    assert str(caught.value) == (
+        "Mesh: the axes data=3 need 3 devices, and the target has 8 devices. "
+        'Type mesh={"data": 8}, or name a target of 3 devices.'
+    )
+    with pytest.raises(PolicyError, match=re.escape('the target has 8 devices. Type mesh={"data": 8}.')):
+        abstract_mesh({"data": 16}, 8)
+
+
 @pytest.mark.parametrize(
     ("axes", "told"),
     [
@@ -72,7 +84,10 @@ def test_an_abstract_mesh_needs_no_devices():
         ({"data": 2, "fsdp": 2}, "or on fewer devices jm.make_mesh(..., devices=jax.devices()[:4])"),
         ("data=16", 'need 16 devices, and there are 8 devices (cpu). Type jm.make_mesh({"data": 8}).'),
         ({"data": -1, "fsdp": -1}, "the axes data, fsdp are all -1. Expected one at most"),
-        ({}, "no axes were given"),
+        (
+            {},
+            'no axes were given. Expected names with sizes of at least 1, one of them at most -1: type for example {"data": 2',
+        ),
         ({"data": 0}, "axis 'data' has size 0. Expected names with sizes of at least 1"),
         ({"data": -2}, "axis 'data' has size -2"),
         ({"data": 2.0}, "'data': 2.0 is no axis"),
@@ -93,7 +108,10 @@ def test_what_is_wrong_with_axes_is_told(axes, told):
     [
         ("automatic", "axis_types='automatic'. Expected 'auto' or 'explicit'"),
         (AxisType.Manual, "Expected 'auto' or 'explicit'"),
-        ({"tensor": "auto"}, "axis_types names tensor, which is no axis. Expected names from: data"),
+        (
+            {"tensor": "auto"},
+            "tensor, which is no axis. Expected names from: data. Type for example axis_types={'data': 'explicit'}.",
+        ),
     ],
 )
 def test_what_is_wrong_with_axis_types_is_told(types, told):
@@ -114,7 +132,7 @@ def test_a_mesh_has_all_devices_or_the_error_names_one_that_does(sizes, count):
     try:
         mesh = abstract_mesh(sizes, count)
     except PolicyError as error:
-        advised = re.search(r"Type jm\.make_mesh\((\{.*?\})\)", str(error))
+        advised = re.search(r"Type mesh=(\{.*?\})", str(error))
         assert advised, error  # noqa: PT017 - both outcomes are judged
         mesh = abstract_mesh(eval(advised[1]), count)  # noqa: S307 - what users paste must run
         assert list(mesh.shape) == list(sizes)

@@ -206,7 +206,7 @@ def test_nnx_inserts_its_layer_axis_into_the_names():
         (
             boxed(("embed", "mlp")),
             {"embed": "fsdp", "mpl": "tensor"},
-            "The sharding rule 'mpl' names no axis of the state. Did you mean 'mlp'?",
+            "names no axis of the state. Did you mean 'mlp'? Its arrays' axes are called embed, mlp. Type sharding={..., 'mlp'",
         ),
     ],
 )

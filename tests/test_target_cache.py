@@ -170,6 +170,7 @@ def key(factor=2, versions=VERSIONS, environment=None, **request):
         {"jax_config": {"jax_compiler_enable_remat_pass": False}},
         {"versions": {"jax-cuda12-plugin": "0.12.1"}},
         {"environment": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}},
+        {"environment": {"XLA_FLAGS": "--xla_gpu_cuda_data_dir=/opt/cuda"}},
         {"environment": {"LIBTPU_INIT_ARGS": "--xla_tpu_enable_latency_hiding_scheduler=true"}},
     ],
     ids=lambda changed: next(iter(changed)),
@@ -188,6 +189,9 @@ def test_what_does_not_change_an_answer_does_not_change_its_key():
         {"environment": {"XLA_FLAGS": "--xla_dump_to=/somewhere"}},
         {"environment": {"LIBTPU_INIT_ARGS": "--xla_dump_hlo_as_text"}},
         {"environment": {"XLA_FLAGS": "flags.txt"}},
+        {"environment": {"XLA_FLAGS": "--xla_gpu_load_autotune_results_from=tuned.textproto"}},
+        {"environment": {"XLA_FLAGS": "--xla_gpu_pgle_profile_file_or_directory_path=profile"}},
+        {"environment": {"XLA_FLAGS": "--xla_gpu_something_new=results/tuned.bin"}},
         {"compiler_options": {"xla_dump_to": "somewhere"}},
     ],
 )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import json
 import os
+import subprocess
 import sys
 
 import pytest
 
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, require_compiler, target_folders
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
+from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from tests.target_step import GIB
 
@@ -52,7 +56,9 @@ def test_every_name_resolves_and_knows_its_memory():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h10", r"Unknown target 'h10'\. Did you mean `h100`\? Expected one of: v2, .*h200.*'v5e:2x2' or 'h100_sxm:8'"),
+        ("h10", r"'h10'\. Did you mean `h100_sxm`\? Expected one of: v2, .*h100_sxm.*h200.*'v5e:2x2' or 'h100_sxm:8'"),
+        ("rtx_a600", r"Did you mean `a6000`\? Expected one of: .* a6000,"),
+        ("rtx4090", r"^Unknown target 'rtx4090'\. Expected one of: "),
         ("cpu:8", r"Unknown target 'cpu:8'"),
         ("v5e:2x2x1", r"'v5e:2x2x1': a v5e topology has 2 dimensions of chips\. Type for example 'v5e:2x2'"),
         ("v5p:2", r"a v5p topology has 3 dimensions of chips\. Type for example 'v5p:2x2x2'"),
@@ -64,6 +70,85 @@ def test_every_name_resolves_and_knows_its_memory():
 def test_wrong_names_say_what_to_type(text, message):
     with pytest.raises(TargetError, match=message):
         resolve_target(text, require_installed=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("v5e:3x7", "v5e:4x6, v5e:2x8, v5e:2x6, v5e:4x8. Type for example 'v5e:4x6'."),
+        ("v5e:18x2", "v5e:16x2. Type for example 'v5e:16x2'."),
+        ("v2:1x3", "v2:1x2, v2:1x4."),
+        ("trillium:2x5", "v6e:2x4, v6e:2x6."),
+        ("v5p:2x3x3", "v5p:2x2x3, v5p:2x4x3."),
+    ],
+)
+def test_topologies_that_no_compiler_builds_are_answered_with_those_near(text, near):
+    with pytest.raises(TargetError) as caught:
+        resolve_target(text, require_installed=False)
+    message = str(caught.value)
+    assert message.startswith(f"Target {text!r}: ")
+    assert "Expected 1 or an even number of chips" in message
+    assert f"near it: {near}" in message
+    for name in near.partition(". Type")[0].rstrip(".").split(", "):
+        assert resolve_target(name, require_installed=False).name == name
+
+
+def test_more_chips_than_there_are_in_any_slice_are_refused_before_a_device_is_built_for_each():
+    told = (
+        r"'v5p:1000x1000x1000': 1000000000 chips are expected to be at most 16384\. Type for example 'v5p:16x16x16'\.$"
+    )
+    with pytest.raises(TargetError, match=told):
+        resolve_target("v5p:1000x1000x1000", require_installed=False)
+
+
+BUILD_EACH = """
+import json, sys
+folders, wanted = json.load(sys.stdin)
+sys.path.extend(folders)
+from jax.experimental import topologies
+
+def is_built(name, options):
+    try:
+        topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except Exception:
+        return False
+    return True
+
+print(json.dumps({name: is_built(name, options) for name, options in wanted.items()}))
+"""
+
+
+@pytest.mark.targets
+def test_the_compiler_itself_builds_what_is_accepted_and_nothing_that_is_refused():
+    """Of every TPU kind, 1 to 6 chips along each of two dimensions."""
+    try:
+        require_compiler("tpu", "v5e")
+    except TargetError as error:
+        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
+            raise
+        pytest.skip(f"targets: TPU topologies not proved ({error})")
+    wanted: dict[str, dict[str, str]] = {}
+    for each in (resolve_target(kind, require_installed=False) for kind in target_names()):
+        kind, _, shape = each.topology.partition(":")
+        if each.platform == "tpu":
+            tail = "x3" if shape.count("x") > 1 else ""
+            sides = itertools.product(range(1, 7), repeat=2)
+            wanted |= {f"{kind}:{a}x{b}{tail}": dict(each.topology_options) for a, b in sides}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD_EACH], input=json.dumps([target_folders(), wanted]), check=True,
+        capture_output=True, text=True, timeout=120, env=worker_environment("v5litepod-4"),
+    )  # fmt: skip
+    built = json.loads(done.stdout)
+    assert len(built) == 7 * 36
+    assert built == {name: is_accepted(name) for name in wanted}
+
+
+def is_accepted(text: str) -> bool:
+    try:
+        resolve_target(text, require_installed=False)
+    except TargetError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

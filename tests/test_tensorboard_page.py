@@ -21,6 +21,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.settings import MonitorSettings
+from tests import sample_plans as samples
 from tests.browser import Browser, missing
 from tests.processes import bytes_of_others
 
@@ -57,7 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     step = jm.jit_step(page_step, jm.StepPolicy())
     weights, batch = jnp.full((256, 256), 0.01), jnp.ones((1024 * scale, 256))
     double = jm.CollectingWriter()
-    with jm.MemoryMonitor(settings, logdir=folder / "demo", writer=double) as monitor:
+    plan = jm.plan(page_step, weights, batch, budget="1TiB")
+    jm.Plan(samples.six()).to_tensorboard(folder / "plan")
+    with jm.MemoryMonitor(settings, logdir=folder / "demo", writer=double, plan=plan) as monitor:
         for index in range(MOST_STEPS):  # as many as it takes on a busy machine
             weights, metrics = step(weights, batch if index != SHORT_AT else batch[: 300 * scale])
             monitor(index, metrics)
@@ -118,17 +121,22 @@ def look(browser: Browser, address: str) -> Look:
 def test_the_scalars_page_shows_memory_by_step(look: Look, browser: Browser):
     text = look("scalars", "tag:\nmemory/live_arrays_gib")
     shown = re.findall(r"tag:\n(\S+)", text)
-    expected = {"memory/live_arrays_gib", "memory/live_arrays_count", "memory/host_gib", "memory/preset_limit_gib"}
-    assert expected | {"memory/program_gib/page_step", "train/loss"} <= set(shown)
+    assert {"memory/live_arrays_gib", "memory/live_arrays_count", "memory/host_gib", "train/loss"} <= set(shown)
     assert "No dashboards are active" not in text
     runs = browser.run("return fetch('data/plugin/scalars/tags').then(answer => answer.json())")
-    assert list(runs) == ["demo"], "one run, no extra directories"
+    assert sorted(runs) == ["demo", "plan"], "no extra directories"
+    assert runs["plan"].keys() == {"memory/planned_gib/train_step", "memory/plan_budget_gib"}
+    assert {"memory/preset_limit_gib", "memory/program_gib/page_step"} <= runs["demo"].keys(), "on a second page"
+    # What was foretold lies beside what was compiled, in every window of the run.
+    planned, compiled = (
+        browser.run(f"{_POINTS_OF}('memory%2F{name}_gib%2Fpage_step')") for name in ("planned", "program")
+    )
+    assert planned[-1][1:] == compiled[-1][1:]
 
 
 def test_the_scalars_have_at_least_a_hundred_points(look: Look, browser: Browser, run: Run):
     look("scalars", "tag:\nmemory/live_arrays_gib")
-    script = "return fetch('data/plugin/scalars/scalars?tag=memory%2Flive_arrays_gib&run=demo').then(answer => answer.json())"
-    points = browser.run(script)
+    points = browser.run(f"{_POINTS_OF}('memory%2Flive_arrays_gib')")
     assert len(points) >= 100
     assert points[-1][1] == run.last_step
     assert all(value > 0 for *_, value in points)
@@ -148,7 +156,18 @@ def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser, ru
     text = look("images", "memory/over_time")
     assert f"step\n{run.last_step}" in text
     widths = browser.wait_for(lambda: browser.run(_WIDTHS))
-    assert widths == [720], "one image, really loaded"
+    assert sorted(widths) == [720, 1008, 1008], "all really loaded: memory over time, and both plans' frontiers"
+
+
+def test_the_text_page_shows_the_plans(look: Look):
+    """The run's own and the one that is a run by itself, each with its candidates and where figures come from."""
+    text = look("text", "plan/where_figures_come_from/text_summary")
+    cells = text[text.index("plan/candidates/text_summary") :]
+    assert "\n->\nfull, keep 0.341\n71.6 MiB\nunknown\n99%\n+9.8%\nunknown\n0\n" in cells
+    assert "71.6 MiB (75,078,042 B)\nthe compiler for h100_sxm: arguments + results" in cells
+    assert "the attached device's compiler: arguments + results" in cells
+    assert "1.0 TiB (1,099,511,627,776 B)\nas asked for; the scalar memory/plan_budget_gib" in cells
+    assert "predicted" in text
 
 
 def test_the_time_series_page_shows_the_same(look: Look):
@@ -167,6 +186,9 @@ const walk = (node) => {
 walk(document.body);
 return found.length > 0;
 """
+_POINTS_OF = """
+const points = tag => fetch('data/plugin/scalars/scalars?run=demo&tag=' + tag).then(answer => answer.json());
+return points"""
 _WIDTHS = """
 const found = [];
 const walk = (node) => {

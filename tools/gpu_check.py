@@ -19,12 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_predictions import of_plan, prediction_line, predictions
+
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = Path(__file__).resolve().parent / "gpu_questions.py"
 LIMIT_S, QUESTION_LIMIT_S = 450, 100
-# Wheels beside JAX that the monitor's own question needs: module -> what to install.
+# Wheels beside JAX that the questions about the library's own parts need: module -> what to install.
 WHEELS = {"numpy": "numpy", "psutil": "psutil", "pydantic": "pydantic", "rich": "rich"}
-WHEELS |= {"tensorboardX": "tensorboardX", "yaml": "PyYAML", "google.protobuf": "protobuf"}
+WHEELS |= {
+    "tensorboardX": "tensorboardX",
+    "yaml": "PyYAML",
+    "google.protobuf": "protobuf",
+    "flatbuffers": "flatbuffers",
+}
 ALLOCATORS = {
     "default": {},
     "bfc": {"XLA_PYTHON_CLIENT_ALLOCATOR": "bfc"},
@@ -37,18 +44,19 @@ ALLOCATORS = {
     "platform": {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
     "vmm": {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"},
 }
+PLANS = ("plan_none", "plan_full", "plan_keep")
 SMALL_POOL = {"XLA_CLIENT_MEM_FRACTION": "0.1"}
 
 
 def plan(*, preflight: bool) -> list[tuple[str, str]]:
-    """Question and allocator, the most wanted answers first. The CPU ignores allocators, so there one is enough."""
+    """Question and allocator, the most wanted answers first. The CPU ignores allocators and knows no peak: fewer are asked."""
     kinds = ["default"] if preflight else list(ALLOCATORS)
     ooms = ["default"] if preflight else ["default", "bfc, no preallocation", "cuda_async", "platform", "vmm"]
     return [
         ("out_of_memory", ooms[0]),
         *(("statistics", kind) for kind in kinds),
         ("prediction_plain", "default"),
-        ("prediction_checkpoint", "default"),
+        *((name, "default") for name in (PLANS[::2] if preflight else PLANS)),
         ("hook", "default"),
         ("fragmentation", "small pool"),
         *(("out_of_memory", kind) for kind in ooms[1:]),
@@ -116,7 +124,7 @@ def has_gpu() -> bool:
 
 
 def missing_wheels() -> list[str]:
-    """What the monitor's question needs and this Python lacks."""
+    """What the questions about the library's own parts need and this Python lacks."""
 
     def absent(module: str) -> bool:
         try:
@@ -134,7 +142,7 @@ def ask_all(*, preflight: bool) -> list[dict[str, Any]]:
     for question, allocator in plan(preflight=preflight):
         left = LIMIT_S - (time.monotonic() - begin)
         reason = ""
-        if question == "hook" and lacking:
+        if question in ("hook", *PLANS) and lacking:
             reason = f"this Python lacks {', '.join(lacking)}; bring these wheels"
         elif left < 10:  # noqa: PLR2004 - seconds that starting JAX takes
             reason = f"the {LIMIT_S} seconds are used up"
@@ -197,7 +205,7 @@ HEADLINES = {
     "statistics": of_statistics,
     "out_of_memory": of_out_of_memory,
     "prediction_plain": of_prediction,
-    "prediction_checkpoint": of_prediction,
+    **dict.fromkeys(PLANS, of_plan),
     "hook": of_hook,
     "fragmentation": of_fragmentation,
     "defragment": of_defragment,
@@ -254,6 +262,7 @@ def main(arguments: list[str]) -> int:
         "presence": present["answer"],
         "nvidia_smi": nvidia_smi(),
         "missing_wheels": missing_wheels(),
+        "predictions": predictions(results),
         "results": results,
     }
     out = options.out or (None if options.preflight else ROOT / "results" / "gpu_check.json")
@@ -262,6 +271,7 @@ def main(arguments: list[str]) -> int:
         out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"written: {out}")
     print(table(results))
+    print("\n".join(["", "Foretold against seen:", *map(prediction_line, report["predictions"])]))
     return 0 if any(entry["state"] == "answered" for entry in results) else 1
 
 

@@ -156,14 +156,13 @@ def intact(ones: jax.Array) -> bool | str:
     return found[0] if failed is None else f"{failed['type']}: {failed['text']}"
 
 
-def prediction(*, small: bool, checkpoint: bool) -> dict[str, Any]:
-    """The compiled need of a donated, scanned training step against the peak that the allocator saw."""
+def prediction(*, small: bool) -> dict[str, Any]:
+    """The compiled need of a donated, scanned training step against the peak that the allocator saw, by JAX alone."""
     layers, width, batch = (4, 64, 32) if small else (24, 4096, 16384)
     limit = value(stats(), "bytes_limit")
     while limit is not None and 16 * layers * width * batch > limit // 2:  # four arrays of four bytes a layer
         batch //= 2
-    block = lambda x, w: (jnp.tanh(jax.nn.gelu(x @ w) + x), None)  # noqa: E731 - scanned, plain or under checkpoint
-    body = jax.checkpoint(block) if checkpoint else block
+    body = lambda x, w: (jnp.tanh(jax.nn.gelu(x @ w) + x), None)  # noqa: E731 - scanned
 
     def loss(params: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
@@ -198,6 +197,13 @@ def prediction(*, small: bool, checkpoint: bool) -> dict[str, Any]:
         if peak is not None and earlier is not None and peak > earlier
         else None,
     }
+
+
+def planned(name: str, *, small: bool) -> dict[str, Any]:
+    """What a plan foretells of a step under one policy, and what running it shows."""
+    from gpu_plans import POLICIES, plan_against_run
+
+    return plan_against_run(POLICIES[name], small=small)
 
 
 def calibrated_step(seconds: float) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
@@ -319,8 +325,8 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "presence": presence,
     "statistics": statistics_of_allocator,
     "out_of_memory": out_of_memory,
-    "prediction_plain": functools.partial(prediction, checkpoint=False),
-    "prediction_checkpoint": functools.partial(prediction, checkpoint=True),
+    "prediction_plain": prediction,
+    **{name: functools.partial(planned, name) for name in ("plan_none", "plan_full", "plan_keep")},
     "hook": hook,
     "fragmentation": fragmentation,
     "defragment": defragment,

@@ -88,10 +88,9 @@ def checkpoint_equation(template: Any, jaxpr: Any, invars: Sequence[Any], outvar
     )
 
 
-def name_equation(name: str, var: Any, named: Any) -> Any:
-    """An equation that names ``var`` for checkpoint policies, as ``named``; taken from a trace like `checkpoint_template`."""
-    traced = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0)
-    return open_jaxpr(traced).eqns[0].replace(invars=[var], outvars=[named])
+def name_template(name: str) -> Any:
+    """An equation that names a value for checkpoint policies, to be filled in; from a trace like `checkpoint_template`."""
+    return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0)).eqns[0]
 
 
 def scan_arity(eqn: Any) -> tuple[int, int]:

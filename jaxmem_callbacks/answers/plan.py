@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxmem_callbacks.config.dump import preset_to_yaml
+from jaxmem_callbacks.planning.ledger import Progress
 from jaxmem_callbacks.planning.plan import Ask, make_plan, unfit_reason
-from jaxmem_callbacks.planning.search import Progress, pareto
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.planning.search import pareto
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text, policy_words
+from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +31,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
     mesh: Any = None,
     resident: Iterable[Any] = (),
     search: Mapping[str, Any] | None = None,
+    beside: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]] = (),
     progress: Progress | bool | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -37,7 +40,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         plan = jm.plan(train_step, state, batch, target="h100_sxm", budget="72GiB")
         step = jm.jit_step(train_step, plan.policy)
 
-    The step is traced and compiled under at most 6 policies and never run; no device memory is taken.
+    The step is traced and compiled under at most 6 policies, 16 where more than remat is searched, and never run; no device
+    memory is taken. (Of a loss that is to be accumulated over real rows a few are compared, as by ``jm.jit_step``.)
 
     Args:
         train_step: The user's own step, which takes its gradient by ``jm.value_and_grad``, ``jm.grad`` or
@@ -52,7 +56,11 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
             Arguments with shardings say themselves where they lie.
         resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
-        search: Not used yet; remat is searched, and sharding for several devices.
+        search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "microbatches": [2, 4], "donate": True,
+            "sharding": ["zero1", "fsdp"], "batch": {"multiple_of": 8, "at_most": 512}}``, of which any part may be left
+            out and most may be True; docs/plan.md has the words. The batch is changed only by ``"batch"``.
+        beside: Other programs that must fit too, as pairs of a function and its arguments:
+            ``[(eval_step, (state, batch))]``. Each is compiled once, and the largest program sets the need.
         progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on
             a terminal, False never.
         **kwargs: The step's keyword arguments.
@@ -61,15 +69,12 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         The plan; ``print`` it.
 
     Raises:
-        PlanError: no budget that makes sense; a step that is under a policy already.
+        PlanError: no budget or search that makes sense; a step that is under a policy already.
         TargetError: the target is unknown, or its compiler is not installed.
         CompileError: the program cannot be exported, or the compiler failed, crashed or took too long.
         PolicyError, LossRefusedError: only where even the plain step cannot be traced.
     """
-    if search is not None:
-        msg = f"search={search!r}: only remat and, for several devices, sharding are searched so far. Leave search out."
-        raise PlanError(msg)
-    ask = Ask(target=target, budget=budget, resident=resident, mesh=mesh)
+    ask = Ask(target=target, budget=budget, resident=resident, mesh=mesh, search=search, beside=beside)
     return Plan(make_plan(train_step, args, kwargs, ask, _progress(progress)))
 
 
@@ -122,8 +127,9 @@ class Plan:
     def to_yaml(self) -> str:
         """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``."""
         chosen, record = self.chosen, self.record
+        rows = f" at {chosen.batch_rows} rows" if chosen.batch_rows is not None else ""
         text = (
-            f"{policy_words(chosen.policy)} for {record.step} on {record.target}: {format_bytes(chosen.step_bytes)} of "
+            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}: {format_bytes(chosen.step_bytes)} of "
             f"{format_bytes(record.budget_bytes)} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
             f"program {record.fingerprint})."
         )
@@ -132,6 +138,24 @@ class Plan:
     def to_json(self) -> str:
         """Every figure, bytes as integers."""
         return plan_json(self.record)
+
+    def to_tensorboard(self, logdir: str | os.PathLike[str]) -> Path:
+        """Write the plan as a run of its own for TensorBoard: figure, table, where each figure comes from, and two scalars.
+
+        A training run shows the same page where its monitor is told of the plan: ``jm.MemoryMonitor(logdir=..., plan=plan)``.
+
+        Args:
+            logdir: A folder that holds no run; a plan that was written there before is replaced.
+
+        Returns:
+            The folder.
+
+        Raises:
+            PlanError: ``logdir`` is no local folder, or holds a run.
+        """
+        from jaxmem_callbacks.writers.plan_run import write_plan_run
+
+        return write_plan_run(self.record, self.frontier, logdir)
 
     def __str__(self) -> str:
         return plan_text(self.record, self.frontier)

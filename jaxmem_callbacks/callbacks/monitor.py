@@ -46,13 +46,15 @@ class MemoryMonitor:
     steps at most. A part that fails is named once on stderr and switched off.
 
     Tags: ``memory/..._gib`` (mean of a window; ``/min`` and ``/max`` where there were several values or devices),
-    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/over_time``.
+    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/over_time``; of a plan
+    ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``.
 
     Args:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
         logdir: Folder for the event file and ``memory.jsonl``; None writes no files.
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
-        plan: What `jm.plan` gave for the step: the monitor says when it is stale, and shows predicted beside compiled bytes.
+        plan: What `jm.plan` gave for the step: the monitor writes its figure and table once at the start, says when it is
+            stale, and shows predicted beside compiled bytes.
         probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
             which is read at every ``every_steps``-th call.
 

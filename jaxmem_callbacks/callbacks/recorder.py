@@ -20,6 +20,7 @@ from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import GIB
 from jaxmem_callbacks.writers.over_time import draw_over_time
+from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
 
 KNOWN_TAG = "memory/known_here"
@@ -48,6 +49,7 @@ class Recorder:
         plan: PlanRecord | None = None,
     ) -> None:
         self._settings = settings
+        self._plan = self._unwritten_plan = plan
         self._open_writers = open_writers
         self._faults = faults
         self._writers: list[Writer] | None = None
@@ -68,6 +70,9 @@ class Recorder:
         """Take in one observation; ``last`` closes the open window and draws the figure."""
         self.events += tuple(events)
         self._learn(observation)
+        if self._unwritten_plan is not None:
+            self._faults.attempt("the plan's page", self._write_plan, self._unwritten_plan, observation, default=None)
+            self._unwritten_plan = None
         for record in (*self._raw(observation), *events):
             self._write(record)
         window = self._windows.close(observation.step, observation.time_s, force=last)
@@ -117,6 +122,8 @@ class Recorder:
 
     def _constants(self) -> dict[str, float]:
         values = {f"memory/program_gib/{name}": need / GIB for name, need in dict(self._needs).items()}
+        if self._plan is not None:
+            values |= plan_scalars(self._plan)
         if self._settings.limit_bytes is not None:
             values["memory/preset_limit_gib"] = self._settings.limit_bytes / GIB
         return values
@@ -133,6 +140,17 @@ class Recorder:
         self._unavailable.update(new)
         compilations = [compiled.compilation for compiled in observation.compilations]
         return [*readings, *new, *compilations, *observation.metrics]
+
+    def _write_plan(self, plan: PlanRecord, observation: Observation) -> None:
+        """Once, at the start: what was foretold is there from the first moment on."""
+        from jaxmem_callbacks.planning.search import pareto
+        from jaxmem_callbacks.writers.plan_figure import plan_picture
+
+        frontier = pareto(plan.candidates)
+        for record in plan_page(plan, frontier, step=observation.step, time_s=observation.time_s):
+            self._write(record)
+        if any(writer.takes_pictures for writer in self._opened()):
+            self._write(plan_picture(plan, frontier, step=observation.step, time_s=observation.time_s))
 
     def _write_table(self, observation: Observation, *, last: bool) -> None:
         shape = self._known.shape()

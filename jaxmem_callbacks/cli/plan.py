@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED
 from jaxmem_callbacks.cli.script import ScriptFailedError, add_script_arguments, reach_step
+from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
+from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.policies import StepPolicy
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
@@ -22,8 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="B", help="72GiB, or a share of what is usable such as 0.9; else the frontier"
     )
     parser.add_argument("--resident", metavar="SIZE", action="append", default=[], help="what else stays there, 2GiB")
+    add_search_argument(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
+    parser.add_argument(
+        "--logdir", metavar="DIR", type=Path, help="write the plan for TensorBoard, as a run of its own"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_script_arguments(parser)
 
@@ -47,11 +56,12 @@ def run(args: argparse.Namespace) -> int:
     from jaxmem_callbacks.answers.plan import plan
 
     made = plan(
-        getattr(reached.step, "__wrapped__", reached.step) if hasattr(reached.step, "policy") else reached.step,
+        _without_gradient_policy(reached.step),
         *reached.args,
         target=args.target,
         budget=_budget(args.budget),
         resident=args.resident,
+        search=search_of(args.search),
         progress=True,
         **reached.kwargs,
     )
@@ -60,7 +70,17 @@ def run(args: argparse.Namespace) -> int:
         args.save.write_text(made.to_yaml(), "utf-8")
     if args.figure is not None:
         made.figure().savefig(args.figure, dpi=150)
+    if args.logdir is not None:
+        made.to_tensorboard(args.logdir)
     return REFUSED if made.chosen.fits is False else OK
+
+
+def _without_gradient_policy(step: Any) -> Any:
+    """The step of a script without the remat and microbatches that it has now; what it says of donation stays."""
+    if not isinstance(step, JitStep):
+        return step
+    policy = StepPolicy(donate=None if already_jitted(step.__wrapped__) is not None else step.donation)
+    return JitStep(step.__wrapped__, policy)
 
 
 def _budget(text: str | None) -> str | float | None:
@@ -74,12 +94,12 @@ def _budget(text: str | None) -> str | float | None:
 
 def _text(plan: Plan, saved: Path | None) -> str:
     lines = [str(plan)]
-    if plan.chosen.fits is not False and plan.policy.remat != "none":
-        policy = (
-            f'jm.StepPolicy(remat="{plan.policy.remat}"'
-            + (f", keep={plan.policy.keep}" if plan.policy.keep else "")
-            + ")"
+    if plan.chosen.fits is not False and plan.policy != StepPolicy():
+        said = ", ".join(
+            f"{field.name}={getattr(plan.policy, field.name)!r}"
+            for field in dataclasses.fields(StepPolicy)
+            if getattr(plan.policy, field.name) != field.default
         )
-        use = f'jm.load_preset("{saved}")' if saved is not None else policy
+        use = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
         lines += ["", "To train so:", f"    step = jm.jit_step(train_step, {use})"]
     return "\n".join(lines)

@@ -159,6 +159,6 @@ def _own_traceback(path: pathlib.Path) -> Generator[None]:
         place = error.__traceback__
         while place is not None and place.tb_frame.f_code.co_filename != str(path):
             place = place.tb_next
-        traceback.print_exception(error.with_traceback(place) if place is not None else error)
+        traceback.print_exception(error.with_traceback(place))  # none of the script's: it does not parse, say
         msg = f"{path} failed before its first step; its own traceback is above."
         raise ScriptFailedError(msg) from error

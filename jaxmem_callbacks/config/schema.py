@@ -7,6 +7,7 @@ record's name may be left out, because the value carries its unit.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -38,6 +39,7 @@ from jaxmem_callbacks.records.units import parse_bytes
 
 SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_SHOWN = 60
 _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 
 # What the records' types cannot say: the allowed range, and the same in words.
@@ -186,7 +188,7 @@ def _reached(values: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
 
 def _problem(path: KeyPath, value: Any, flaw: Mapping[str, Any], place: Place) -> Problem:
     if flaw["type"] == "extra_forbidden":
-        return _unknown_key(path, place)
+        return _unknown_key(path, value, place)
     key = ".".join(str(part) for part in path if isinstance(part, str))
     dotted = short_key(key) + "".join(f"[{part}]" for part in path if isinstance(part, int))
     if key == "policy.remat" and isinstance(value, str):
@@ -201,15 +203,31 @@ def _first_sentences(flaw: Mapping[str, Any]) -> str:
     return str(flaw["ctx"]["error"]).partition(" Expected one of:")[0]
 
 
-def _unknown_key(path: KeyPath, place: Place) -> Problem:
+def _unknown_key(path: KeyPath, value: Any, place: Place) -> Problem:
     *parents, key = (str(part) for part in path)
     model = _MODELS[parents[0]] if parents else PresetFile
     allowed = sorted(short_key(name) for name in model.model_fields)
     inside = f" in `{parents[0]}`" if parents else ""
     homes = [section for section, inner in _MODELS.items() if full_key(section, key) in inner.model_fields]
-    hint = f" It belongs under `{homes[0]}`." if homes else did_you_mean(key, allowed)
+    hint = (
+        f" It belongs under `{homes[0]}`{_said_there(homes[0], key, value, place)}."
+        if homes
+        else did_you_mean(key, allowed)
+    )
     given = f"unknown key {shorten(key)}{inside}.{hint}"
     return Problem(place=place, given=given, expected=f"Allowed here: {', '.join(allowed)}.")
+
+
+def _said_there(section: str, key: str, value: Any, place: Place) -> str:
+    """What to type for a keyword argument that is a section's key; nothing in a file, whose line is told."""
+    if place.line is not None:
+        return ""
+    words = expected(f"{section}.{full_key(section, key)}")
+    if isinstance(value, str) and words.startswith("one of: "):
+        near = difflib.get_close_matches(value, re.findall(r"\w+", words.removeprefix("one of: ")), n=1, cutoff=0.5)
+        value = near[0] if near else value
+    shown = repr(value)
+    return f": type {section}={{{key!r}: {shown if len(shown) <= _SHOWN else '...'}}}"
 
 
 def _suggestion(key: str, value: Any) -> str:

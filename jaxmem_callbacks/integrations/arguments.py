@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+from jaxmem_callbacks.transforms.leaves import split
 
 
 class Parting:
@@ -21,19 +21,6 @@ class Parting:
 
     def __init__(self, is_object: Callable[[Any], bool]) -> None:
         self._is_object = is_object
-
-    def part(self, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        """What of a tree is traced, and the function that puts others in its place."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=self._is_object)
-        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) or self._is_object(leaf)]
-
-        def join(traced: Sequence[Any]) -> Any:
-            filled = list(leaves)
-            for place, value in zip(places, traced, strict=True):
-                filled[place] = value
-            return jax.tree.unflatten(treedef, filled)
-
-        return [leaves[place] for place in places], join
 
     def through(
         self, checkpointed: Callable[..., Any], module: Any, call: Callable[..., Any], args: Any, kwargs: Any
@@ -47,12 +34,12 @@ class Parting:
             args: The caller's.
             kwargs: The caller's.
         """
-        traced, join = self.part((args, kwargs))
+        traced, join = split((args, kwargs), self._is_object)
         rest: list[Callable[[Sequence[Any]], Any]] = []
 
         def rematerialised(inner_module: Any, inner_traced: Sequence[Any]) -> list[Any]:
             inner_args, inner_kwargs = join(inner_traced)
-            results, join_results = self.part(call(inner_module, *inner_args, **inner_kwargs))
+            results, join_results = split(call(inner_module, *inner_args, **inner_kwargs), self._is_object)
             rest.append(join_results)
             return results
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import jax
+from jax.sharding import Mesh
 
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.modelled import modelled_seconds
@@ -17,12 +18,14 @@ from jaxmem_callbacks.planning.speeds import speed_of
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
+from jaxmem_callbacks.programs.steps.jitting import jax_traced
+from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
-from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
+from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, compile_traced_for, compile_traced_here
 from jaxmem_callbacks.programs.targets.target import Target
-from jaxmem_callbacks.records.plans import Candidate
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.plans import BesideProgram, Candidate
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
 from jaxmem_callbacks.transforms.keeping import Share
@@ -42,8 +45,10 @@ class Problem:
         budget: What a step may use.
         resident_bytes: What must fit beside it on each device.
         device_count: Devices the work is spread over.
-        mesh: An abstract mesh that the policies' sharding means, or None.
-        base: The policy of the plain step: its sharding, if any.
+        mesh: The mesh that the policies' sharding means: abstract for absent devices; or None.
+        base: The policy of the plain step: its sharding and donation, where anything is said of them.
+        beside: Other programs of the run, compiled with the state placed as here.
+        batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
     """
 
     train_step: Callable[..., Any]
@@ -55,6 +60,18 @@ class Problem:
     device_count: int = 1
     mesh: Any = None
     base: StepPolicy = field(default_factory=StepPolicy)
+    beside: tuple[BesideProgram, ...] = ()
+    batch_rows: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The train step's own name."""
+        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+
+    @property
+    def beside_alone_is_too_much(self) -> bool:
+        """Whether a program beside the step does not fit, whatever the step's policy."""
+        return any(program.fits is False for program in self.beside)
 
     def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
         """The step under a policy."""
@@ -62,7 +79,9 @@ class Problem:
 
     def in_mesh(self) -> AbstractContextManager[Any]:
         """Where the step is traced: on the mesh, where there is one."""
-        return contextlib.nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh)
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) else jax.sharding.use_abstract_mesh(self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +93,14 @@ class Facts:
         modelled_s: Modelled seconds on the target, or None where its speed is unknown.
         fingerprint: Identifies the program.
         shares: What each loss could keep besides its cuts; empty where nothing is cut.
+        unchecked: Whether a loss is accumulated that did not say its weight, and that nobody compared yet.
     """
 
     flops: int
     modelled_s: float | None
     fingerprint: str
     shares: tuple[tuple[Share, ...], ...] = field(repr=False)
+    unchecked: bool = False
 
 
 @final
@@ -92,22 +113,37 @@ class Compiler:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.leaves: tuple[Leaf, ...] = ()
         self.answers: list[TargetCompilation] = []
         self.notes: dict[str, None] = {}
-        self.plain = self.facts(problem.base)
+        self._plain_step = problem.step(problem.base)
+        self.plain = self.facts(problem.base, self._plain_step)
+        self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
-    def facts(self, policy: StepPolicy, *, survey: bool = False) -> Facts:
+    def title(self, policy: StepPolicy) -> str:
+        """What a compile is called while it runs."""
+        rows = self.problem.batch_rows
+        return policy_words(policy) + (f" at {rows} rows" if rows is not None else "")
+
+    def facts(self, policy: StepPolicy, step: JitStep | None = None, *, survey: bool = False) -> Facts:
         """What the step under a policy tells without a compile.
+
+        Args:
+            policy: The policy.
+            step: The step under it, where there is one already: JAX then traces it once for all that is asked of it.
+            survey: Also tell what the losses could keep.
 
         Raises:
             PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
         """
         problem = self.problem
         found: list[tuple[Share, ...]] = []
-        step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
+        if step is None:
+            step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
         with problem.in_mesh():
             traced = step.traced(problem.args, dict(problem.kwargs))
         self.notes |= dict.fromkeys(step.notes)
+        self.leaves = self.leaves or tuple(traced.leaves)
         speed = speed_of(problem.target)
         text = f"{jax.__version__}\n{traced.jaxpr}"
         return Facts(
@@ -115,6 +151,7 @@ class Compiler:
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.device_count),
             fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
             shares=tuple(found),
+            unchecked=step.unchecked,
         )
 
     def candidate(self, policy: StepPolicy) -> Candidate:
@@ -123,32 +160,61 @@ class Compiler:
         Raises:
             CompileError, TargetError: the compiler failed, crashed or took too long.
         """
-        facts = self.facts(policy)
-        if self.problem.target is None:
-            memory, hlo = self._attached(policy)
-            return self._judged(policy, facts, memory, hlo)
         problem = self.problem
-        assert problem.target is not None
+        step = self._plain_step if policy == problem.base else problem.step(policy)
+        facts = self.facts(policy, step)
+        self.unchecked |= facts.unchecked
+        if problem.target is None:
+            memory, hlo = self._attached(step)
+            return self._judged(policy, facts, memory, hlo)
         with problem.in_mesh():
-            answer, *_ = compile_step_for(problem.step(policy), problem.args, dict(problem.kwargs), problem.target.name)
+            answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name)
         self.answers.append(answer)
         if answer.memory is not None:
             return self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
+        need, largest = self._need(answer.needed_bytes)
         return Candidate(
             policy=policy,
             step_bytes=answer.needed_bytes,
             fits=False,
             flops=facts.flops,
             extra_flops=facts.flops - self.plain.flops,
+            plain_flops=self.plain.flops,
+            need_bytes=need,
+            sets_need=largest,
+            beside=problem.beside,
+            batch_rows=problem.batch_rows,
+            mesh=mesh_sizes(problem.mesh),
             modelled_s=facts.modelled_s,
             refusal=answer.refusal,
             cached=answer.cached,
         )
 
-    def _attached(self, policy: StepPolicy) -> tuple[ProgramMemory, str]:
+    def donating(self, policy: StepPolicy, names: Sequence[str]) -> tuple[int | None, bool]:
+        """Bytes of the step under a policy with some more arguments donated, and whether the cache knew them.
+
+        Raises:
+            CompileError: the compiler failed, crashed or took too long.
+        """
+        problem = self.problem
+        with problem.in_mesh():
+            step = problem.step(policy)
+            traced = step.traced(problem.args, dict(problem.kwargs))
+            if problem.target is not None:
+                answer = compile_traced_for(traced, step.name, problem.target.name, donate=names)
+                return answer.needed_bytes, answer.cached
+            compiled = compile_traced_here(traced, step.name, donate=names)
+        memory = program_memory(compiled, name="step", platform=jax.default_backend(), target="attached")
+        return memory.step_bytes, False
+
+    def _attached(self, step: JitStep) -> tuple[ProgramMemory, str]:
         """Compiled for the devices of this process; the same compile serves the step's first call."""
         problem = self.problem
-        compiled = problem.step(policy).lower(*problem.args, **problem.kwargs).compile()
+        with problem.in_mesh():
+            if step.policy.microbatches == 1:
+                compiled = step.lower(*problem.args, **problem.kwargs).compile()
+            else:  # `lower` would compare the loss on real rows, which was done once before
+                compiled = jax_traced(step.trace(*problem.args, **problem.kwargs)).lower().compile()
         hlo = compiled.as_text() or ""
         platform = jax.default_backend()
         return program_memory(compiled, name="step", platform=platform, target="attached", hlo_text=hlo), hlo
@@ -162,12 +228,19 @@ class Compiler:
         answer: TargetCompilation | None = None,
     ) -> Candidate:
         hidden = max(recomputed_flops(hlo), 1) * self.problem.device_count if memory.compiler_remat else 0
+        need, largest = self._need(memory.step_bytes)
         return Candidate(
             policy=policy,
             step_bytes=memory.step_bytes,
-            fits=self._fits(memory.step_bytes, answer),
+            fits=self._fits(need, answer),
             flops=facts.flops,
             extra_flops=facts.flops - self.plain.flops + hidden,
+            plain_flops=self.plain.flops,
+            need_bytes=need,
+            sets_need=largest,
+            beside=self.problem.beside,
+            batch_rows=self.problem.batch_rows,
+            mesh=mesh_sizes(self.problem.mesh),
             compiler_remat=memory.compiler_remat,
             modelled_s=self._with_collectives(facts.modelled_s, hlo),
             argument_bytes=memory.argument_bytes,
@@ -186,8 +259,20 @@ class Compiler:
             return modelled_s
         return modelled_s + collectives_of(hlo, self.problem.device_count).moved_bytes / speed.link
 
-    def _fits(self, step_bytes: int, answer: TargetCompilation | None) -> bool | None:
-        if answer is not None and answer.fits is False:
+    def _need(self, step_bytes: int | None) -> tuple[int | None, str]:
+        """Resident bytes and the largest program; the name of that one where it is not the step."""
+        own = None if step_bytes is None else step_bytes + self.problem.resident_bytes
+        needs = [(program.need_bytes, program.name) for program in self.problem.beside]
+        known = [(need, name) for need, name in [(own, ""), *needs] if need is not None]
+        return max(known, key=lambda pair: pair[0], default=(None, ""))
+
+    def _fits(self, need: int | None, answer: TargetCompilation | None) -> bool | None:
+        if (answer is not None and answer.fits is False) or self.problem.beside_alone_is_too_much:
             return False
         limit = self.problem.budget.bytes
-        return None if limit is None else step_bytes + self.problem.resident_bytes <= limit
+        return None if limit is None or need is None else need <= limit
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Axis -> size; empty without a mesh."""
+    return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}

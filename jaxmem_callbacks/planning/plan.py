@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from jaxmem_callbacks.planning.beside import Resident, compile_beside, parse_beside, parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
-from jaxmem_callbacks.planning.search import MOST_SHARDED_COMPILES, Progress, RematSearch, choose
-from jaxmem_callbacks.planning.spread import SHARDINGS, argument_bytes, carries_shardings, default_axes, spread
+from jaxmem_callbacks.planning.candidates import Compiler, Problem, mesh_sizes
+from jaxmem_callbacks.planning.donating import donation_of, note_donation
+from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.largest import LargestBatch
+from jaxmem_callbacks.planning.layouts import UNASKED, is_divided, layouts, with_donation
+from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
+from jaxmem_callbacks.planning.rows import find_rows
+from jaxmem_callbacks.planning.search import choose
+from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.units import format_bytes, parse_bytes
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.accumulation.multi_steps import accumulates_already
 from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS
-from jaxmem_callbacks.transforms.residuals import array_bytes
 
 _MARGINS = {
     "cuda": (
@@ -34,6 +42,15 @@ _MARGINS = {
 }
 
 
+# Of remat alone; and of everything else that may be searched, such as three shardings with both their ends.
+_MOST_COMPILES, _MOST_WIDE_COMPILES = 6, 16
+_MOST_MICROBATCHES = 64
+_UNCHECKED = (
+    "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
+    "its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
     """What a plan is asked for, as `jm.plan` takes it.
@@ -43,12 +60,16 @@ class Ask:
         budget: Bytes, text, a share, or None.
         resident: What else stays in memory.
         mesh: Axes of the target's devices, where the arguments carry no shardings; None for one axis, ``fsdp``.
+        search: What may be varied; None for remat, and shardings where the arguments carry none.
+        beside: Pairs of a function and its arguments: other programs that must fit.
     """
 
     target: str | None = None
     budget: str | float | None = None
     resident: Iterable[Any] = ()
     mesh: Any = None
+    search: Any = None
+    beside: Any = ()
 
 
 def make_plan(
@@ -63,116 +84,183 @@ def make_plan(
     Raises:
         PlanError, TargetError, CompileError, PolicyError: see `jm.plan`.
     """
-    if isinstance(train_step, JitStep):
-        if train_step.policy.changes_gradients:
-            policy = train_step.policy
-            what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
-            msg = (
-                f"The step is already under {what}. Plan the function that you wrote: "
-                f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
-            )
-            raise PlanError(msg)
-        train_step = train_step.__wrapped__
+    space = parse_search(ask.search)
+    function, said = _own_step(train_step)
     hardware = None if ask.target is None else resolve_target(ask.target)
     if hardware is not None and hardware.platform == "cpu" and jax.default_backend() == "cpu":
         hardware = None
-    limits = budget_for(ask.budget, hardware)
-    traced = JitStep(train_step, StepPolicy()).traced(args, dict(kwargs))
-    devices = max((_devices_of(leaf) for leaf in traced.leaves), default=1)
-    problem = Problem(
-        train_step=train_step,
+    resident = parse_resident(ask.resident)
+    first = Problem(
+        train_step=function,
         args=args,
         kwargs=kwargs,
         target=hardware,
-        budget=limits,
-        resident_bytes=sum(map(_resident_bytes, ask.resident)),
-        device_count=devices,
+        budget=budget_for(ask.budget, hardware),
+        resident_bytes=resident.bytes,
+        base=StepPolicy(donate=said),
     )
-    if hardware is not None and hardware.device_count > 1 and not carries_shardings(traced):
-        return _sharded(problem, traced, ask, progress)
-    if ask.mesh is not None:
+    traced = first.step(first.base).traced(args, dict(kwargs))
+    problem = with_donation(first, donation_of(first, said, space))
+    problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
+    planned = _Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
+    divided = is_divided(problem, traced, space, ask.mesh)
+    ledger = Ledger(progress, _MOST_WIDE_COMPILES if divided or space.is_wide else _MOST_COMPILES)
+    try:
+        with ledger.within(ledger.most - bool(traced.undonated)):
+            _search(planned, ledger, divided=divided)
+        if not ledger.entries:
+            raise ledger.failed[0]
+        note_donation(ledger, _chosen(ledger)[0], said, traced.undonated)
+    except KeyboardInterrupt:
+        ledger.note("Interrupted: this is the best of what was compiled so far.")
+        if not ledger.entries:
+            raise
+    return _record(ledger, *_chosen(ledger))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planned:
+    """A problem as it was asked, and what was parsed of that."""
+
+    problem: Problem
+    traced: Traced
+    space: Space
+    ask: Ask
+    resident: Resident
+
+
+def _own_step(train_step: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """The function to plan, and what was said of its donation.
+
+    Raises:
+        PlanError: a step that is under a policy already.
+    """
+    if not isinstance(train_step, JitStep):
+        return train_step, None
+    policy = train_step.policy
+    if policy.changes_gradients:
+        what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
         msg = (
-            f"mesh={ask.mesh!r} says how to divide a step for a target of several devices. Name one, such as "
-            "target='h100_sxm:8', or leave mesh out: arguments that carry shardings say themselves where they lie."
+            f"The step is already under {what}. Plan the function that you wrote: "
+            f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
         )
         raise PlanError(msg)
-    compiler = Compiler(problem)
-    search = RematSearch(compiler, progress)
-    return _record(compiler, search.run(frontier=ask.budget is None), traced.leaves, tuple(search.notes))
+    return train_step.__wrapped__, train_step.donation
 
 
-def _sharded(problem: Problem, traced: Traced, ask: Ask, progress: Progress | None) -> PlanRecord:
-    """Remat under each sharding of the state, for a target of several devices."""
-    candidates: list[Candidate] = []
-    notes: dict[str, None] = {}
-    assert problem.target is not None
-    axes = default_axes(problem.target.device_count) if ask.mesh is None else ask.mesh
-    compiler: Compiler | None = None
-    for sharding in SHARDINGS:
-        divided = spread(problem, traced, axes, sharding)
-        arguments = argument_bytes(divided)
-        if not _may_fit(problem, arguments) and sharding != SHARDINGS[-1]:
-            notes[f"{sharding} was not compiled: its arguments alone are {format_bytes(arguments)} on each device."] = (
-                None
-            )
-            continue
-        compiler = Compiler(divided)
-        search = RematSearch(compiler, progress, most=MOST_SHARDED_COMPILES // len(SHARDINGS))
-        candidates += search.run(frontier=False)
-        notes |= dict.fromkeys(search.notes)
-        if search.interrupted:
-            break
-    assert compiler is not None
-    candidates.sort(key=lambda each: (-(each.step_bytes or 0), each.extra_flops))
-    return _record(compiler, candidates, traced.leaves, tuple(notes))
+def _search(planned: _Planned, ledger: Ledger, *, divided: bool) -> None:
+    """Everything that is to be compiled, one placement of the state after the other."""
+    problem, traced, space, ask = planned.problem, planned.traced, planned.space, planned.ask
+    counts = _counts(planned, ledger)
+    compared = bool(counts) and _compared(planned, counts, ledger)
+    counts = () if compared is None else counts
+    rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
+    ways = layouts(problem, traced, space, ask.mesh, ledger) if divided else iter((problem,))
+    share = len(space.sharding or UNASKED) if divided else 1
+    programs = parse_beside(ask.beside)
+    try:
+        for way in ways:
+            placed = _with_beside(planned, way, programs, ledger) if programs else way
+            with ledger.within(ledger.most // share):
+                if space.batch is not None and rows is not None:
+                    LargestBatch(placed, rows, space.batch, counts, ledger).run(remat=space.remat)
+                else:
+                    whole = ask.budget is None and not divided
+                    explore(Compiler(placed), counts, ledger, remat=space.remat, frontier=whole)
+    finally:  # also of what was compiled before Ctrl-C
+        if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
+            ledger.note(_UNCHECKED)
 
 
-def _may_fit(problem: Problem, arguments: int) -> bool:
-    limit = problem.budget.bytes
-    return limit is None or arguments + problem.resident_bytes <= limit
+def _with_beside(planned: _Planned, placed: Problem, programs: Any, ledger: Ledger) -> Problem:
+    """The same problem, with what must fit beside it."""
+    with placed.in_mesh():
+        there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
+    found = compile_beside(placed, (planned.traced, there), programs, planned.resident, ledger)
+    return replace(placed, beside=found)
 
 
-def _record(
-    compiler: Compiler, candidates: Sequence[Candidate], leaves: Sequence[Leaf], notes: tuple[str, ...]
-) -> PlanRecord:
+def _counts(planned: _Planned, ledger: Ledger) -> tuple[int, ...]:
+    """Numbers of microbatches to try."""
+    problem, asked = planned.problem, planned.space.microbatches
+    if asked and accumulates_already(problem.args, dict(problem.kwargs)):
+        ledger.note(
+            "Microbatches were not tried: optax.MultiSteps accumulates already (its MultiStepsState is among the arguments), and "
+            "both would accumulate twice. Pass the inner optimizer alone to have the plan choose."
+        )
+        return ()
+    rows = _rows_if_known(planned) if asked else None
+    tried = asked if asked != "all" else tuple(2**power for power in range(1, _MOST_MICROBATCHES.bit_length()))
+    if planned.space.batch is not None or rows is None:
+        return tried
+    uneven = [str(count) for count in tried if rows % count]
+    if uneven and asked != "all":
+        ledger.note(
+            f"Microbatches {', '.join(uneven)} were not tried: they do not divide the {rows} rows of the batch."
+        )
+    return tuple(count for count in tried if rows % count == 0)
+
+
+def _rows_if_known(planned: _Planned) -> int | None:
+    """Rows of the step's batch; None where its arguments do not tell, and only the losses' own do."""
+    space = planned.space
+    try:
+        return find_rows(planned.problem, planned.traced, space.batch.argnames if space.batch is not None else ()).count
+    except PlanError:
+        return None
+
+
+def _compared(planned: _Planned, counts: Sequence[int], ledger: Ledger) -> bool | None:
+    """Whether the loss was held against its accumulation on real rows; None, and a note, where it is another gradient."""
+    problem, rows = planned.problem, _rows_if_known(planned)
+    count = next((each for each in counts if rows is None or rows % each == 0), None)
+    if count is None:
+        return False
+    step = problem.step(replace(problem.base, microbatches=count))
+    try:
+        return step.compare(problem.args, dict(problem.kwargs))
+    except PolicyError as error:
+        ledger.note(f"Microbatches were not tried: {error}")
+        return None
+
+
+def _chosen(ledger: Ledger) -> tuple[Entry, str]:
+    index, reason = choose([entry.candidate for entry in ledger.entries])
+    return ledger.entries[index], reason
+
+
+def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
+    compiler = best.compiler
     problem = compiler.problem
-    train_step, hardware, limits = problem.train_step, problem.target, problem.budget
-    chosen, reason = choose(candidates)
+    hardware, limits = problem.target, problem.budget
+    candidates = sorted(
+        (entry.candidate for entry in ledger.entries), key=lambda c: (-(c.step_bytes or 0), c.extra_flops)
+    )
     platform = hardware.platform if hardware is not None else jax.default_backend()
+    answers = [answer for entry in ledger.entries for answer in entry.compiler.answers[:1]]
     return PlanRecord(
-        step=getattr(train_step, "__name__", type(train_step).__name__),
+        step=problem.name,
         target="attached" if hardware is None else hardware.name,
         platform=platform,
         device_count=problem.device_count,
         candidates=tuple(candidates),
-        chosen=chosen,
+        chosen=next(index for index, each in enumerate(candidates) if each is best.candidate),
         reason=reason,
         limit_bytes=limits.limit_bytes,
         budget_bytes=limits.bytes,
         budget_reason=limits.reason,
         resident_bytes=problem.resident_bytes,
-        least_bytes=_state_bytes(leaves),
-        compiles=len(candidates),
-        compiled=sum(not candidate.cached for candidate in candidates),
+        least_bytes=_state_bytes(compiler.leaves),
+        compiles=ledger.asked + ledger.beside,
+        compiled=sum(not candidate.cached for candidate in candidates) + ledger.beside_compiled,
         margin=_MARGINS.get(platform, "") if hardware is not None else "",
-        versions=_versions(compiler, hardware),
-        flags={name: str(value) for answer in compiler.answers[:1] for name, value in answer.compiler_options.items()},
-        mesh=_mesh_of(problem, leaves),
-        signature=tuple((leaf.path, leaf.type_text) for leaf in leaves),
+        versions=_versions(answers, hardware),
+        flags={name: str(value) for answer in answers[:1] for name, value in answer.compiler_options.items()},
+        mesh=_mesh_of(problem, compiler.leaves),
+        signature=tuple((leaf.path, leaf.type_text) for leaf in compiler.leaves),
         fingerprint=compiler.plain.fingerprint,
-        notes=tuple(dict.fromkeys((*notes, *compiler.notes))),
+        notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
-
-
-def _resident_bytes(item: Any) -> int:
-    """Bytes that stay beside the step: a size, or a tree of arrays, real or abstract."""
-    if isinstance(item, (int, str)) and not isinstance(item, bool):
-        return parse_bytes(item)
-    leaves = [leaf for leaf in jax.tree.leaves(item) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    if not leaves:
-        msg = f"resident holds {type(item).__name__}, which has no arrays. Give bytes, '2GiB', or trees of arrays."
-        raise PlanError(msg)
-    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _state_bytes(leaves: Sequence[Leaf]) -> int:
@@ -188,25 +276,26 @@ def _devices_of(leaf: Leaf) -> int:
 
 def _mesh_of(problem: Problem, leaves: Sequence[Leaf]) -> dict[str, int]:
     if problem.mesh is not None:
-        return {str(name): int(size) for name, size in problem.mesh.shape.items()}
+        return mesh_sizes(problem.mesh)
     for leaf in leaves:
         mesh = getattr(getattr(leaf.value, "sharding", None), "mesh", None)
         if mesh is not None:
-            return {str(name): int(size) for name, size in mesh.shape.items()}
+            return mesh_sizes(mesh)
     return {}
 
 
-def _versions(compiler: Compiler, hardware: Target | None) -> dict[str, str]:
+def _versions(answers: Sequence[TargetCompilation], hardware: Target | None) -> dict[str, str]:
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     if hardware is not None:
-        found |= {name: version for answer in compiler.answers[:1] for name, version in answer.compiler.items()}
+        found |= {name: version for answer in answers[:1] for name, version in answer.compiler.items()}
     return found
 
 
 def unfit_reason(record: PlanRecord) -> str:
     """What did not fit and by how much, for whoever is to run the policy all the same."""
     best = record.candidates[record.chosen]
-    over = (best.step_bytes or 0) + record.resident_bytes - (record.budget_bytes or 0)
+    need = best.need_bytes or (best.step_bytes or 0) + record.resident_bytes
+    over = need - (record.budget_bytes or 0)
     return (
         f"Nothing fits: {record.step} needs {format_bytes(best.step_bytes)} on {record.target} under the policy that came "
         f"nearest, {format_bytes(over)} more than the budget of {format_bytes(record.budget_bytes)} allows (parameters and "

@@ -6,28 +6,24 @@ shares of what is dear to compute again, whose operations are known from a trace
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import final
 
+from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.programs.targets.worker import end_workers
-from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PolicyError
+from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.keeping import Share
 
-MOST_COMPILES = 6
-# Of several shardings and remat together; 3 shardings with both their ends are 6.
-MOST_SHARDED_COMPILES = 16
-_AT_ONCE = 2
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
 _DIGITS = 10**5
-Progress = Callable[[str, int, int], None]
+# The needs of policies between the ends lie less than this below those of the ends.
+_NEAR = 1.3
 
 
 @final
@@ -36,52 +32,102 @@ class RematSearch:
 
     Args:
         compiler: Compiles the step under a policy.
-        progress: Called with what is compiled next, how many are done and how many may come.
-        most: Compiles at most.
+        ledger: Where the compiles are counted and kept.
+        base: The policy without remat; None for the problem's own.
     """
 
-    def __init__(self, compiler: Compiler, progress: Progress | None = None, most: int = MOST_COMPILES) -> None:
+    def __init__(self, compiler: Compiler, ledger: Ledger, base: StepPolicy | None = None) -> None:
         self._compiler = compiler
-        self._progress = progress or (lambda _what, _done, _most: None)
-        self._most = most
-        self._plain = compiler.problem.base
+        self._ledger = ledger
+        self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
+        self._shares: list[Share] = []
         self.found: dict[StepPolicy, Candidate] = {}
-        self.notes: list[str] = []
-        self.failed: list[CompileError] = []
-        self.interrupted = False
 
-    def run(self, *, frontier: bool) -> list[Candidate]:
+    @property
+    def plain(self) -> Candidate | None:
+        """The step without remat, once it is compiled."""
+        return self.found.get(self._plain)
+
+    @property
+    def full(self) -> Candidate | None:
+        """The step that keeps only what is alive at its cuts, once it is compiled."""
+        return self.found.get(self._full)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the plain step is the answer: it fits, and its compiler recomputes nothing to make it fit."""
+        return self.plain is not None and self.plain.fits is not False and not self.plain.compiler_remat
+
+    def run(self, *, frontier: bool) -> None:
         """Compile what is worth compiling.
 
         Args:
             frontier: Fill the whole range between the ends; else stop as soon as the answer is known.
-
-        Returns:
-            The candidates, in the order of their bytes, largest first.
         """
+        if not self.ends():
+            return
+        if frontier:
+            self.fill()
+        elif not self.is_done:
+            self.close_in()
+
+    def ends(self, *, plain: bool = True) -> bool:
+        """Compile the two ends, or the full one alone; whether there is anything between them."""
         try:
-            shares = self._survey()
+            self._shares = self._survey()
         except (PolicyError, LossRefusedError) as error:
-            self.notes.append(f"Remat was not tried: {error}")
-            self._compile([self._plain])
-            if not self.found:
-                raise self.failed[0] from error
-            return self._ordered()
-        try:
-            self._compile([self._plain, self._full])
-            if frontier:
-                self._compile(list(dict.fromkeys(self._kept(share) for share in _evenly(shares, self._most - 2))))
-            elif self._plain not in self.found or not _is_free(self.found[self._plain]):
-                self._close_in(shares)
-            if not self.found:
-                raise self.failed[0]
-        except KeyboardInterrupt:
-            self.interrupted = True
-            self.notes.append("Interrupted: this is the best of what was compiled so far.")
-            if not self.found:
-                raise
-        return self._ordered()
+            self._ledger.note(f"Remat was not tried: {error}")
+            self._compile([self._plain] if plain else [])
+            return False
+        self._compile([self._plain, self._full] if plain else [self._full])
+        return True
+
+    def alone(self) -> None:
+        """Compile the plain step and nothing else."""
+        self._compile([self._plain])
+
+    def fill(self) -> None:
+        """Points between the ends, evenly spaced in operations."""
+        self._compile(list(dict.fromkeys(self._kept(share) for share in _evenly(self._shares, self._ledger.left))))
+
+    def close_in(self) -> None:
+        """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
+        problem, shares, full = self._compiler.problem, self._shares, self.full
+        if problem.beside_alone_is_too_much:
+            return
+        limit = problem.budget.bytes
+        if full is None or full.fits is False:
+            self._compile([self._twice])
+            if limit is not None and self._is_near(limit):
+                self.fill()  # a compiler may well need less for a step that computes less again
+        if full is None or limit is None or full.fits is not True or full.step_bytes is None:
+            return
+        least, spare = full.step_bytes, limit - problem.resident_bytes - full.step_bytes
+        reached = 0
+
+        def guess(low: int, high: int | None) -> int:
+            nonlocal reached
+            reached = low
+            scale = self._corrected(least)
+            under = [place for place in range(low + 1, high or len(shares)) if shares[place].bytes * scale <= spare]
+            return max(under, default=low + 1)
+
+        def ask(places: Sequence[int]) -> dict[int, bool]:
+            worth = (shares[reached].flops - shares[-1].flops) > _WORTH * self._compiler.plain.flops
+            asked = places[: self._ledger.left] if worth else []
+            self._compile([self._kept(shares[place]) for place in asked])
+            kept = {place: self.found.get(self._kept(shares[place])) for place in asked}
+            return {place: bool(candidate is not None and candidate.fits) for place, candidate in kept.items()}
+
+        last_that_fits(0, len(shares), guess, ask)
+
+    def _is_near(self, limit: int) -> bool:
+        """Whether nothing fits yet and what comes nearest is so near that another policy may."""
+        needs = [each.need_bytes for each in self.found.values() if each.need_bytes is not None]
+        return (
+            bool(needs) and limit < min(needs) <= _NEAR * limit and not any(each.fits for each in self.found.values())
+        )
 
     def _survey(self) -> list[Share]:
         """What the losses of the step could keep, joined by share."""
@@ -89,34 +135,9 @@ class RematSearch:
         curves = [curve for curve in facts.shares if len(curve) > 1]
         return sorted(curves[0], key=lambda point: point.share) if len(curves) == 1 else _joined(curves)
 
-    def _close_in(self, shares: Sequence[Share]) -> None:
-        """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
-        full = self.found.get(self._full)
-        limit = self._compiler.problem.budget.bytes
-        if full is None or full.fits is False:
-            self._compile([self._twice])
-        if full is None or limit is None or full.fits is not True or full.step_bytes is None:
-            return
-        room = limit - self._compiler.problem.resident_bytes - full.step_bytes
-        fits, fails = 0, len(shares)  # the places between which the answer lies
-        while len(self.found) < self._most and fails - fits > 1:
-            if (shares[fits].flops - shares[-1].flops) <= _WORTH * self._compiler.plain.flops:
-                return
-            scale = self._corrected(shares, full.step_bytes)
-            under = [place for place in range(fits + 1, fails) if shares[place].bytes * scale <= room]
-            guess = max(under, default=fits + 1)
-            tried = [place for place in (guess, guess + 1) if place < fails][: self._most - len(self.found)]
-            self._compile([policy for place in tried if (policy := self._kept(shares[place])) not in self.found])
-            for place in tried:
-                candidate = self.found.get(self._kept(shares[place]))
-                if candidate is not None and candidate.fits:
-                    fits = max(fits, place)
-                else:
-                    fails = min(fails, place)
-
-    def _corrected(self, shares: Sequence[Share], least: int) -> float:
+    def _corrected(self, least: int) -> float:
         """What a modelled byte costs, by the points that were compiled."""
-        modelled = {self._kept(share).keep: share.bytes for share in shares}
+        modelled = {self._kept(share).keep: share.bytes for share in self._shares}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy.keep]
             for policy, candidate in self.found.items()
@@ -129,51 +150,42 @@ class RematSearch:
         return replace(self._full, keep=min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0))
 
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
-        pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
-        waiting = {pool.submit(self._compiler.candidate, policy): policy for policy in policies}
-        self._progress(" and ".join(map(describe, policies)), len(self.found), self._most)
-        try:
-            for done in concurrent.futures.as_completed(waiting):
-                try:
-                    self.found[waiting[done]] = done.result()
-                except CompileError as error:  # one policy that a compiler cannot stand is no reason to plan nothing
-                    self.failed.append(error)
-                    self.notes.append(f"{describe(waiting[done])} was not compiled: {error}")
-                self._progress(describe(waiting[done]), len(self.found), self._most)
-        finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
-            pool.shutdown(wait=False, cancel_futures=True)
-            while not all(each.done() for each in waiting):
-                end_workers()
-                time.sleep(0.05)
-
-    def _ordered(self) -> list[Candidate]:
-        return sorted(self.found.values(), key=lambda candidate: (-(candidate.step_bytes or 0), candidate.extra_flops))
+        answers = self._ledger.compile([(self._compiler, policy) for policy in policies])
+        self.found |= {policy: found for policy, found in zip(policies, answers, strict=False) if found is not None}
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
     """The candidate to use: of those that fit the one with fewest extra operations, then least time, then fewest bytes.
 
-    Where there is no limit the plain step; where nothing fits, what comes nearest.
+    Where batch sizes were searched the most rows come before all that. Where there is no limit the plain step; where nothing
+    fits, what comes nearest.
     """
     numbered = list(enumerate(candidates))
     fitting = [(index, each) for index, each in numbered if each.fits]
     if fitting:
         index, best = min(fitting, key=lambda pair: _cost(pair[1]))
-        return index, ("the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again")
+        return index, _reason(best)
     if any(each.fits is None for each in candidates):
         index, _ = min(numbered, key=lambda pair: _cost(pair[1]))
         return index, "there is no limit here, so nothing is worth computing twice"
-    index, _ = min(numbered, key=lambda pair: (pair[1].step_bytes or 0, _cost(pair[1])))
+    index, _ = min(numbered, key=lambda pair: (_bytes(pair[1]), _cost(pair[1])))
     return index, "nothing fits; this comes nearest"
 
 
-def _cost(candidate: Candidate) -> tuple[float, float, float]:
-    return candidate.extra_flops, candidate.modelled_s or 0.0, candidate.step_bytes or 0
+def _bytes(candidate: Candidate) -> float:
+    """For comparisons: what a compiler refused without a figure is more than all that is known."""
+    return math.inf if candidate.step_bytes is None else candidate.step_bytes
 
 
-def _is_free(candidate: Candidate) -> bool:
-    """Whether the plain step is the answer: it fits, and its compiler recomputes nothing to make it fit."""
-    return candidate.fits is not False and not candidate.compiler_remat
+def _reason(best: Candidate) -> str:
+    if best.batch_rows is not None:
+        return f"{best.batch_rows} rows are the largest batch that was compiled and fits"
+    return "the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again"
+
+
+def _cost(candidate: Candidate) -> tuple[float, float, float, float]:
+    rows = candidate.batch_rows or 0
+    return -rows, candidate.extra_flops, candidate.modelled_s or 0.0, _bytes(candidate)
 
 
 def _evenly(shares: Sequence[Share], count: int) -> Iterator[Share]:
@@ -201,24 +213,16 @@ def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
 
 
 def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates that no other beats in bytes without costing more operations, in their order."""
+    """The candidates that no other beats in bytes without costing more operations or rows, in their order."""
     known = [each for each in candidates if each.step_bytes is not None]
 
+    def figures(one: Candidate) -> tuple[float, float, float]:
+        return one.step_bytes or 0, one.extra_share or one.extra_flops, -(one.batch_rows or 0)
+
     def beaten(one: Candidate) -> bool:
-        mine = (one.step_bytes or 0, one.extra_flops)
+        mine = figures(one)
         return any(
-            (o.step_bytes or 0) <= mine[0] and o.extra_flops <= mine[1] and (o.step_bytes, o.extra_flops) != mine
-            for o in known
+            theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True)) for theirs in map(figures, known)
         )
 
     return tuple(each for each in known if not beaten(each))
-
-
-def describe(policy: StepPolicy) -> str:
-    """A policy in few words, such as ``full, keep 0.35``."""
-    words = [*([str(policy.sharding)] if policy.sharding else []), policy.remat]
-    if policy.levels > 1:
-        words.append(f"{policy.levels} levels")
-    if policy.keep:
-        words.append(f"keep {policy.keep:.3g}")
-    return ", ".join(words)

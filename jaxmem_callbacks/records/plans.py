@@ -9,6 +9,30 @@ from jaxmem_callbacks.records.policies import StepPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BesideProgram:
+    """Another program of the same training run, compiled for the plan's target. Bytes are per device.
+
+    Attributes:
+        name: Its function's name.
+        program_bytes: What it needs by the target's own compiler, its arguments among them; None where the compiler refused
+            it without a figure.
+        held_bytes: What stays on the device while it runs and is none of its arguments: the rest of the step's state, and
+            resident arrays.
+        fits: Whether both fit into the budget; None where there is no budget.
+    """
+
+    name: str
+    program_bytes: int | None
+    held_bytes: int
+    fits: bool | None
+
+    @property
+    def need_bytes(self) -> int | None:
+        """What the device must hold while it runs."""
+        return None if self.program_bytes is None else self.program_bytes + self.held_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """One policy, compiled for the plan's target. Bytes are per device.
 
@@ -16,9 +40,15 @@ class Candidate:
         policy: What was compiled.
         step_bytes: What the step needs by the target's own compiler: a refusal's figure where it refused, or None where it
             said none.
-        fits: Whether resident bytes and the step fit into the budget; None where there is no budget.
+        fits: Whether ``need_bytes`` fits into the budget; None where there is no budget.
         flops: Operations of one step on all devices, counted from its trace, scan trips included.
         extra_flops: Operations above the same step without remat, plus an estimate of what the compiler recomputes by itself.
+        plain_flops: Operations of the step that ``extra_flops`` is above: on as many rows, without remat and microbatches.
+        need_bytes: Resident bytes and the largest program, where the step is one of them.
+        sets_need: Name of the program beside the step that needs more than it; empty where the step itself is the largest.
+        beside: The other programs, with the state placed as here.
+        batch_rows: Rows of the batch where batch sizes were searched, else None.
+        mesh: Axis -> size of the mesh that it was compiled for, empty without one.
         compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
         modelled_s: Modelled seconds of one step on the target, or None where its speed is not known. A model, not a measurement.
         argument_bytes: Arguments, donated or not.
@@ -36,6 +66,12 @@ class Candidate:
     fits: bool | None
     flops: int
     extra_flops: int
+    plain_flops: int | None = None
+    need_bytes: int | None = None
+    sets_need: str = ""
+    beside: tuple[BesideProgram, ...] = ()
+    batch_rows: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
     compiler_remat: int = 0
     modelled_s: float | None = None
     argument_bytes: int | None = None
@@ -46,6 +82,11 @@ class Candidate:
     refusal: str | None = None
     cached: bool = False
     seconds: float | None = None
+
+    @property
+    def extra_share(self) -> float | None:
+        """Extra operations as a share of the plain step's; None where those are not known."""
+        return self.extra_flops / self.plain_flops if self.plain_flops else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +117,7 @@ class PlanRecord:
         budget_reason: Where the budget comes from.
         resident_bytes: Bytes that must fit beside the step.
         least_bytes: What the arguments alone take (parameters, optimizer state, batch), or None where unknown.
-        compiles: How many compiles were asked for, cached ones included.
+        compiles: How many compiles were asked for, cached ones and those of programs beside the step included.
         compiled: How many were really run.
         margin: What the figures leave out on this target, in words.
         versions: Package -> version, of JAX and the compiler.

@@ -210,3 +210,25 @@ class StepPolicy:
     def changes_gradients(self) -> bool:
         """Whether the policy acts inside ``jm.value_and_grad`` (and so needs the step to call it)."""
         return self.remat != "none" or self.microbatches > 1
+
+
+def policy_words(policy: StepPolicy) -> str:
+    """A policy in few words, such as ``fsdp: full, keep 0.35, 4 microbatches``."""
+    words = [policy.remat]
+    if policy.segments is not None:
+        words.append(f"{policy.segments} segments")
+    if policy.levels > 1:
+        words.append(f"{policy.levels} levels")
+    if policy.keep:
+        words.append(f"keep {policy.keep:.3g}")
+    words += [
+        f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
+    ]
+    if policy.microbatches > 1:
+        words.append(f"{policy.microbatches} microbatches")
+    if policy.donate is not None:
+        words.append("donating" if policy.donate == "auto" else f"donating {', '.join(policy.donate) or 'nothing'}")
+    placed = policy.sharding
+    if isinstance(placed, tuple):
+        placed = " ".join(f"{name}={axes}" for name, axes in placed)
+    return (f"{placed}: " if placed else "") + ", ".join(words)

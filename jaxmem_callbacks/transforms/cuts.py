@@ -8,7 +8,7 @@ stores least. Distances between cuts follow from bytes, not from layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,6 @@ from jaxmem_callbacks.transforms.residuals import nbytes
 # More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
 _MOST_CANDIDATES = 256
 _BISECTIONS = 24
-# Of a segment's residuals the compilers never hold all at once: they fuse, reorder, and on TPU keep small ones on the chip.
-# What is stored at a cut they hold entirely. Tried on an unrolled Llama-like model: with 1 a v5e needs a fifth more than with
-# a quarter, with less than a quarter an H100 needs a third more.
-HELD_SHARE = 0.25
 # An estimated peak this much above the smallest is as good, if it stores less: the last bytes would be bought with cuts
 # inside the head, whose products are the dearest to compute again.
 SLACK = 1.02
@@ -34,34 +30,38 @@ class Landscape:
     """Bytes along a list of n equations; a position p lies before equation p, and n is the end.
 
     Attributes:
-        spans: int64[values, 3]: bytes, first and last position at which a value that must be stored is alive.
-        residuals: int64[n]: bytes each equation adds to what its segment keeps while it is differentiated.
+        spans: int64[values, 4]: bytes, first and last position at which a value that must be stored is alive, and the last
+            equation whose derivative needs it (-1 for none).
+        held: int64[values, 3]: bytes of what is in memory while its segment is differentiated, the equation that makes it,
+            and the first whose derivative needs it.
+        made: int64[n]: bytes each equation makes at once; -1 where compilers do it inside another.
         stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
         forced: Positions at which a cut must be, because an equation brings its own checkpoint.
     """
 
     spans: np.ndarray
-    residuals: np.ndarray
+    held: np.ndarray
+    made: np.ndarray
     stored: np.ndarray
     forced: tuple[int, ...]
 
     @property
     def length(self) -> int:
         """Number of equations."""
-        return len(self.residuals)
+        return len(self.made)
 
 
-def spans_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> np.ndarray:
-    """Bytes and life of every value that a cut inside its life would have to store."""
+def spans_of(eqns: Sequence[Any], outvars: Sequence[Any], needed_until: Callable[[Any], int]) -> np.ndarray:
+    """Bytes, life and last need of every value that a cut inside its life would have to store."""
     last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
     last |= dict.fromkeys(variables(outvars), len(eqns))
     rows = [
-        (nbytes(var), index + 1, last[var])
+        (nbytes(var), index + 1, last[var], needed_until(var))
         for index, eqn in enumerate(eqns)
         for var in eqn.outvars
         if last.get(var, -1) > index
     ]
-    return np.array(rows, np.int64).reshape(-1, 3)
+    return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
@@ -101,19 +101,68 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
 
 
 def _candidates(land: Landscape) -> np.ndarray:
-    """Positions worth cutting at: the ends, the forced ones, and the least live ones of each stretch of residuals."""
-    n = land.length
-    live = np.zeros(n + 2, np.int64)
-    np.add.at(live, land.spans[:, 1], land.spans[:, 0])
-    np.add.at(live, land.spans[:, 2] + 1, -land.spans[:, 0])
-    live = np.cumsum(live)[: n + 1]
-    inner = np.arange(1, n)
+    """Positions worth cutting at: the ends, the forced ones, and where little is alive or something lasting is made.
+
+    Of too many, those where no neighbour has less alive; of too many of these the least live one of each stretch of work.
+    """
+    n, live, inner = land.length, _live(land), np.arange(1, land.length)
     low = inner[(live[inner] <= live[inner - 1]) & (live[inner] <= live[inner + 1])]
-    work = np.concatenate([[0], np.cumsum(land.residuals + land.stored)])
-    bucket = work[low] * _MOST_CANDIDATES // max(int(work[-1]), 1)
-    order = np.lexsort((low, live[low], bucket))
-    first = np.r_[True, np.diff(bucket[order]) != 0] if len(order) else np.zeros(0, bool)
-    return np.unique(np.concatenate([[0, n], low[order][first], np.array(land.forced, np.int64)])).astype(np.int64)
+    beside = inner[(land.made[inner - 1] >= 0) | (land.made[inner] >= 0)]
+    chosen = np.union1d(low, beside)
+    if len(chosen) > _MOST_CANDIDATES:
+        chosen = low if len(low) <= _MOST_CANDIDATES else _spaced(land, low, live)
+    return np.unique(np.concatenate([[0, n], chosen, np.array(land.forced, np.int64)])).astype(np.int64)
+
+
+def _spaced(land: Landscape, places: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """Of many places the least live one of each stretch of work."""
+    size, maker, _ = land.held.T
+    made = np.bincount(maker, size, land.length).astype(np.int64)
+    work = np.concatenate([[0], np.cumsum(made + land.stored)])
+    bucket = work[places] * _MOST_CANDIDATES // max(int(work[-1]), 1)
+    order = np.lexsort((places, live[places], bucket))
+    return places[order][np.r_[True, np.diff(bucket[order]) != 0]]
+
+
+def _live(land: Landscape) -> np.ndarray:
+    """Bytes alive at each position, int64[n + 1]."""
+    change = np.zeros(land.length + 2, np.int64)
+    np.add.at(change, land.spans[:, 1], land.spans[:, 0])
+    np.add.at(change, land.spans[:, 2] + 1, -land.spans[:, 0])
+    return np.cumsum(change)[: land.length + 1]
+
+
+def _own_peaks(land: Landscape, places: np.ndarray) -> np.ndarray:
+    """Most bytes that a segment takes besides what was stored before it, as a matrix over (start, end).
+
+    Differentiated backwards, an equation finds what the segment holds of those before it, and the gradients of what is
+    alive there and of what it makes itself. At the segment's end that is all it holds and the gradients it is handed.
+    """
+    live, length = _live(land), land.length
+    size, maker, first = land.held.T
+    fused = land.made < 0
+    peaks = np.zeros((len(places), len(places)), np.int64)
+    for index, start in enumerate(places[:-1]):
+        ends = places[index + 1 :]
+        own = maker >= start  # what lies before the segment is stored, and counted there
+        held = np.cumsum(np.bincount(first[own] - start, size[own], length - start).astype(np.int64))
+        most = np.maximum.accumulate(np.where(fused[start:], 0, held + live[start:length] + land.made[start:]))
+        handed = held[ends - start - 1] + np.where(ends < length, live[ends], 0)
+        peaks[index, index + 1 :] = np.maximum(most[ends - start - 1], handed)
+    peaks[:, -1] -= _unneeded(land)[places]
+    return peaks
+
+
+def _unneeded(land: Landscape) -> np.ndarray:
+    """Bytes alive at each position that no derivative behind it needs: the last segment, which is not computed again, does
+    not store them."""
+    size, first, last, needed = land.spans[land.spans[:, 2] < land.length].T
+    change = np.zeros(land.length + 2, np.int64)
+    begin = np.maximum(first, needed + 1)
+    some = begin <= last
+    np.add.at(change, begin[some], size[some])
+    np.add.at(change, last[some] + 1, -size[some])
+    return np.cumsum(change)[: land.length + 1]
 
 
 class _Table:
@@ -125,7 +174,7 @@ class _Table:
         # A value made before place i+1 and alive at place j is stored by every segment that starts at or before its
         # making and ends within its life: a rectangle in (start, end), added at its corners and summed once.
         corners = np.zeros((count + 1, count + 1), np.int64)
-        size, first, last = land.spans.T
+        size, first, last, _ = land.spans.T
         start = np.searchsorted(places, first - 1, side="right")  # starts 0 .. start-1 lie at or before the making
         begin = np.searchsorted(places, first, side="left")
         end = np.searchsorted(places, last, side="right")  # ends begin .. end-1 lie within the life
@@ -135,9 +184,8 @@ class _Table:
                 np.add.at(corners, (row[alive], column[alive]), sign_row * sign * size[alive])
         self.stored = corners.cumsum(0).cumsum(1)[:count, :count]
         self.stored[:, -1] = 0  # results of the loss leave it anyway
-        residuals = np.concatenate([[0], np.cumsum(land.residuals)])[places]
         always = np.concatenate([[0], np.cumsum(land.stored)])[places]
-        self.own = ((residuals[None, :] - residuals[:, None]) * HELD_SHARE).astype(np.int64)
+        self.own = _own_peaks(land, places)
         self.stored = self.stored + (always[None, :] - always[:, None])
         forced = np.isin(places, land.forced)
         until = np.array([next((k for k in range(i + 1, count) if forced[k]), count - 1) for i in range(count)])
@@ -180,7 +228,7 @@ class _Table:
 
     def _extended(self, cost: np.ndarray, end: int, budget: int) -> np.ndarray:
         """Stored bytes of the routes to each start, lengthened by the segment from there to ``end``."""
-        peak = cost[:end] + self.own[:end, end] + self.stored[:end, end]
+        peak = cost[:end] + self.own[:end, end]
         fits = self.allowed[:end, end] & (peak <= budget)
         return np.where(fits, cost[:end] + self.stored[:end, end], np.iinfo(np.int64).max // 4)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,10 @@ class Kept:
     priced: float = field(compare=False)
 
 
-def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset()) -> list[Kept]:
+Known = dict[Hashable, "tuple[list[Any], list[Kept]]"]
+
+
+def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Known | None = None) -> list[Kept]:
     """What a segment may keep: ascending in bytes, descending in operations computed again.
 
     It ends where hardly anything dear is computed again: keeping more would cost bytes and save no time.
@@ -54,8 +57,20 @@ def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset()) -> list[Ke
     Args:
         eqns: The segment's equations, in order, without reports.
         free: Its results that are stored anyway, because a later segment takes them.
+        known: Frontiers of the segments before, by their networks; this one is looked up in it or added. Layers that were
+            unrolled are alike, and a flow is the dearest thing that planning does before it compiles.
     """
     graph = _Graph(eqns, free)
+    known = {} if known is None else known
+    if graph.key not in known:
+        known[graph.key] = graph.made, _points(graph)
+        return known[graph.key][1]
+    made, points = known[graph.key]
+    names = dict(zip(made, graph.made, strict=True))
+    return [replace(point, values=frozenset(names[var] for var in point.values)) for point in points]
+
+
+def _points(graph: _Graph) -> list[Kept]:
     none, everything = graph.cheapest(graph.dearest_price), graph.cheapest(0.0)
     points = {none.bytes: none, everything.bytes: everything}
     gaps = [_gap(none, everything)]
@@ -166,6 +181,11 @@ def _gain(points: Sequence[Kept], index: int) -> float:
     return -(before.flops - point.flops) / max(point.bytes - before.bytes, 1)
 
 
+def _once(atoms: Sequence[Any]) -> dict[Any, None]:
+    """The variables among operands, each once, in order."""
+    return dict.fromkeys(variables(atoms))
+
+
 class _Graph:
     """A segment as a flow network: equations cost operations to do again, values cost bytes to keep.
 
@@ -175,17 +195,18 @@ class _Graph:
     """
 
     def __init__(self, eqns: Sequence[Any], free: frozenset[Any]) -> None:
-        made = [var for eqn in eqns for var in eqn.outvars]
+        self.made = made = [var for eqn in eqns for var in eqn.outvars]
         inputs = {var for eqn in eqns for var in variables(eqn.invars)}.difference(made)
-        number: dict[Hashable, int] = {var: index for index, var in enumerate(made, 2 + len(eqns))}
+        number: dict[Any, int] = {var: index for index, var in enumerate(made, 2 + len(eqns))}
         active = {var for var in inputs if is_inexact(var)}
         self.needed = residual_values(eqns, inputs, active)
-        self.eqns = eqns
-        self.makes = [(2 + place, number[var], var) for place, eqn in enumerate(eqns) for var in eqn.outvars]
+        self._makers = np.array([2 + place for place, eqn in enumerate(eqns) for _ in eqn.outvars], np.int64)
+        self._values = np.arange(len(made)) + 2 + len(eqns)
         self.work = np.array([equation_flops(eqn) for eqn in eqns], np.float64)
-        self.sizes = np.array([0 if var in free else nbytes(var) for _, _, var in self.makes], np.float64)
-        self._later = 1.0 + _LATER_DISCOUNT * np.linspace(1.0, 0.0, len(self.makes))
-        uses = [(number[var], 2 + i) for i, eqn in enumerate(eqns) for var in variables(eqn.invars) if var in number]
+        self.sizes = np.array([0 if var in free else nbytes(var) for var in made], np.float64)
+        self._later = 1.0 + _LATER_DISCOUNT * np.linspace(1.0, 0.0, len(made))
+        # An equation may take a value twice; twice endless would be more than the flow's whole numbers hold.
+        uses = [(number[var], 2 + i) for i, eqn in enumerate(eqns) for var in _once(eqn.invars) if var in number]
         # A derivative that is a function of the equation's own result does not see what was kept of it.
         anyway = [
             2 + i
@@ -194,10 +215,12 @@ class _Graph:
         ]
         endless = uses + [(number[var], 1) for var in self.needed] + [(place, 1) for place in anyway]
         sources = [(0, 2 + place) for place in range(len(eqns))]
-        edges = np.array([*sources, *((maker, value) for maker, value, _ in self.makes), *endless])
+        edges = np.array([*sources, *zip(self._makers, self._values, strict=True), *endless], np.int32).reshape(-1, 2)
         self._rows, self._columns = edges.T
         self._endless = np.full(len(endless), _ENDLESS)
         self._nodes = 2 + len(eqns) + len(made)
+        #: Two segments with equal keys have equal frontiers, value for value.
+        self.key = (len(eqns), bool(self.needed), edges.tobytes(), self.work.tobytes(), self.sizes.tobytes())
 
     @property
     def dearest_price(self) -> float:
@@ -209,7 +232,7 @@ class _Graph:
         if not self.needed:
             return Kept(0, 0, frozenset(), 0.0)
         kept, again = self._cut(price)
-        values = frozenset(self.makes[index][2] for index in np.flatnonzero(kept))
+        values = frozenset(self.made[index] for index in np.flatnonzero(kept))
         priced = float((self.sizes * self._later)[kept].sum())
         return Kept(int(self.sizes[kept].sum()), int(self.work[again].sum()), values, priced)
 
@@ -230,6 +253,4 @@ class _Graph:
         left.eliminate_zeros()
         before = np.zeros(self._nodes, bool)
         before[breadth_first_order(left, 0, return_predecessors=False)] = True
-        again = ~before[2 : 2 + len(self.eqns)]
-        makers, values = (np.array(column) for column in zip(*((m, v) for m, v, _ in self.makes), strict=True))
-        return before[makers] & ~before[values], again
+        return before[self._makers] & ~before[self._values], ~before[2 : 2 + len(self.work)]

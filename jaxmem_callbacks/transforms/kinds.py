@@ -71,3 +71,8 @@ def is_batch_name(name: str) -> bool:
     """Whether an argument is called what batches are called: in the table, or ending in ``_batch``."""
     word = name.lower()
     return word in BATCH_NAMES or word.endswith("_batch") or (word.startswith("batch_") and word != "batch_stats")
+
+
+def is_raw_key(leaf: Any) -> bool:
+    """Whether an array looks like one random key as plain integers: two of 32 bits."""
+    return tuple(leaf.shape) == (2,) and str(leaf.dtype) == "uint32"

@@ -12,14 +12,22 @@ from typing import Any
 import jax
 
 
-def split(tree: Any) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
+def split(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The arrays of a pytree, and the function that puts others in their place.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: What travels with the arrays and is not looked into, such as a framework's own objects.
 
     Returns:
         The arrays in flattening order, and ``join(arrays)`` giving the pytree back.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    places = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array) or (is_leaf is not None and is_leaf(leaf))
+    ]
 
     def join(arrays: Sequence[Any]) -> Any:
         filled = list(leaves)

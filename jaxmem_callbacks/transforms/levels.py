@@ -62,7 +62,10 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
     """
     length = int(eqn.params["length"])
     consts, carry = scan_arity(eqn)
-    body, reverse = core.jaxpr_as_fun(eqn.params["jaxpr"]), eqn.params["reverse"]
+    body = core.jaxpr_as_fun(eqn.params["jaxpr"])
+    # As the user wrote the loop; the outer one is this library's, and its steps are large enough.
+    said = {name: eqn.params[name] for name in ("reverse", "_split_transpose") if name in eqn.params}
+    unroll = min(eqn.params["unroll"], inner)
 
     def nested(*operands: Any) -> Any:
         fixed, start, stacked = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
@@ -77,10 +80,10 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
                 checkpoint_name(value, ON_HOST[OFFLOAD_CUTS]) if place in moved else value
                 for place, value in enumerate(state)
             )
-            return jax.lax.scan(step, state, slices, length=inner, reverse=reverse)
+            return jax.lax.scan(step, state, slices, length=inner, unroll=unroll, **said)
 
         parts = tuple(x.reshape(length // inner, inner, *x.shape[1:]) for x in stacked)
-        end, made = jax.lax.scan(part, tuple(start), parts, length=length // inner, reverse=reverse)
+        end, made = jax.lax.scan(part, tuple(start), parts, length=length // inner, **said)
         return [*end, *(y.reshape(length, *y.shape[2:]) for y in made)]
 
     return _in_place_of(eqn, nested)
@@ -88,11 +91,8 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
 
 def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
     """The equations of a function that computes what an equation does, with its variables; None where they cannot be had."""
-    avals = [
-        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
-        for atom in eqn.invars
-    ]
-    flat = flatten(jax.make_jaxpr(function)(*avals))
+    # The types whole: where they lie on an explicit mesh and along which axes of a shard_map they vary is part of them.
+    flat = flatten(jax.make_jaxpr(function)(*(atom.aval for atom in eqn.invars)))
     made = {var for one in flat.eqns for var in one.outvars}
     results = variables(flat.outvars)
     if flat.consts or len(set(results)) != len(flat.outvars) or not made.issuperset(results):

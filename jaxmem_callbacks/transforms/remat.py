@@ -25,6 +25,7 @@ from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_eff
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_mesh
+from jaxmem_callbacks.transforms.held import Held, held, held_by_body
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
@@ -32,7 +33,6 @@ from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
     scan_carry_bytes,
-    scan_step_bytes,
     sink,
 )
 from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping, steps_together
@@ -185,7 +185,8 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
     """A function, or the body of a `shard_map`, as an open jaxpr with checkpoints."""
     sunk = sink(flat.eqns, flat.invars)
     flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
-    residuals = residual_bytes(flat.eqns, set(sunk.origins))
+    resident = set(sunk.origins)
+    residuals = residual_bytes(flat.eqns, resident)
     enough = int(residuals.sum() * _SMALL_SHARE)
     mapped = [index for index, eqn in enumerate(flat.eqns) if _is_worth_opening(eqn, int(residuals[index]), residuals)]
     for index in mapped:
@@ -197,7 +198,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
         flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh)
     # Inside a shard_map a loop is not traced anew: its collectives have no axis to speak of there.
     together = {index: 1 if told.copies else steps_together(flat.eqns[index], policy.offloaded) for index in loops}
-    land = _landscape(flat, residuals, together, own)
+    land = _landscape(flat, held(flat.eqns, resident), together, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1 and not told.copies
@@ -270,17 +271,16 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, residuals: np.ndarray, loops: Mapping[int, int], own: set[int]) -> Landscape:
-    residuals = residuals.copy()
-    stored = np.zeros_like(residuals)
-    for index in own:
-        residuals[index] = 0
+def _landscape(flat: Equations, found: Held, loops: Mapping[int, int], own: set[int]) -> Landscape:
+    stored = np.zeros(len(flat.eqns), np.int64)
+    rows = found.rows[~np.isin(found.rows[:, 1], list(own))]
     for index, chunk in loops.items():
-        residuals[index] = chunk * scan_step_bytes(flat.eqns[index])
+        rows = np.vstack([rows, (chunk * held_by_body(flat.eqns[index]), index, index)])
         stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
     return Landscape(
-        spans=spans_of(flat.eqns, flat.outvars),
-        residuals=residuals,
+        spans=spans_of(flat.eqns, flat.outvars, found.needed_until),
+        held=rows,
+        made=found.made,
         stored=stored,
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
     )

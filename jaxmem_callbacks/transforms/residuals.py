@@ -174,17 +174,24 @@ def residual_values(eqns: Sequence[Any], resident: set[Any], active: set[Any]) -
         resident: Values that are there anyway, and so are not listed.
         active: Those of them that are differentiated; everything that follows from them is added.
     """
-    root: dict[Any, Any] = {}
+    root = view_roots(eqns)
     found: dict[Any, None] = {}
+    for eqn in eqns:
+        if active.isdisjoint(variables(eqn.invars)):
+            continue
+        active.update(var for var in eqn.outvars if is_inexact(var))
+        found.update((root.get(var, var), None) for var in needed_by(eqn, active))
+    return [var for var in found if var not in resident]
+
+
+def view_roots(eqns: Sequence[Any]) -> dict[Any, Any]:
+    """For each value that is a view of another, such as a reshaped one, what it is a view of in the end."""
+    root: dict[Any, Any] = {}
     for eqn in eqns:
         operands = variables(eqn.invars)
         if eqn.primitive.name in _VIEWS and operands:
             root.update((var, root.get(operands[0], operands[0])) for var in eqn.outvars)
-        if active.isdisjoint(operands):
-            continue
-        active.update(var for var in eqn.outvars if is_inexact(var))
-        found.update((root.get(var, var), None) for var in _needed(eqn, active))
-    return [var for var in found if var not in resident]
+    return root
 
 
 def needs_own_result(eqn: Any) -> bool:
@@ -192,7 +199,7 @@ def needs_own_result(eqn: Any) -> bool:
     return eqn.primitive.name in _BY_RESULT
 
 
-def _needed(eqn: Any, active: set[Any]) -> list[Any]:
+def needed_by(eqn: Any, active: set[Any]) -> list[Any]:
     """Operands and results of one equation that its derivative needs."""
     name = eqn.primitive.name
     if name in _LINEAR:

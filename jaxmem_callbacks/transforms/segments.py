@@ -17,7 +17,7 @@ from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_template,
     close,
     derive,
-    name_equation,
+    name_template,
     scan_arity,
     subjaxprs,
 )
@@ -34,7 +34,7 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
-from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within, shares
+from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier, keep_within, shares
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_chunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
@@ -92,9 +92,9 @@ class Loop:
         self.chunk = steps_together(eqn, offload)
         self.trips = int(eqn.params["length"])
 
-    def frontier(self) -> list[Kept]:
-        """What each step may keep."""
-        return self._inner.frontier()
+    def frontier(self, known: Known) -> list[Kept]:
+        """What each step may keep; ``known`` as in `keeping.frontier`."""
+        return self._inner.frontier(known)
 
     def checkpointed(
         self, policy: Callable[..., Any] | None, kept: frozenset[Any], moved: frozenset[int] = frozenset()
@@ -175,9 +175,9 @@ class Segment:
         """The equations as they are, reports included."""
         return [*self._eqns, *self._report_makers, *self._reports]
 
-    def frontier(self) -> list[Kept]:
+    def frontier(self, known: Known) -> list[Kept]:
         """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
-        return frontier(self._eqns, self.results)
+        return frontier(self._eqns, self.results, known)
 
     def checkpointed(self, flat: Equations, template: Any, kept: Mapping[Any, str], sharing: Sharing) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
@@ -205,13 +205,14 @@ def _named(eqns: Sequence[Any], kept: Mapping[Any, str]) -> tuple[list[Any], dic
     if not kept:
         return list(eqns), {}
     made = {var for eqn in eqns for var in eqn.outvars}
+    templates = {name: name_template(name) for name in dict.fromkeys(kept.values())}
     names: dict[Any, Any] = {var: new_variable(var) for var in kept if var not in made}
-    found: list[Any] = [name_equation(kept[var], var, named) for var, named in names.items()]
+    found: list[Any] = [templates[kept[var]].replace(invars=[var], outvars=[named]) for var, named in names.items()]
     for eqn in eqns:
         found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
-        for var in (out for out in eqn.outvars if out in kept):
+        for var in [var for var in eqn.outvars if var in kept]:  # in order: every process traces the same program
             names[var] = new_variable(var)
-            found.append(name_equation(kept[var], var, names[var]))
+            found.append(templates[kept[var]].replace(invars=[var], outvars=[names[var]]))
     return found, names
 
 
@@ -261,7 +262,8 @@ def keeping(share: float, survey: Callable[[list[Share]], None] | None = None) -
         return no_more
 
     def keep(pieces: Sequence[Segment | Loop]) -> Sequence[frozenset[Any]]:
-        frontiers, trips = [piece.frontier() for piece in pieces], [piece.trips for piece in pieces]
+        known: Known = {}
+        frontiers, trips = [piece.frontier(known) for piece in pieces], [piece.trips for piece in pieces]
         if survey is not None:
             survey(shares(frontiers, trips))
         return keep_within(frontiers, trips, share) if share else no_more(pieces)

@@ -1,4 +1,4 @@
-"""JSON lines: every reading that is kept, metric, compile and event as one line, bytes as ints under JAX's own names.
+"""JSON lines: every reading that is kept, metric, compile, event and plan as one line, bytes as ints under JAX's own names.
 
 Each line is written whole and at once, so that the file is complete to its last full line after a kill; a restart appends.
 """
@@ -14,6 +14,7 @@ from typing import Any, final
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.writers.protocol import Record, Writer
@@ -32,6 +33,7 @@ _KINDS: dict[type[Record], str] = {
     Compilation: "compilation",
     Metrics: "metrics",
     MemoryEvent: "event",
+    PlanRecord: "plan",
 }
 
 
@@ -54,7 +56,7 @@ class JsonlWriter(Writer):
         self._line({"kind": "run", "time_s": time.time()})
 
     def write(self, record: Record) -> None:
-        """Write readings, metrics, compiles and events; derived records (windows, tables, pictures) are left out."""
+        """Write readings, metrics, compiles, events and plans; derived records (windows, tables, pictures) are left out."""
         kind = _KINDS.get(type(record))
         if kind is None:
             return
@@ -63,6 +65,8 @@ class JsonlWriter(Writer):
             fields["event"] = fields.pop("kind")
         elif isinstance(record, Reading):
             fields = {JAX_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
+        elif isinstance(record, PlanRecord):
+            fields = {"time_s": time.time(), "plan": fields}  # its `step` is a name, where other lines have a number
         self._line({"kind": kind, **fields})
 
     def close(self) -> None:

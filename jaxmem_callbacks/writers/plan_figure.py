@@ -1,54 +1,267 @@
-"""A plan enters, a picture of its frontier leaves: bytes against extra operations, with the budget as a line."""
+"""A plan enters, a picture of its frontier leaves: bytes against extra operations, with budget and usable memory as lines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import io
+import itertools
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
-from jaxmem_callbacks.writers.plan_table import policy_words
+from jaxmem_callbacks.writers.label_places import Box, place_labels
+from jaxmem_callbacks.writers.plan_table import plain_flops
+from jaxmem_callbacks.writers.protocol import Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A budget this many times the largest point would squeeze all points into one corner.
-_NEAR = 2
+TAG = "plan/frontier"
+_SIZE, _DPI = (7.0, 4.7), 144
+_POINTS = 72  # typographic points an inch, the unit of label places
+_LETTERS = 8.5
+_FEW = 8  # candidates whose labels also say their figures
+_WIDE = 8  # from this ratio of bytes on the axis is logarithmic
+_NEAR = (
+    1 / 3,
+    2,
+)  # limits within this range of the smallest and the largest point are drawn; others would squeeze all points
+_FITS, _TOO_MUCH, _CHOSEN, _LINE = "#1f77b4", "#d62728", "#2ca02c", "#9a9a9a"
 
 
-def plan_figure(record: PlanRecord, frontier: Sequence[Candidate]) -> Figure:
-    """Extra operations in percent over bytes on one device. Points that the compiler itself recomputes at are hollow.
+def plan_figure(record: PlanRecord, frontier: Collection[Candidate]) -> Figure:
+    """Extra operations in percent of the plain step over bytes on one device. Points that the compiler recomputes at are hollow.
 
     Returns:
         A figure of its own, not registered with ``pyplot``.
     """
     from matplotlib.figure import Figure
 
-    shown = [each for each in record.candidates if each.step_bytes is not None]
-    unit, name = (GIB, "GiB") if max((each.step_bytes or 0 for each in shown), default=0) > 2 * GIB else (MIB, "MiB")
-    plain = min((each.flops for each in shown if each.policy.remat == "none"), default=1)
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     axes = figure.add_subplot()
-    line = sorted((each.step_bytes or 0, each.extra_flops) for each in frontier)
-    axes.plot([size / unit for size, _ in line], [100 * extra / plain for _, extra in line], color="0.7", zorder=1)
-    for index, each in enumerate(record.candidates):
-        if each.step_bytes is None:
-            continue
-        place = each.step_bytes / unit, 100 * each.extra_flops / plain
-        colour = "tab:green" if index == record.chosen else "tab:red" if each.fits is False else "tab:blue"
-        axes.scatter(*place, color=colour, facecolors="none" if each.compiler_remat else colour, zorder=2)
-        axes.annotate(policy_words(each.policy), place, xytext=(6, 6), textcoords="offset points", fontsize=8)
-    most = max((each.step_bytes or 0 for each in shown), default=0)
-    if record.budget_bytes is not None and record.budget_bytes < _NEAR * most:
-        axes.axvline(record.budget_bytes / unit, color="tab:red", linestyle="--", linewidth=1)
-        axes.annotate(
-            " budget", (record.budget_bytes / unit, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8
-        )
-    elif record.budget_bytes is not None:
-        words = f"budget: {format_bytes(record.budget_bytes)}, far to the right"
-        axes.annotate(words, (0.99, 0.98), xycoords="axes fraction", va="top", ha="right", fontsize=8)
-    axes.set_xlabel(f"{name} on one device, by the compiler for {record.target}")
-    axes.set_ylabel("extra FLOPs, % of the plain step")
-    axes.set_title(f"{record.step}: what it may keep, what it must compute again", fontsize=10)
-    axes.margins(x=0.12, y=0.15)
+    shown = _shown(record)
+    unit = GIB if max((each.step_bytes or 0 for each in shown), default=0) > 2 * GIB else MIB
+    places = {id(each): _place(each, record, unit) for each in shown}
+    _draw_frontier(axes, sorted(places[id(each)] for each in shown if each in frontier))
+    _draw_limits(axes, record, shown, unit)
+    for each in shown:
+        _draw_point(axes, each, record, places[id(each)])
+    _name_axes(figure, axes, record, shown, unit)
+    _draw_labels(figure, axes, record, [(each, places[id(each)]) for each in shown])
     return figure
+
+
+def plan_picture(record: PlanRecord, frontier: Collection[Candidate], *, step: int, time_s: float) -> Picture:
+    """The figure as PNG, for writers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure, file = plan_figure(record, frontier), io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    width, height = (round(side * _DPI) for side in _SIZE)
+    return Picture(tag=TAG, step=step, time_s=time_s, png=file.getvalue(), width=width, height=height)
+
+
+def _shown(record: PlanRecord) -> list[Candidate]:
+    """What has a place in the picture: the chosen one first, so that its label has the most room."""
+    chosen = record.candidates[record.chosen]
+    rest = [each for each in record.candidates if each is not chosen]
+    return [each for each in (chosen, *rest) if each.step_bytes is not None]
+
+
+def _place(candidate: Candidate, record: PlanRecord, unit: int) -> tuple[float, float]:
+    return (candidate.step_bytes or 0) / unit, 100 * candidate.extra_flops / max(plain_flops(record), 1)
+
+
+def _draw_frontier(axes: Any, line: Sequence[tuple[float, float]]) -> None:
+    """In steps: between two points one gets what the smaller one costs."""
+    if len(line) > 1:
+        axes.step(*zip(*line, strict=True), where="post", color=_LINE, linewidth=1.4, zorder=1)
+
+
+def _draw_point(axes: Any, candidate: Candidate, record: PlanRecord, place: tuple[float, float]) -> None:
+    is_chosen = candidate is record.candidates[record.chosen]
+    colour = _TOO_MUCH if candidate.fits is False else _CHOSEN if is_chosen else _FITS
+    axes.scatter(
+        *place,
+        s=90 if is_chosen else 40,
+        marker="D" if is_chosen else "o",
+        edgecolors=colour,
+        facecolors="white" if candidate.compiler_remat else colour,
+        linewidths=1.6,
+        zorder=3,
+    )
+
+
+def _draw_limits(axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
+    """The budget, less what stays beside the step; what is usable, where that is more; both only where points are near."""
+    for limit, style, colour in ((record.budget_bytes, "--", _TOO_MUCH), (_more_usable(record), ":", "0.3")):
+        if limit is not None and _is_near(limit - record.resident_bytes, shown):
+            axes.axvline((limit - record.resident_bytes) / unit, color=colour, linestyle=style, linewidth=1.3, zorder=2)
+
+
+def _shade_what_is_too_much(axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
+    """After the range of the axis is settled: from the budget to its right edge."""
+    left = (record.budget_bytes or 0) - record.resident_bytes
+    if record.budget_bytes is not None and _is_near(left, shown):
+        edges = axes.get_xlim()
+        axes.axvspan(left / unit, max(edges[1], left / unit), color=_TOO_MUCH, alpha=0.05, linewidth=0, zorder=0)
+        axes.set_xlim(edges)
+
+
+def _more_usable(record: PlanRecord) -> int | None:
+    """What is usable on the target, where it is not the budget itself."""
+    return None if record.limit_bytes == record.budget_bytes else record.limit_bytes
+
+
+def _is_near(limit: int, shown: Sequence[Candidate]) -> bool:
+    sizes = [each.step_bytes or 0 for each in shown]
+    return bool(sizes) and _NEAR[0] * min(sizes) <= limit <= _NEAR[1] * max(sizes)
+
+
+def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    sizes = [each.step_bytes or 1 for each in shown] or [1]
+    if max(sizes) > _WIDE * min(sizes):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    name = "GiB" if unit == GIB else "MiB"
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g} {name}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.3g}%" if value else "0%"))
+    axes.margins(x=0.16, y=0.2)
+    # One point alone has no range, and a range of a few bytes has no readable ticks.
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.0), bottom=min(axes.get_ylim()[0], -0.2))
+    left, right = axes.get_xlim()
+    axes.set_xlim(min(left, 0.97 * right), max(right, 1.03 * left))
+    _shade_what_is_too_much(axes, record, shown, unit)
+    where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
+    axes.set_xlabel(f"needed on one device, by {where}")
+    axes.set_ylabel("operations computed again, of the plain step's\n(FLOPs, counted in the trace)")
+    axes.grid(visible=True, alpha=0.25)
+    chosen = record.candidates[record.chosen]
+    verdict = "nothing fits; nearest:" if chosen.fits is False else "chosen:"
+    devices = f", {record.device_count} devices" if record.device_count > 1 else ""
+    place = f"the attached {record.platform}" if record.target == "attached" else record.target
+    figure.suptitle(f"{record.step} on {place}{devices}", fontsize=11, fontweight="bold")
+    axes.set_title(f"{verdict} {_words(chosen)}; {_figures(chosen, record)}", fontsize=10)
+    for columns in (2, 1):
+        legend = figure.legend(
+            handles=_legend(record, shown), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()  # what reaches over the edge is cut off
+
+
+def _legend(record: PlanRecord, shown: Sequence[Candidate]) -> list[Any]:
+    """What the marks mean, of those that are there; limits say their bytes, also where they lie outside the picture."""
+    from matplotlib.lines import Line2D
+
+    def entry(label: str, colour: str, **style: Any) -> Any:
+        return Line2D([], [], label=label, color=colour, **style)
+
+    def mark(label: str, colour: str, shape: str = "o", fill: str | None = None) -> Any:
+        return entry(label, colour, linestyle="", marker=shape, markerfacecolor=fill or colour)
+
+    chosen = record.candidates[record.chosen]
+    others = [each for each in shown if each is not chosen]
+    handles = [mark("nearest", _TOO_MUCH, "D") if chosen.fits is False else mark("chosen", _CHOSEN, "D")]
+    if any(each.fits is not False for each in others):
+        handles.append(mark("fits" if record.budget_bytes is not None else "compiled", _FITS))
+    if any(each.fits is False for each in others):
+        handles.append(mark("too much", _TOO_MUCH))
+    if any(each.compiler_remat for each in shown):
+        handles.append(mark("hollow: the compiler itself recomputes there (estimated)", "0.3", fill="white"))
+    if len(shown) > 1:
+        handles.append(entry("least operations within so many bytes", _LINE))
+    for what, limit, style, colour in (
+        ("budget", record.budget_bytes, "--", _TOO_MUCH),
+        ("usable", _more_usable(record), ":", "0.3"),
+    ):
+        if limit is not None:
+            handles.append(entry(_limit_words(what, limit, record, shown), colour, linestyle=style))
+    missing = len(record.candidates) - len(shown)
+    return [*handles, entry(f"not drawn: {missing} without a size", "none")] if missing else handles
+
+
+def _limit_words(what: str, limit: int, record: PlanRecord, shown: Sequence[Candidate]) -> str:
+    less = f" less {format_bytes(record.resident_bytes)} beside the step" if record.resident_bytes else ""
+    left = limit - record.resident_bytes
+    side = "right" if left > max((each.step_bytes or 0 for each in shown), default=0) else "left"
+    return f"{what}: {format_bytes(limit)}{less}" + ("" if _is_near(left, shown) else f", far to the {side}")
+
+
+def _words(candidate: Candidate) -> str:
+    return policy_words(candidate.policy)
+
+
+def _figures(candidate: Candidate, record: PlanRecord) -> str:
+    return f"{format_bytes(candidate.step_bytes)}, {candidate.extra_flops / max(plain_flops(record), 1):+.1%}"
+
+
+def _draw_labels(
+    figure: Any, axes: Any, record: PlanRecord, shown: Sequence[tuple[Candidate, tuple[float, float]]]
+) -> None:
+    """Labels near their points, none over another, and a thin line to those that had to go further away."""
+    texts = [f"{_words(each)}\n{_figures(each, record)}" if len(shown) <= _FEW else _words(each) for each, _ in shown]
+    figure.draw_without_rendering()  # now the axes have their place
+    figure.set_layout_engine("none")
+    scale = _POINTS / figure.dpi
+    sizes = [_size_of(axes, text, scale, _weight(each, record)) for text, (each, _) in zip(texts, shown, strict=True)]
+    points = [tuple(axes.transData.transform(place) * scale) for _, place in shown]
+    left, bottom, right, top = (side * scale for side in axes.get_window_extent().extents)
+    field = Box(left + 2, bottom + 2, right - 2, top - 2)
+    for text, (each, place), point, box in zip(
+        texts, shown, points, place_labels(points, sizes, field, _lines_of(axes, scale)), strict=True
+    ):
+        if box is not None:
+            _write_label(axes, text, place, point, box).set_fontweight(_weight(each, record))
+
+
+def _weight(candidate: Candidate, record: PlanRecord) -> str:
+    return "bold" if candidate is record.candidates[record.chosen] else "normal"
+
+
+def _size_of(axes: Any, text: str, scale: float, weight: str) -> tuple[float, float]:
+    drawn = axes.text(0, 0, text, fontsize=_LETTERS, fontweight=weight, transform=None)
+    extent = drawn.get_window_extent()
+    drawn.remove()
+    return extent.width * scale, extent.height * scale
+
+
+def _lines_of(axes: Any, scale: float) -> list[Box]:
+    """The pieces of all drawn lines, as flat boxes; limits reach from edge to edge."""
+    boxes: list[Box] = []
+    for line in axes.lines:
+        corners = line.get_transform().transform_path(line.get_path()).to_polygons(closed_only=False)
+        for polygon in corners:
+            spots = [(x * scale, y * scale) for x, y in polygon]
+            for (x1, y1), (x2, y2) in itertools.pairwise(spots):
+                boxes.append(Box(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)).grown(1.0))
+    return boxes
+
+
+def _write_label(axes: Any, text: str, place: tuple[float, float], point: Any, box: Box) -> Any:
+    near = box.nearest(*point)
+    far = max(abs(near[0] - point[0]), abs(near[1] - point[1])) > 14  # noqa: PLR2004 - points; nearer needs no line
+    width, height = box.right - box.left, box.top - box.bottom
+    leader = {
+        "arrowstyle": "-",
+        "color": "0.55",
+        "linewidth": 0.7,
+        "shrinkA": 0,
+        "shrinkB": 4,
+        "relpos": ((near[0] - box.left) / width, (near[1] - box.bottom) / height),
+    }
+    return axes.annotate(
+        text,
+        place,
+        xytext=(box.left - point[0], box.bottom - point[1]),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=_LETTERS,
+        arrowprops=leader if far else None,
+    )

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
@@ -19,7 +19,7 @@ _SIDES = ("left", "left", "right", "right", "right", "right", "right", "right")
 def plan_text(record: PlanRecord, frontier: Collection[Candidate]) -> str:
     """The whole plan: what was asked, every candidate, the choice, and what the figures leave out."""
     return "\n".join(
-        [*_preface(record), "", *columns([_HEAD, *_rows(record, frontier)], _SIDES), "", *_remarks(record)]
+        [*_preface(record), "", *columns([_HEAD, *plan_rows(record, frontier)], _SIDES), "", *_remarks(record)]
     )
 
 
@@ -27,7 +27,8 @@ def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
     """The same for a notebook."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEAD)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(record, frontier)
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in plan_rows(record, frontier)
     )
     before, after = (
         "".join(f"<p>{html.escape(line)}</p>" for line in lines if line)
@@ -41,19 +42,10 @@ def plan_json(record: PlanRecord) -> str:
     return json.dumps(dataclasses.asdict(record), indent=1, default=dict)
 
 
-def policy_words(policy: StepPolicy) -> str:
-    """A policy in few words, such as ``full, keep 0.35``."""
-    words = [*([f"{policy.sharding}:"] if policy.sharding else []), policy.remat]
-    if policy.segments is not None:
-        words.append(f"{policy.segments} segments")
-    if policy.levels > 1:
-        words.append(f"{policy.levels} levels")
-    if policy.keep:
-        words.append(f"keep {policy.keep:.3g}")
-    words += [
-        f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
-    ]
-    return ", ".join(words).replace(":, ", ": ")
+def plain_flops(record: PlanRecord) -> int:
+    """Operations of the plain step, of which extra operations are a share, also where it was not compiled itself."""
+    plain = [each.flops for each in record.candidates if each.policy.remat == "none"]
+    return min(plain) if plain else max((each.flops - each.extra_flops for each in record.candidates), default=0)
 
 
 def _preface(record: PlanRecord) -> list[str]:
@@ -69,19 +61,20 @@ def _preface(record: PlanRecord) -> list[str]:
     return lines
 
 
-def _rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
-    plain = min((each.flops for each in record.candidates if each.policy.remat == "none"), default=0)
+def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
+    """One row of cells a candidate, in the order of the plan's own table."""
+    plain = plain_flops(record)
     rows: list[tuple[str, ...]] = []
     for index, each in enumerate(record.candidates):
         mark = "->" if index == record.chosen else " *" if each in frontier else ""
         rows.append(
             (
                 mark,
-                policy_words(each.policy),
+                candidate_words(each),
                 format_bytes(each.step_bytes),
                 "refused" if each.refusal else format_bytes(each.temp_bytes),
                 _share(each, record),
-                f"{each.extra_flops / plain:+.1%}" if plain else f"{each.extra_flops:+}",
+                _extra(each, plain),
                 "unknown" if each.modelled_s is None else f"{each.modelled_s * 1e3:.4g} ms",
                 str(each.compiler_remat),
             )
@@ -89,16 +82,46 @@ def _rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str
     return rows
 
 
+def candidate_words(candidate: Candidate) -> str:
+    """What was compiled: the policy, and the rows of the batch where these were searched."""
+    rows = f" at {candidate.batch_rows} rows" if candidate.batch_rows is not None else ""
+    return policy_words(candidate.policy) + rows
+
+
+def _extra(candidate: Candidate, plain: int) -> str:
+    """Extra operations as a share of those of the plain step on as many rows."""
+    share = candidate.extra_share if candidate.extra_share is not None or not plain else candidate.extra_flops / plain
+    return f"{candidate.extra_flops:+}" if share is None else f"{share:+.1%}"
+
+
 def _share(candidate: Candidate, record: PlanRecord) -> str:
     if record.budget_bytes is None or candidate.step_bytes is None:
         return "no budget" if record.budget_bytes is None else "unknown"
-    share = (candidate.step_bytes + record.resident_bytes) / max(record.budget_bytes, 1)
+    share = _need(record, candidate) / max(record.budget_bytes, 1)
     return f"{share:.0%}" + ("" if candidate.fits else ", too much")
+
+
+def _need(record: PlanRecord, candidate: Candidate) -> int:
+    """What the device must hold: resident bytes and the largest program."""
+    return candidate.need_bytes or (candidate.step_bytes or 0) + record.resident_bytes
+
+
+def _beside(chosen: Candidate) -> list[str]:
+    """One line a program beside the step, and which of all sets the need."""
+    lines = [
+        f"{each.name} beside the step: {format_bytes(each.program_bytes)}, while {format_bytes(each.held_bytes)} of state and "
+        f"resident arrays stay." + ("" if each.fits is not False else " That is too much, whatever the step's policy.")
+        for each in chosen.beside
+    ]
+    if lines:
+        lines.append(f"{chosen.sets_need or 'The step'} sets the need: {format_bytes(chosen.need_bytes)}.")
+    return lines
 
 
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
-    lines = [f"-> {policy_words(chosen.policy)}: {record.reason}.   * no other is better in both bytes and operations"]
+    lines = [f"-> {candidate_words(chosen)}: {record.reason}.   * no other is better in both bytes and operations"]
+    lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
     if any(each.compiler_remat for each in record.candidates):
@@ -121,7 +144,7 @@ def _remarks(record: PlanRecord) -> list[str]:
 
 
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
-    over = (chosen.step_bytes or 0) + record.resident_bytes - (record.budget_bytes or 0)
+    over = _need(record, chosen) - (record.budget_bytes or 0)
     return (
         f"Nothing fits, by {format_bytes(over)}. Parameters and optimizer state alone are {format_bytes(record.least_bytes)}, "
         f"all arguments {format_bytes(chosen.argument_bytes)}, temporaries {format_bytes(chosen.temp_bytes)}."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
@@ -55,7 +56,7 @@ class Picture:
     height: int
 
 
-Record = Reading | Unavailable | Compilation | Metrics | Window | MemoryEvent | Table | Picture
+Record = Reading | Unavailable | Compilation | Metrics | Window | MemoryEvent | Table | Picture | PlanRecord
 
 
 class Writer(abc.ABC):

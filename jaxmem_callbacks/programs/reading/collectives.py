@@ -14,8 +14,12 @@ _COLLECTIVE = re.compile(
     r" = (?P<type>\([^=]*?\)|\S+) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
+_CALLER = re.compile(r" (?:while|call|fusion|async-start|conditional)\(")
 _CALLED = re.compile(r"(?:body|to_apply|calls|condition)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.-]+)")
 _TRIPS = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
+_GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BITS = re.compile(r"\d+")
 _COMMENT = re.compile(r"/\*.*?\*/")  # in long tuples, such as /*index=5*/
 
@@ -33,10 +37,21 @@ class Collectives:
     moved_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Computations of which one runs, so many times: a loop's body, or the branches of a condition."""
+
+    either: tuple[str, ...]
+    trips: int = 1
+
+
 def collectives_of(hlo_text: str, device_count: int) -> Collectives:
-    """Collectives of an optimised program; loops whose trip count the compiler does not know count once."""
+    """Collectives of an optimised program; loops whose trip count the compiler does not know count once.
+
+    Of a condition's branches the one that moves most is counted.
+    """
     own: dict[str, list[int]] = {}
-    calls: dict[str, list[tuple[str, int]]] = {}
+    calls: dict[str, list[_Call]] = {}
     computation = entry = ""
     for line in hlo_text.splitlines():
         if not line.startswith((" ", "\t")):
@@ -47,27 +62,43 @@ def collectives_of(hlo_text: str, device_count: int) -> Collectives:
             continue
         found = _COLLECTIVE.search(_COMMENT.sub("", line))
         if found:
-            own.setdefault(computation, []).append(_moved(found["op"], _made(found), device_count))
-        trips = _TRIPS.search(line)
-        for called in _CALLED.findall(line) if "while(" in line or "call(" in line or "fusion(" in line else ():
-            calls.setdefault(computation, []).append((called, int(trips[1]) if trips else 1))
+            own.setdefault(computation, []).append(_moved(found, _group(line, device_count)))
+        if _CALLER.search(line):
+            calls.setdefault(computation, []).extend(_calls(line))
     return _total(entry, own, calls, {})
 
 
+def _calls(line: str) -> list[_Call]:
+    trips = _TRIPS.search(line)
+    times = int(trips[1]) if trips else 1
+    listed = _BRANCHES.search(line)
+    branches = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else _TWO_BRANCHES.findall(line)
+    return [*(_Call((name,), times) for name in _CALLED.findall(line)), *([_Call(tuple(branches))] if branches else [])]
+
+
 def _total(
-    name: str, own: dict[str, list[int]], calls: dict[str, list[tuple[str, int]]], known: dict[str, Collectives]
+    name: str, own: dict[str, list[int]], calls: dict[str, list[_Call]], known: dict[str, Collectives]
 ) -> Collectives:
     if name not in known:
         count, moved = len(own.get(name, ())), sum(own.get(name, ()))
-        for called, trips in calls.get(name, ()):
-            inner = _total(called, own, calls, known)
-            count, moved = count + trips * inner.count, moved + trips * inner.moved_bytes
+        for call in calls.get(name, ()):
+            inner = max((_total(one, own, calls, known) for one in call.either), key=lambda each: each.moved_bytes)
+            count, moved = count + call.trips * inner.count, moved + call.trips * inner.moved_bytes
         known[name] = Collectives(count, moved)
     return known[name]
 
 
-def _moved(op: str, size: int, devices: int) -> int:
-    """Bytes through the links; ``size`` is that of the result, of a scatter a part of the operand."""
+def _group(line: str, device_count: int) -> int:
+    """How many devices take part together; all of them where the line names no groups."""
+    groups = _GROUP.search(line)
+    if groups is None:
+        return device_count
+    return len(groups[1].split(",")) if groups[1] else int(groups[2])
+
+
+def _moved(found: re.Match[str], devices: int) -> int:
+    """Bytes through the links; the size is that of the results, of a scatter parts of its operands."""
+    op, size = found["op"], _result_bytes(found)
     share = (devices - 1) / max(devices, 1)
     whole = size * devices if op == "reduce-scatter" else size
     return int(whole * share * (2 if op == "all-reduce" else 1)) if op != "collective-permute" else size
@@ -79,7 +110,7 @@ def _width(kind: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-def _made(found: re.Match[str]) -> int:
+def _result_bytes(found: re.Match[str]) -> int:
     """Bytes of the results. An asynchronous start has its operands before them, except a reduction to all, which has none."""
     text = found["type"]
     if found["start"] and found["op"] != "all-reduce":

@@ -14,6 +14,8 @@ _INSTRUCTION = re.compile(
 )
 _COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?(?P<name>[\w.-]+) (?:\([^{]*)?.*\{\s*$")
 _SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+_CONTRACTED = re.compile(r'lhs_contracting_dims=\{([\d,]*)\}|"lhs_contracting_dimensions":\[([\d",]*)\]')
+_KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w*o\w*)->")
 _OPERAND = re.compile(r"%?([\w.-]+)\s*(?:,|$)")
 
 
@@ -48,15 +50,21 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _product(match: re.Match[str], shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> int:
-    """Operations of a matrix product or convolution, else 0."""
+    """Operations of a matrix product or convolution, also where a library is called for it, else 0."""
     operands = [shapes.get(name, ()) for name in _OPERAND.findall(match["operands"])]
-    if match["op"] == "dot" and operands:
-        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", match["rest"])
-        sizes = [operands[0][int(axis)] for axis in axes[1].split(",") if axis] if axes and operands[0] else []
-        return 2 * math.prod(shape) * math.prod(sizes)
-    if match["op"] == "convolution" and len(operands) > 1:
-        labels = re.search(r"dim_labels=\w+_(\w+)->", match["rest"])
-        kernel = operands[1]
-        made = kernel[labels[1].index("o")] if labels and "o" in labels[1] and kernel else 1
-        return 2 * math.prod(shape) * math.prod(kernel) // max(made, 1)
+    product = _CONTRACTED.search(match["rest"])
+    if product and operands and operands[0]:
+        axes = re.findall(r"\d+", product[1] or product[2] or "")
+        return 2 * math.prod(shape) * math.prod(operands[0][int(axis)] for axis in axes)
+    labels = _KERNEL_LABELS.search(match["rest"])
+    if labels and len(operands) > 1:
+        # A gradient by the kernel has the kernel as its result and takes the convolution's results; one by the input takes them
+        # in the place of the input. Either way each of them is a sum over the kernel, less its output channels.
+        results, kernel = shape, operands[1]
+        if "convBackwardFilter" in match["rest"]:
+            results, kernel = operands[1], shape
+        elif "convBackwardInput" in match["rest"]:
+            results = operands[0]
+        made = kernel[labels[1].index("o")] if kernel else 1
+        return 2 * math.prod(results) * math.prod(kernel) // max(made, 1)
     return 0

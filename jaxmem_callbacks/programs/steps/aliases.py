@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -89,13 +89,9 @@ def leaf_uses(
         placed = sharding if sharding is not None else getattr(leaf.value, "sharding", None)
         lost, remedy = (None, None) if aliased or not requested else _why_lost(leaf, sharding, results)
         uses.append(
-            LeafUse(
-                argument=leaf.argument,
-                path=leaf.path,
-                kind=leaf.kind,
-                type_text=leaf.type_text,
+            replace(
+                unread(leaf, placed),
                 placement=_placement(placed),
-                bytes=leaf_bytes(leaf, placed),
                 requested=requested,
                 used=sharding is not None,
                 aliased=aliased,
@@ -104,6 +100,26 @@ def leaf_uses(
             )
         )
     return tuple(uses)
+
+
+def unread(leaf: Leaf, placed: Any) -> LeafUse:
+    """An array before its program is read: what it is, and nothing of what becomes of it.
+
+    Args:
+        leaf: The array.
+        placed: Its sharding there, or None.
+    """
+    return LeafUse(
+        argument=leaf.argument,
+        path=leaf.path,
+        kind=leaf.kind,
+        type_text=leaf.type_text,
+        placement="",
+        bytes=leaf_bytes(leaf, placed),
+        requested=leaf.donated,
+        used=False,
+        aliased=None,
+    )
 
 
 def lost_donations(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:

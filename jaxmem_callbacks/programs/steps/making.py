@@ -131,7 +131,7 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
     options |= _options("donate", making.donated, function, arguments, len(args))
     if making.places:
         pin(function, making, traced, results)
-        options |= _pinned_options(making, traced, results, kwargs)
+        options |= _pinned_options(function, making, traced, results, kwargs)
     call = jit_plain(function, arguments, **options)
     making.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
     return making.jitted
@@ -236,15 +236,21 @@ def _is_position_only(name: str, function: Callable[..., Any]) -> bool:
 
 
 def _pinned_options(
-    making: Making, traced: Sequence[tuple[str, Any]], results: Any, kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    making: Making,
+    traced: Sequence[tuple[str, Any]],
+    results: Any,
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     values = dict(traced)
     in_place = any(framework_of(values[one.argument]) is not None for one in making.pins)
     refused = [name for name in kwargs if in_place or name not in making.static]
     if refused:
+        order = {name: place for place, name in enumerate(parameter_names(function))}
+        names = sorted((name for name, _ in traced), key=lambda name: order.get(name, len(order)))
         msg = (
             f"{making.pins[0].said} pins arguments by position, and {', '.join(refused)} came by keyword. Call the step with "
-            f"positional arguments: step({', '.join(name for name, _ in traced)})."
+            f"positional arguments: step({', '.join(names)})."
         )
         raise PolicyError(msg)
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 from jax.core import Tracer
@@ -168,13 +168,22 @@ class JitStep:
         ``unchecked`` says so, and what is compiled from here is checked by nobody.
         """
         jitted = self._made(args, kwargs)
-        are_real = all(_is_real(leaf) for leaf in jax.tree.leaves((args, kwargs)))
-        if are_real:
-            self._require_accumulable(jitted, args, kwargs)
+        are_real = self.compare(args, kwargs)
         with self._tracing():
             lowered = jitted.lower(args, kwargs)
         self.unchecked = self.unchecked and not are_real
         return lowered
+
+    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Hold accumulated gradients against full ones, as at a first call; False where the arguments are no real arrays.
+
+        Raises:
+            PolicyError: a loss whose gradient would be another one over microbatches.
+        """
+        are_real = all(_is_real(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        if are_real:
+            self._require_accumulable(self._made(args, kwargs), args, kwargs)
+        return are_real
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """What the jit's own ``trace`` returns for these arguments, under the policy."""
@@ -217,6 +226,11 @@ class JitStep:
             return None
         plain = StepPolicy(sharding=self.policy.sharding)
         return JitStep(self.__wrapped__, plain, donate_argnames=(), state_shardings=self._making.state_shardings)
+
+    @property
+    def donation(self) -> Literal["auto"] | tuple[str, ...] | None:
+        """What was said of donation, by ``donate_argnames`` or the policy; None where nothing, or by the user's own jit."""
+        return self._making.donate
 
     def __repr__(self) -> str:
         return f"jm.jit_step({self.name}, {self.policy})"

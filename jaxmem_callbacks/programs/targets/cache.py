@@ -43,6 +43,8 @@ _DUMP_ENDINGS = (".txt", "-buffer-assignment.txt", "-live-range.txt")
 # Variables of the worker that its compiler reads.
 _READ_BY_COMPILERS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE")
 # What an entry that is truncated, foreign or made by other code raises when it is read.
+_NAMES_FILES = re.compile(r"xla_dump|--\w*(?:file|path|dir|_from|_to)(?:_\w*)?=|=\S*/")
+_TOOLS = re.compile(r"--xla_gpu_cuda_data_dir=\S+")  # where CUDA's tools lie, which come with the versions
 _BROKEN = (
     OSError,
     ValueError,
@@ -243,10 +245,12 @@ def _prune(folder: pathlib.Path, limit_bytes: int) -> None:
 
 
 def _wants_a_real_compile(options: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    """Whether flags ask the compiler to write files, or lie in a file whose content no key can know."""
+    """Whether flags have the compiler write or read files, or lie in one: no key can know their contents."""
     flags = environment.get("XLA_FLAGS", "").strip()
-    said = [flags, environment.get("LIBTPU_INIT_ARGS", ""), *map(str, options)]
-    return any("xla_dump" in text for text in said) or (flags != "" and not flags.startswith("-"))
+    said = [flags, environment.get("LIBTPU_INIT_ARGS", ""), *(f"--{name}={value}" for name, value in options.items())]
+    return any(_NAMES_FILES.search(_TOOLS.sub("", text)) for text in said) or (
+        flags != "" and not flags.startswith("-")
+    )
 
 
 @functools.cache

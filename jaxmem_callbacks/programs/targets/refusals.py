@@ -28,7 +28,11 @@ def refused_for_memory(title: str, error: str) -> tuple[int | None, int | None]:
         CompileError: it is an error of another kind.
     """
     if "RESOURCE_EXHAUSTED" not in error:
-        msg = f"{title}: the compiler refused the program. Its own words follow.\n{error[:_TEXT_LIMIT]}"
+        msg = (
+            f"{title}: the compiler refused the program. Expected operations and options that it takes without a device. "
+            "Find in its words below which one it does not, and leave it out or replace it: docs/targets.md, 'What cannot be "
+            f"compiled for an absent device', tells by what.\n{error[:_TEXT_LIMIT]}"
+        )
         raise CompileError(msg)
     for pattern in _OUT_OF_MEMORY:
         if match := pattern.search(error):

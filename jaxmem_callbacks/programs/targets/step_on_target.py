@@ -14,9 +14,10 @@ import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem_callbacks.programs.reading.hlo_header import read_header
-from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_bytes
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.steps.program import without_donation_warning
+from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.programs import Buffer
 
@@ -31,16 +32,9 @@ def compile_step_for(
         function that compiles once more for the buffers of the peak.
     """
     traced = step.traced(args, kwargs)
-    flat = _flat_function(traced.jaxpr, step.name)
-    abstract = [_abstract(leaf) for leaf in traced.leaves]
-    donated = tuple(i for i, leaf in enumerate(traced.leaves) if leaf.donated)
-    results = [_portable(sharding) for sharding in traced.out_shardings]
-    pinned = results if any(sharding is not None for sharding in results) else None
 
     def compiled(*, want_buffers: bool) -> TargetCompilation:
-        return compile_for_target(
-            flat, abstract, target=target, donate_argnums=donated, out_shardings=pinned, want_buffers=want_buffers
-        )
+        return compile_traced_for(traced, step.name, target, want_buffers=want_buffers)
 
     answer = compiled(want_buffers=False)
     uses = _uses(traced.leaves, _taken(traced.jaxpr), answer.hlo_text or "")
@@ -51,6 +45,46 @@ def compile_step_for(
         return tuple(replace(b, operation=paths.get(b.operation or "", b.operation)) for b in found)
 
     return answer, uses, traced.undonated, buffers
+
+
+def compile_traced_for(
+    traced: Traced, name: str, target: str, *, donate: Sequence[str] = (), want_buffers: bool = False
+) -> TargetCompilation:
+    """Compile a traced step for hardware that need not be there.
+
+    Args:
+        traced: The step.
+        name: What it is called.
+        target: The hardware.
+        donate: Arguments that are donated besides those that the step donates.
+        want_buffers: Also tell what makes the peak.
+    """
+    return compile_for_target(
+        _flat_function(traced.jaxpr, name),
+        [_abstract(leaf) for leaf in traced.leaves],
+        target=target,
+        donate_argnums=_donated(traced, donate),
+        out_shardings=_pinned_results(traced),
+        want_buffers=want_buffers,
+    )
+
+
+def compile_traced_here(traced: Traced, name: str, *, donate: Sequence[str] = ()) -> jax.stages.Compiled:
+    """The same for the devices of this process; to be called on the mesh of the step, where it has one."""
+    pinned = _pinned_results(traced)
+    out: dict[str, Any] = {} if pinned is None else {"out_shardings": pinned}
+    jitted = jax.jit(_flat_function(traced.jaxpr, name), donate_argnums=_donated(traced, donate), **out)
+    with without_donation_warning():
+        return jitted.lower(*(_abstract(leaf) for leaf in traced.leaves)).compile()
+
+
+def _donated(traced: Traced, names: Sequence[str]) -> tuple[int, ...]:
+    return tuple(i for i, leaf in enumerate(traced.leaves) if leaf.donated or leaf.argument in names)
+
+
+def _pinned_results(traced: Traced) -> list[Any] | None:
+    results = [_portable(sharding) for sharding in traced.out_shardings]
+    return results if any(sharding is not None for sharding in results) else None
 
 
 def _flat_function(jaxpr: Any, name: str) -> Callable[..., Any]:
@@ -91,14 +125,8 @@ def _uses(leaves: Sequence[Leaf], taken: Sequence[bool], hlo_text: str) -> tuple
     for leaf, is_taken in zip(leaves, taken, strict=True):
         aliased = (is_taken and next(numbers) in header.reused) if known else None
         uses.append(
-            LeafUse(
-                argument=leaf.argument,
-                path=leaf.path,
-                kind=leaf.kind,
-                type_text=leaf.type_text,
-                placement="",
-                bytes=leaf_bytes(leaf, getattr(leaf.value, "sharding", None)),
-                requested=leaf.donated,
+            replace(
+                unread(leaf, getattr(leaf.value, "sharding", None)),
                 used=is_taken,
                 aliased=aliased,
                 lost=_lost(leaf, is_taken) if aliased is False else None,

@@ -5,8 +5,10 @@ TPU names are ``kind:topology`` (``v5e:2x2``), GPU names ``model:count`` (``h100
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.resources
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -14,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxmem_callbacks.programs.targets.compilers import require_compiler
-from jaxmem_callbacks.records.errors import TargetError, did_you_mean
+from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.units import GIB
 
 _GPUS_PER_HOST = 8
+_ALIKE = 0.7
+# The largest slices have 9,216 chips; libtpu takes any number and then builds a device for each.
+_MOST_CHIPS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +51,20 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tpu:
-    """One TPU generation. ``memory_gib`` is what libtpu 0.0.51 prints as available HBM of one device."""
+    """One TPU generation, as libtpu 0.0.51 has it.
+
+    Attributes:
+        smallest: Its smallest topology.
+        memory_gib: What is printed as available HBM of one device.
+        devices_per_chip: Devices that JAX shows of one chip.
+        longest: Chips along one dimension at most; None where the compiler names no limit.
+        options: Further options of the topology.
+    """
 
     smallest: str
     memory_gib: float
     devices_per_chip: int = 1
+    longest: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +73,7 @@ _TPUS = {
     "v2": _Tpu(smallest="2x2", memory_gib=7.48, devices_per_chip=2),
     "v3": _Tpu(smallest="2x2", memory_gib=15.48, devices_per_chip=2),
     "v4": _Tpu(smallest="1x1x1", memory_gib=30.75, options={"chip_config_name": "megacore"}),
-    "v5e": _Tpu(smallest="1x1", memory_gib=15.75),
+    "v5e": _Tpu(smallest="1x1", memory_gib=15.75, longest=16),
     "v5p": _Tpu(smallest="1x1x1", memory_gib=95.73),
     "v6e": _Tpu(smallest="1x1", memory_gib=31.24),
     "tpu7x": _Tpu(smallest="1x1x1", memory_gib=94.74, devices_per_chip=2),
@@ -99,8 +113,8 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
         The target; ``name`` is its canonical spelling.
 
     Raises:
-        TargetError: unknown name (the message lists all, and the nearest), a topology that is not one, or a compiler
-            that is not installed (the message is the line to type).
+        TargetError: unknown name (the message lists all, and the nearest), a topology that the compiler does not
+            build (the message names those near it), or a compiler that is not installed (the message is the line to type).
     """
     word, _, shape = str(text).strip().lower().replace("-", "_").partition(":")
     kind = _ALIASES.get(word, word)
@@ -111,9 +125,8 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
     elif kind == "cpu" and not shape:
         return Target(name="cpu", platform="cpu", device_count=1)
     else:
-        hint = did_you_mean(kind, [*target_names(), *_ALIASES])
         msg = (
-            f"Unknown target {text!r}.{hint} Expected one of: {', '.join(target_names())}; "
+            f"Unknown target {text!r}.{_meant(kind)} Expected one of: {', '.join(target_names())}; "
             "with a topology or a count where it has several devices, such as 'v5e:2x2' or 'h100_sxm:8'."
         )
         raise TargetError(msg)
@@ -122,22 +135,59 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
     return target
 
 
+def _meant(word: str) -> str:
+    """A misspelt name's hint, by its canonical name, which the list shows; another number is another GPU, not a mistake."""
+    near = difflib.get_close_matches(word, [*target_names(), *_ALIASES], n=1, cutoff=_ALIKE)
+    return f" Did you mean `{_ALIASES.get(near[0], near[0])}`?" if near else ""
+
+
 def _tpu(kind: str, shape: str, text: str) -> Target:
     facts = _TPUS[kind]
     shape = shape or facts.smallest
     dimensions = facts.smallest.count("x") + 1
-    if not re.fullmatch("x".join([r"[1-9]\d*"] * dimensions), shape):
+    if not re.fullmatch("x".join([r"[1-9]\d{0,8}"] * dimensions), shape):
         example = f"{kind}:{'x'.join('2' * dimensions)}"
         msg = f"Target {text!r}: a {kind} topology has {dimensions} dimensions of chips. Type for example {example!r}."
         raise TargetError(msg)
+    sides = tuple(map(int, shape.split("x")))
+    _require_slice(kind, sides, text)
     return Target(
         name=f"{kind}:{shape}",
         platform="tpu",
-        device_count=math.prod(map(int, shape.split("x"))) * facts.devices_per_chip,
+        device_count=math.prod(sides) * facts.devices_per_chip,
         memory_bytes=int(facts.memory_gib * GIB),
         topology=f"{kind}:{shape}",
         topology_options=facts.options,
     )
+
+
+def _require_slice(kind: str, sides: tuple[int, ...], text: str) -> None:
+    """Refuse a topology that the compiler does not build, naming those near it, the nearest in number of chips first."""
+    longest, chips = _TPUS[kind].longest, math.prod(sides)
+    if chips > _MOST_CHIPS:
+        example = f"{kind}:{'x'.join(['16'] * len(sides))}"
+        msg = f"Target {text!r}: {chips} chips are expected to be at most {_MOST_CHIPS}. Type for example {example!r}."
+        raise TargetError(msg)
+    near = sorted(
+        itertools.product(*(_sides_near(side, in_hosts=at < 2, longest=longest) for at, side in enumerate(sides))),  # noqa: PLR2004 - hosts are flat
+        key=lambda each: (abs(math.prod(each) - chips), each),
+    )
+    if sides in near:
+        return
+    names = [f"{kind}:{'x'.join(map(str, each))}" for each in near]
+    where = "each dimension" if len(sides) == 2 else "the first two dimensions"  # noqa: PLR2004 - as above
+    most = f", and at most {longest}" if longest else ""
+    msg = (
+        f"Target {text!r}: {kind} has no such topology. Expected 1 or an even number of chips{most} along {where}, as a host "
+        f"holds 2x2 of them; near it: {', '.join(names)}. Type for example {names[0]!r}."
+    )
+    raise TargetError(msg)
+
+
+def _sides_near(side: int, *, in_hosts: bool, longest: int | None) -> list[int]:
+    """Numbers of chips along one dimension that the compiler takes: the given one, or its neighbours."""
+    side = min(side, longest or side)
+    return [side - 1, side + 1] if in_hosts and side > 1 and side % 2 else [side]
 
 
 def _gpu(kind: str, shape: str, text: str) -> Target:

@@ -108,7 +108,10 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
             _end(process)
             asked = _running.pop(process, False)
     if code < 0 and asked:
-        msg = f"{name}: the compile was ended on request, before it had an answer. Ask for it again to have one."
+        msg = (
+            f"{name}: the compile was ended on request (something in this process called end_workers), before it had an answer. "
+            f"Expected to be left alone for up to {timeout_s:g} s. Type the same call again to have its figures."
+        )
         raise CompileError(msg)
     if code != 0:
         msg = f"{name}: the worker that compiles it crashed {_crash(code)}{_tail(log)}"

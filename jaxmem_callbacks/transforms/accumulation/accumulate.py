@@ -7,7 +7,7 @@ rows of its own in every microbatch, and nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax
@@ -134,12 +134,14 @@ class Accumulated:
         gradients: Their sums, in float32 where they have 16 and fewer bits.
         dtypes: The gradients' own, in flattening order.
         coarsest: The floating dtype with the fewest bits that the call computes with.
+        program: What computes one microbatch, as traced.
     """
 
     parts: Any
     gradients: Any
     dtypes: Sequence[Any]
     coarsest: Any
+    program: Any = field(repr=False)
 
 
 def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = folded) -> Accumulated:
@@ -168,7 +170,9 @@ def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = fol
     filled = {**sums, **stacks, **nothing}
     parts, gradients = result.join([filled[i] for i in range(len(filled))])
     dtypes = [avals[slot.index].dtype for slot in _slots(slots[1]) if slot.index in summed]
-    return Accumulated(parts=parts, gradients=gradients, dtypes=dtypes, coarsest=_coarsest(open_jaxpr(traced)))
+    return Accumulated(
+        parts=parts, gradients=gradients, dtypes=dtypes, coarsest=_coarsest(open_jaxpr(traced)), program=traced
+    )
 
 
 def _coarsest(jaxpr: Any) -> Any:

@@ -76,13 +76,6 @@ class _Argument:
             leaf.shape in _RAW_KEYS and leaf.dtype == np.uint32 for _, leaf in self.arrays
         )
 
-    def may_have(self, rows: int) -> bool:
-        """Whether it could hold something for each of ``rows`` rows; trees called parameters or state could not."""
-        is_one_array = jax.tree_util.all_leaves([self.value])
-        return (is_one_array or kind_of_argument(self.name) == OTHER) and any(
-            leaf.shape[:1] == (rows,) for _, leaf in self.arrays
-        )
-
     @property
     def common_rows(self) -> int | None:
         """The leading dimension that all its arrays share, or None."""

@@ -18,13 +18,17 @@ def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
     """
     if policy.microbatches == 1:
         return
-    nodes = jax.tree.leaves(trees, is_leaf=_is_multi_steps)
-    if any(_is_multi_steps(node) for node in nodes):
+    if accumulates_already(*trees):
         msg = (
             f"microbatches={policy.microbatches} and optax.MultiSteps (its MultiStepsState is among the step's arguments) would "
             "accumulate twice. Expected one of them: pass the inner optimizer without optax.MultiSteps, or microbatches=1."
         )
         raise PolicyError(msg)
+
+
+def accumulates_already(*trees: Any) -> bool:
+    """Whether a step's arguments hold the state of `optax.MultiSteps`."""
+    return any(_is_multi_steps(node) for node in jax.tree.leaves(trees, is_leaf=_is_multi_steps))
 
 
 def _is_multi_steps(node: Any) -> bool:

@@ -70,7 +70,11 @@ def in_parts(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
         value, aux = result, None
         if has_aux:
             if isinstance(result, Weighted):
-                msg = "has_aux=True and the loss returned jm.weighted(...) alone. Return (jm.weighted(...), aux)."
+                name = getattr(loss, "__qualname__", type(loss).__name__)
+                msg = (
+                    f"The loss {name} returned jm.weighted(...) alone, and has_aux=True expects a pair. Type in it: "
+                    "return jm.weighted(...), aux; or leave has_aux out where it is called."
+                )
                 raise LossRefusedError(msg)
             if not isinstance(result, (tuple, list)) or len(result) != 2:  # noqa: PLR2004 - a pair
                 return result  # no pair: JAX says so in its own words

@@ -76,7 +76,11 @@ def require_met(rules: ShardingRules, leaves: Sequence[StateLeaf]) -> None:
     for name in sorted(named - there):
         near = [other for other in sorted(there - named) if _is_misspelt(name, other)]
         if near:
-            msg = f"The sharding rule {name!r} names no axis of the state. Did you mean {near[0]!r}?"
+            axes = next(value for own, value in rules if own == name)
+            msg = (
+                f"The sharding rule {name!r} names no axis of the state. Did you mean {near[0]!r}? Its arrays' axes "
+                f"are called {', '.join(sorted(there))}. Type sharding={{..., {near[0]!r}: {axes!r}}}."
+            )
             raise PolicyError(msg)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.errors import PolicyError
 Axes = Mapping[str, int] | str
 AxisTypes = Literal["auto", "explicit"] | AxisType | Mapping[str, Any]
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?\d+)\s*")
-_EXAMPLE = 'jm.make_mesh({"data": 2, "fsdp": -1}) or jm.make_mesh("data=2,fsdp=-1")'
+_EXAMPLE = 'type for example {"data": 2, "fsdp": -1} or "data=2,fsdp=-1"'
 
 
 def make_mesh(axes: Axes, devices: Sequence[Any] | None = None, *, axis_types: AxisTypes = "auto") -> Mesh:
@@ -39,7 +39,7 @@ def make_mesh(axes: Axes, devices: Sequence[Any] | None = None, *, axis_types: A
         PolicyError: axes that are none, or whose product is not the number of devices; says what is there and what to type.
     """
     there = list(jax.devices() if devices is None else devices)
-    sizes = _filled(parse_axes(axes), len(there), _what(there))
+    sizes = _filled(parse_axes(axes), len(there), _what(there), _call_on_fewer)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types), devices=there)
 
 
@@ -54,7 +54,7 @@ def abstract_mesh(axes: Axes, device_count: int, *, axis_types: AxisTypes = "aut
     Raises:
         PolicyError: as in `make_mesh`.
     """
-    sizes = _filled(parse_axes(axes), device_count, f"the target has {device_count} devices")
+    sizes = _filled(parse_axes(axes), device_count, f"the target has {device_count} devices", _argument)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types))
 
 
@@ -68,12 +68,12 @@ def parse_axes(axes: Axes) -> dict[str, int]:
     wrong = [name for name, size in found.items() if size != -1 and size < 1]
     if wrong or not found:
         what = f"axis {wrong[0]!r} has size {found[wrong[0]]}" if wrong else "no axes were given"
-        msg = f"make_mesh: {what}. Expected names with sizes of at least 1, one of them at most -1: {_EXAMPLE}."
+        msg = f"Mesh: {what}. Expected names with sizes of at least 1, one of them at most -1: {_EXAMPLE}."
         raise PolicyError(msg)
     free = [name for name, size in found.items() if size == -1]
     if len(free) > 1:
         msg = (
-            f"make_mesh: the axes {', '.join(free)} are all -1. Expected one at most, which takes the devices that the others "
+            f"Mesh: the axes {', '.join(free)} are all -1. Expected one at most, which takes the devices that the others "
             f"leave: {_EXAMPLE}."
         )
         raise PolicyError(msg)
@@ -82,12 +82,12 @@ def parse_axes(axes: Axes) -> dict[str, int]:
 
 def _parsed_mapping(axes: Any) -> dict[str, int]:
     if not isinstance(axes, Mapping):
-        msg = f"make_mesh: axes={axes!r}. Expected a mapping of names to sizes, or a text: {_EXAMPLE}."
+        msg = f"Mesh: axes={axes!r}. Expected a mapping of names to sizes, or a text: {_EXAMPLE}."
         raise PolicyError(msg)
     given = cast("Mapping[Any, Any]", axes)
     for name, size in given.items():
         if not isinstance(name, str) or not name or isinstance(size, bool) or not isinstance(size, int):
-            msg = f"make_mesh: {name!r}: {size!r} is no axis. Expected a name and a whole number: {_EXAMPLE}."
+            msg = f"Mesh: {name!r}: {size!r} is no axis. Expected a name and a whole number: {_EXAMPLE}."
             raise PolicyError(msg)
     return dict(given)
 
@@ -98,14 +98,14 @@ def _parsed_text(text: str) -> dict[str, int]:
         match = _AXIS.fullmatch(part)
         if match is None or match[1] in found:
             what = "comes twice" if match else "is no axis"
-            msg = f"make_mesh: {part.strip()!r} in {text!r} {what}. Expected names with sizes: {_EXAMPLE}."
+            msg = f"Mesh: {part.strip()!r} in {text!r} {what}. Expected names with sizes: {_EXAMPLE}."
             raise PolicyError(msg)
         found[match[1]] = int(match[2])
     return found
 
 
-def _filled(sizes: dict[str, int], count: int, there: str) -> dict[str, int]:
-    """The sizes with -1 filled in; their product is the number of devices."""
+def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[str, int | None], str]) -> dict[str, int]:
+    """The sizes with -1 filled in; their product is the number of devices, or the error says what to type."""
     given = math.prod(size for size in sizes.values() if size != -1)
     free = next((name for name, size in sizes.items() if size == -1), None)
     if free is not None and count % given == 0 and count >= given:
@@ -114,11 +114,13 @@ def _filled(sizes: dict[str, int], count: int, there: str) -> dict[str, int]:
         return sizes
     text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     wants = f"a multiple of {given}" if free is not None else str(given)
-    msg = f"make_mesh: the axes {text} need {wants} devices, and {there}. {_advice(sizes, count)}"
+    axes = ", ".join(f'"{name}": {size}' for name, size in _fitting(sizes, count).items())
+    fewer = given if given < count else None
+    msg = f"Mesh: the axes {text} need {wants} devices, and {there}. {to_type(axes, fewer)}"
     raise PolicyError(msg)
 
 
-def _advice(sizes: dict[str, int], count: int) -> str:
+def _fitting(sizes: dict[str, int], count: int) -> dict[str, int]:
     """Axes that fit, as near as possible to those given: each size made the largest divisor of what is left that it allows."""
     left, fitting = count, dict.fromkeys(sizes, 1)
     for name, size in sizes.items():
@@ -127,10 +129,19 @@ def _advice(sizes: dict[str, int], count: int) -> str:
             left //= fitting[name]
     grows = next((name for name, size in sizes.items() if size == -1), max(sizes, key=lambda name: sizes[name]))
     fitting[grows] *= left
-    fewer = math.prod(size for size in sizes.values() if size != -1)
-    some = f", or on fewer devices jm.make_mesh(..., devices=jax.devices()[:{fewer}])" if fewer < count else ""
-    text = ", ".join(f'"{name}": {size}' for name, size in fitting.items())
-    return f"Type jm.make_mesh({{{text}}}){some}."
+    return fitting
+
+
+def _call_on_fewer(axes: str, fewer: int | None) -> str:
+    """What to type where devices are attached."""
+    some = f", or on fewer devices jm.make_mesh(..., devices=jax.devices()[:{fewer}])" if fewer else ""
+    return f"Type jm.make_mesh({{{axes}}}){some}."
+
+
+def _argument(axes: str, fewer: int | None) -> str:
+    """What to type where a plan has the devices of its target."""
+    some = f", or name a target of {fewer} devices" if fewer else ""
+    return f"Type mesh={{{axes}}}{some}."
 
 
 def _what(devices: list[Any]) -> str:
@@ -144,7 +155,10 @@ def _types(sizes: dict[str, int], axis_types: Any) -> tuple[AxisType, ...]:
         by_name = cast("Mapping[str, Any]", axis_types)
         unknown = sorted(set(by_name) - set(sizes))
         if unknown:
-            msg = f"make_mesh: axis_types names {', '.join(unknown)}, which is no axis. Expected names from: {', '.join(sizes)}."
+            msg = (
+                f"Mesh: axis_types names {', '.join(unknown)}, which is no axis. Expected names from: {', '.join(sizes)}. "
+                f"Type for example axis_types={ {next(iter(sizes)): 'explicit'} }."
+            )
             raise PolicyError(msg)
         return tuple(_type(by_name.get(name, "auto")) for name in sizes)
     return tuple(_type(axis_types) for _ in sizes)
@@ -154,6 +168,6 @@ def _type(word: Any) -> AxisType:
     known = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     found = word if isinstance(word, AxisType) else known.get(word) if isinstance(word, str) else None
     if found is None or found not in known.values():
-        msg = f"make_mesh: axis_types={word!r}. Expected 'auto' or 'explicit', for all axes or by name: {{'fsdp': 'auto'}}."
+        msg = f"Mesh: axis_types={word!r}. Expected 'auto' or 'explicit', for all axes or by name: {{'fsdp': 'auto'}}."
         raise PolicyError(msg)
     return found

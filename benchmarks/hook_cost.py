@@ -1,4 +1,6 @@
-"""Cost of the monitor's hook: `python tools/bench_hook.py` writes results/hook_cost.json.
+"""What the monitor's hook costs a step. Writes results/hook_cost.json.
+
+    python -m benchmarks.hook_cost [--blocks 8] [--steps 100]
 
 One real jitted step, padded to 5 ms as in training, in blocks that alternate between no hook and the monitor with its default
 preset, so that all compared figures come from one run on one machine. Medians over steps; microseconds on the training thread.
@@ -22,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
+from benchmarks.sources import RESULTS, source_hash
 
-ROOT = Path(__file__).parents[1]
 STEP_S = 0.005
 GOAL_US = 10.0
 Hook = Callable[[int, Any], object]
@@ -100,12 +102,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "hook_cost.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "hook_cost.json")
     options = parser.parse_args()
     ways = measure(options.blocks, options.steps)
     worst = max(figures["hook_median_us"] for figures in ways.values())
     result = {
-        "command": f"python tools/bench_hook.py --blocks {options.blocks} --steps {options.steps}",
+        "command": f"python -m benchmarks.hook_cost --blocks {options.blocks} --steps {options.steps}",
+        "sources": source_hash("hook_cost"),
         "what": "5 ms steps, 1000 live arrays, default preset; microseconds on the training thread; ratios to the bare loop",
         "goal": {"hook_median_us": GOAL_US, "met": worst <= GOAL_US},
         "ways": ways,

@@ -1,0 +1,196 @@
+"""Other programs of a training run enter, such as evaluation; what the device must hold while each runs leaves, compiled.
+
+A program's own figure includes its arguments. While it runs the rest of the step's state stays where it is, and so do resident
+arrays: what is not among its arguments is added, what is one of them is not counted again. The same array, or else one of the
+same shape and dtype, counts as the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
+from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
+from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.targets.step_on_target import compile_traced_for, compile_traced_here
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.plans import BesideProgram
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import parse_bytes
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
+from jaxmem_callbacks.transforms.residuals import array_bytes
+from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
+
+_KEPT = (PARAMETERS, OPTIMIZER, STATE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """An array that stays on the device between steps; ``value`` is the user's own."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    sharding: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resident:
+    """What stays in memory beside the step: plain sizes, and arrays."""
+
+    sizes: int = 0
+    arrays: tuple[Held, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """All of it on one device."""
+        return self.sizes + sum(array.bytes for array in self.arrays)
+
+
+def parse_resident(items: Iterable[Any]) -> Resident:
+    """Sizes and arrays of ``resident=``.
+
+    Raises:
+        PlanError: something that has no bytes.
+    """
+    sizes, arrays = 0, list[Held]()
+    for item in items:
+        if isinstance(item, (int, str)) and not isinstance(item, bool):
+            sizes += parse_bytes(item)
+            continue
+        leaves = [leaf for leaf in jax.tree.leaves(item) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+        if not leaves:
+            msg = f"resident holds {type(item).__name__}, which has no arrays. Give bytes, '2GiB', or trees of arrays."
+            raise PlanError(msg)
+        for leaf in leaves:
+            place = getattr(leaf, "sharding", None)
+            shape = leaf.shape if place is None else place.shard_shape(tuple(leaf.shape))
+            arrays.append(Held(leaf, tuple(leaf.shape), leaf.dtype, array_bytes(shape, leaf.dtype), place))
+    return Resident(sizes=sizes, arrays=tuple(arrays))
+
+
+def parse_beside(said: Any) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]:
+    """The programs of ``beside=``, each a function with its arguments.
+
+    Raises:
+        PlanError: something that is no such pair.
+    """
+    items = list(said) if isinstance(said, list | tuple) else [said]
+    if len(items) == 2 and callable(items[0]) and isinstance(items[1], tuple):  # noqa: PLR2004 - one pair alone
+        items = [tuple(items)]
+    for item in items:
+        pair = cast("Sequence[Any]", item) if isinstance(item, list | tuple) else ()
+        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], tuple):  # noqa: PLR2004 - a pair
+            msg = (
+                f"beside holds {type(item).__name__} {getattr(item, '__name__', '')!s}: expected pairs of a function and a tuple "
+                "of its arguments. Type beside=[(eval_step, (state, batch))]."
+            )
+            raise PlanError(msg)
+    return tuple((function, args) for function, args in items)
+
+
+def compile_beside(
+    problem: Problem,
+    traced: tuple[Traced, Traced],
+    programs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
+    resident: Resident,
+    ledger: Ledger,
+) -> tuple[BesideProgram, ...]:
+    """Each program compiled once for the problem's target, the state placed as the problem places it.
+
+    Args:
+        problem: The step, its state placed.
+        traced: The step with the arguments as the user gave them, and as the problem places them.
+        programs: Functions and their arguments.
+        resident: What stays in memory besides.
+        ledger: Told what is compiled, and counts it.
+
+    Raises:
+        CompileError: a compiler failed.
+    """
+    given, placed = traced
+    every = [
+        Held(own.value, leaf.shape, leaf.dtype, leaf_bytes(leaf, _place(leaf)), _place(leaf))
+        for own, leaf in zip(given.leaves, placed.leaves, strict=True)
+    ]
+    updated = {leaf.argument for leaf in given.leaves if leaf.donated} | set(given.undonated)
+    stays = [
+        held for held, leaf in zip(every, given.leaves, strict=True) if leaf.argument in updated or leaf.kind in _KEPT
+    ]
+    stays += resident.arrays
+    passing = [held for held in every if held not in stays]
+    found: list[BesideProgram] = []
+    for function, args in programs:
+        name = getattr(function, "__name__", type(function).__name__)
+        ledger.tell(f"{name} beside the step")
+        with problem.in_mesh():
+            own = _as_it_is(function).traced(args, {})
+            same = _same(own.leaves, stays, passing)
+            own = own._replace(
+                leaves=[_placed(leaf, held, problem) for leaf, held in zip(own.leaves, same, strict=True)]
+            )
+            needed = _compiled(problem, own, name, ledger)
+        taken = {id(held) for held in same if held is not None}
+        kept = sum(held.bytes for held in stays if id(held) not in taken) + resident.sizes
+        limit = problem.budget.bytes
+        fits = None if limit is None else needed is not None and needed + kept <= limit
+        found.append(BesideProgram(name=name, program_bytes=needed, held_bytes=kept, fits=fits))
+    return tuple(found)
+
+
+def _as_it_is(function: Callable[..., Any]) -> JitStep:
+    """The program as the user runs it: his own jit with its donation, else one that donates nothing."""
+    if isinstance(function, JitStep):
+        return function
+    return JitStep(function, StepPolicy(donate=None if already_jitted(function) is not None else ()))
+
+
+def _same(leaves: Sequence[Leaf], stays: Sequence[Held], passing: Sequence[Held]) -> list[Held | None]:
+    """For each array of a program what it is of the step: the same object, else a state of its shape that is left."""
+    by_identity = {id(held.value): held for held in (*passing, *stays)}
+    found = [by_identity.get(id(leaf.value)) for leaf in leaves]
+    taken = {id(held) for held in found if held is not None}
+    free = [held for held in stays if id(held) not in taken]
+    for index, leaf in enumerate(leaves):
+        like = next((held for held in free if held.shape == leaf.shape and held.dtype == leaf.dtype), None)
+        if found[index] is None and like is not None and leaf.shape:
+            found[index] = like
+            free.remove(like)
+    return found
+
+
+def _place(leaf: Leaf) -> Any:
+    return getattr(leaf.value, "sharding", None)
+
+
+def _placed(leaf: Leaf, held: Held | None, problem: Problem) -> Leaf:
+    """The leaf where the step has it; on a planned mesh what is new there is divided like a batch, where that divides."""
+    place = held.sharding if held is not None else None
+    if place is None and problem.mesh is not None:
+        roles = mesh_roles(problem.mesh)
+        divides = bool(leaf.shape) and leaf.shape[0] % roles.size(roles.batch) == 0
+        place = NamedSharding(problem.mesh, PartitionSpec((roles.batch or None) if divides else None))
+    if not isinstance(place, NamedSharding):
+        return leaf
+    return replace(leaf, value=jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))
+
+
+def _compiled(problem: Problem, traced: Traced, name: str, ledger: Ledger) -> int | None:
+    ledger.beside += 1
+    if problem.target is None:
+        compiled = compile_traced_here(traced, name)
+        ledger.beside_compiled += 1
+        return program_memory(compiled, name=name, platform=jax.default_backend(), target="attached").step_bytes
+    answer = compile_traced_for(traced, name, problem.target.name)
+    ledger.beside_compiled += not answer.cached
+    return answer.needed_bytes

@@ -1,0 +1,65 @@
+"""The chosen candidate enters; what donation saves it, or would save, leaves as a sentence. Compiled, never reckoned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.ledger import Entry, Ledger
+from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.records.units import format_bytes
+
+
+def donation_of(problem: Problem, said: Any, space: Space) -> Any:
+    """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
+    decides = space.donate and isinstance(said, tuple) and already_jitted(problem.train_step) is None
+    return "auto" if decides else said
+
+
+def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[str]) -> None:
+    """Say what donation saves in the chosen step.
+
+    Args:
+        ledger: Counts the one compile that this takes.
+        entry: The chosen candidate.
+        said: The step's own word about donation.
+        undonated: Arguments that the step, by that word, returns updated and does not donate.
+    """
+    policy, compiled = entry.candidate.policy, entry.candidate.step_bytes
+    if not undonated or compiled is None:
+        return
+    names = ", ".join(undonated)
+    try:
+        if policy.donate != said:
+            (other,) = ledger.compile([(entry.compiler, replace(policy, donate=said))])
+            if other is not None and other.step_bytes is not None:
+                saved = format_bytes(other.step_bytes - compiled)
+                ledger.note(
+                    f"Donating {names} saves {saved}: {format_bytes(compiled)} in place of {format_bytes(other.step_bytes)}."
+                )
+            return
+        ledger.tell(f"{names} donated")
+        ledger.asked += 1
+        donating, cached = entry.compiler.donating(policy, undonated)
+        ledger.beside_compiled += not cached
+    except CompileError as error:
+        ledger.note(f"What donating {names} would save is unknown: {error}")
+        return
+    if donating is None or donating >= compiled:
+        ledger.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
+        return
+    ledger.note(
+        f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
+        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled. {_line(entry, tuple(undonated))}"
+    )
+
+
+def _line(entry: Entry, names: tuple[str, ...]) -> str:
+    step = entry.compiler.problem
+    if already_jitted(step.train_step) is not None:
+        return f"Write it where the step is jitted: jax.jit({step.name}, donate_argnames={names!r})."
+    return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."

@@ -1,0 +1,83 @@
+"""What may be varied enters; the compiles worth making are made. Remat inside accumulation inside sharding, or the batch size.
+
+Accumulation costs next to no operations, so of the steps that fit, the one over fewest microbatches without remat comes first;
+where none of them fits, remat is searched over the most microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxmem_callbacks.planning.boundary import last_that_fits
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import StepPolicy
+
+
+def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
+    """Compile policies for one placement of the state and one batch.
+
+    Args:
+        compiler: Of the problem.
+        counts: Microbatches to try besides 1, ascending.
+        ledger: Where compiles are counted and kept.
+        remat: Whether remat may be used.
+        frontier: Fill the whole range; else stop where the answer is known.
+    """
+    bases = [replace(compiler.problem.base, microbatches=count) for count in (1, *counts)]
+    if frontier:
+        for index, base in enumerate(bases):
+            with ledger.within(ledger.left // (len(bases) - index)):
+                _one(RematSearch(compiler, ledger, base), remat=remat and ledger.left > 1)
+        return
+    first = RematSearch(compiler, ledger)
+    between = first.ends() if remat else first.alone()
+    if first.is_done or (counts and _fewest(compiler, bases, ledger)) or not between:
+        return
+    last = RematSearch(compiler, ledger, bases[-1])
+    if counts and last.ends(plain=False) and last.full is not None and (last.full.fits or not _fits(first.full)):
+        last.close_in()
+    else:
+        first.close_in()
+
+
+def _one(search: RematSearch, *, remat: bool) -> None:
+    if remat:
+        search.run(frontier=True)
+    else:
+        search.alone()
+
+
+def _fits(candidate: Candidate | None) -> bool:
+    return candidate is not None and candidate.fits is True
+
+
+def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> bool:
+    """Whether the step without remat, the compiler's own included, fits over some number of microbatches; compiles the fewest."""
+    ladder = bases[::-1]  # the most microbatches, and so the fewest bytes, first; the last is the whole batch
+    found: dict[int, Candidate] = {}
+
+    def guess(low: int, high: int | None) -> int:
+        most = (high or len(ladder)) - 1
+        points = [(1 / ladder[place].microbatches, each.step_bytes or 0) for place, each in found.items()]
+        limit = compiler.problem.budget.bytes
+        if len(points) < 2 or limit is None:  # noqa: PLR2004 - a line needs two
+            return most - 1
+        room = limit - compiler.problem.resident_bytes
+        (x, y), (x2, y2) = sorted(points)[-2:]
+        slope = (y2 - y) / (x2 - x)
+        under = [p for p in range(low + 1, most + 1) if y + slope * (1 / ladder[p].microbatches - x) <= room]
+        return max(under, default=low + 1)
+
+    def ask(places: Sequence[int]) -> dict[int, bool]:
+        asked = places[: ledger.left]
+        answers = ledger.compile([(compiler, ladder[place]) for place in asked])
+        found.update({place: each for place, each in zip(asked, answers, strict=True) if each is not None})
+        free = {place: each for place, each in found.items() if each.fits and not each.compiler_remat}
+        return {place: place in free for place in asked}
+
+    low, _ = last_that_fits(-1, len(ladder) - 1, guess, ask)
+    return low >= 0

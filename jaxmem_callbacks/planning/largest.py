@@ -1,0 +1,151 @@
+"""A step whose batch may grow enters; the largest number of rows that fits is found by compiling, and compiled itself.
+
+Bytes are a straight line in the rows only where the compiler recomputes nothing by itself. So a line through two compiled
+points is a guess of where to ask next, and never an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import jax
+
+from jaxmem_callbacks.planning.boundary import last_that_fits
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.rows import Rows, with_rows
+from jaxmem_callbacks.planning.space import BatchSizes
+from jaxmem_callbacks.programs.steps.leaves import named_arguments
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+
+
+@final
+class LargestBatch:
+    """Searches the rows of one problem.
+
+    Args:
+        problem: The step, its state placed.
+        rows: Its batch.
+        sizes: Which numbers of rows to look among.
+        counts: Microbatches that may be used besides 1, ascending.
+        ledger: Where compiles are counted and kept.
+
+    Raises:
+        PlanError: there is no limit to fit into, or no number of rows is left.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows, sizes: BatchSizes, counts: Sequence[int], ledger: Ledger) -> None:
+        if problem.budget.bytes is None:
+            msg = (
+                f'search["batch"] asks for the largest batch that fits, and there is no limit to fit into: '
+                f"{problem.budget.reason} Give bytes on one device: budget='12GiB'."
+            )
+            raise PlanError(msg)
+        self._problem, self._rows, self._counts, self._ledger = problem, rows, counts, ledger
+        self._unit = math.lcm(sizes.multiple_of, _parts(problem, rows) * max(counts, default=1))
+        self._most = None if sizes.at_most is None else sizes.at_most // self._unit
+        if self._most == 0:
+            msg = (
+                f'search["batch"]: no batch of at most {sizes.at_most} rows is a multiple of {self._unit}, which the devices, '
+                f"microbatches and multiple_of={sizes.multiple_of} need. Expected at_most of at least {self._unit}. Type "
+                f'search={{"batch": {{"at_most": {self._unit}}}}}.'
+            )
+            raise PlanError(msg)
+        self._compilers: dict[int, Compiler] = {}
+        self._found: dict[tuple[int, StepPolicy], Candidate] = {}
+
+    def run(self, *, remat: bool) -> None:
+        """The largest batch under what needs fewest bytes, then under the step as it is."""
+        plain = self._problem.base
+        roomy = replace(plain, remat="full" if remat else "none", microbatches=max(self._counts, default=1))
+        policies = list(dict.fromkeys((roomy, plain)))
+        for index, policy in enumerate(policies):
+            with self._ledger.within(-(-self._ledger.left // (len(policies) - index))):
+                reached = self._largest(policy)
+            if reached is not None and reached == self._most and policy != plain:
+                explore(self._compiler(reached), self._counts, self._ledger, remat=remat, frontier=False)
+                return
+
+    def _largest(self, policy: StepPolicy) -> int | None:
+        """The largest batch that fits under a policy, in units; None where nothing could be compiled."""
+        start = max(self._rows.count // self._unit, 1)
+        start = start if self._most is None else min(start, self._most)
+        first = self._ask(policy, [start])
+        if not first and not self._found:
+            return None
+        second = (
+            max(start // 2, 1)
+            if not first.get(start)
+            else 2 * start
+            if self._most is None
+            else min(2 * start, self._most)
+        )
+        answers = first | (self._ask(policy, [second]) if second != start else {})
+        low = max((place for place, fits in answers.items() if fits), default=0)
+        end = None if self._most is None else self._most + 1
+        high = min((place for place, fits in answers.items() if not fits), default=end)
+        low, high = last_that_fits(
+            low, high, lambda low, high: self._guess(policy, low, high), lambda places: self._ask(policy, places)
+        )
+        self._tell(policy, low, high)
+        return low
+
+    def _ask(self, policy: StepPolicy, places: Sequence[int]) -> dict[int, bool]:
+        answers = self._ledger.compile([(self._compiler(place), policy) for place in places])
+        known = {place: each for place, each in zip(places, answers, strict=True) if each is not None}
+        self._found |= {(place, policy): each for place, each in known.items()}
+        return {place: each.fits is True for place, each in known.items()}
+
+    def _compiler(self, place: int) -> Compiler:
+        if place not in self._compilers:
+            self._compilers[place] = Compiler(with_rows(self._problem, self._rows, place * self._unit))
+        return self._compilers[place]
+
+    def _guess(self, policy: StepPolicy, low: int, high: int | None) -> int:
+        """Where the line through the two points nearest to the limit meets it; halfway where there is no such line."""
+        room = (self._problem.budget.bytes or 0) - self._problem.resident_bytes
+        points = [
+            (place, each.step_bytes)
+            for (place, of), each in self._found.items()
+            if of == policy and each.step_bytes is not None and not each.compiler_remat
+        ]
+        (x, y), (x2, y2) = (
+            sorted(sorted(points, key=lambda p: abs(p[1] - room))[:2]) if points[1:] else ((0, 0), (0, 0))
+        )
+        if y2 <= y:
+            return 2 * low if high is None else (low + high) // 2
+        return math.floor(x + (room - y) * (x2 - x) / (y2 - y))
+
+    def _tell(self, policy: StepPolicy, low: int, high: int | None) -> None:
+        words, unit = policy_words(policy), self._unit
+        if low == 0:
+            self._ledger.note(f"Under {words} not even {(high or 1) * unit} rows fit.")
+        elif self._most is not None and low == self._most:
+            self._ledger.note(f"Under {words} all {low * unit} rows fit that were allowed.")
+        elif high == low + 1:
+            self._ledger.note(f"Under {words} {low * unit} rows fit and {(low + 1) * unit} do not, both compiled.")
+        else:
+            bound = "unknown" if high is None else f"below {high * unit}"
+            self._ledger.note(
+                f"Under {words} {low * unit} rows fit; the largest batch is {bound}: no compile was left to close in."
+            )
+
+
+def _parts(problem: Problem, rows: Rows) -> int:
+    """Into how many the devices divide the batch's rows."""
+    parts = 1
+    for name, value in named_arguments(problem.train_step, problem.args, dict(problem.kwargs)):
+        for leaf in jax.tree.leaves(value) if name in rows.arguments else ():
+            parts = max(parts, _parts_of(leaf))
+    return parts
+
+
+def _parts_of(leaf: Any) -> int:
+    place, shape = getattr(leaf, "sharding", None), tuple(getattr(leaf, "shape", ()))
+    return 1 if place is None or not shape else shape[0] // place.shard_shape(shape)[0]

@@ -1,0 +1,79 @@
+"""A step for several devices enters; the same step leaves once for each way to place its state that may fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.planning.spread import argument_bytes, carries_shardings, mesh_for, spread
+from jaxmem_callbacks.programs.steps.step import Traced
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.units import format_bytes
+
+# What is tried where several devices are named and nothing is said of the state.
+UNASKED = ("replicate", "zero1", "fsdp")
+
+
+def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> bool:
+    """Whether the plan places the state itself.
+
+    Raises:
+        PlanError: a mesh or shardings to try where there is one device, or where the arguments lie somewhere already.
+    """
+    count = 1 if problem.target is None else problem.target.device_count
+    if space.sharding is not None and problem.target is None:
+        count = jax.device_count()  # the attached ones, by the user's wish only
+    placed = carries_shardings(traced)
+    if count > 1 and not placed:
+        return True
+    if mesh is not None or space.sharding is not None:
+        said = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={list(space.sharding or ())!r}'
+        why = "the arguments carry shardings" if placed else "the plan is for one device"
+        msg = (
+            f"{said} says how to divide a step for a target of several devices, and {why}. Name one, such as "
+            "target='h100_sxm:8', or search={'sharding': True} for the attached devices; or leave it out: arguments that carry "
+            "shardings say themselves where they lie."
+        )
+        raise PlanError(msg)
+    return False
+
+
+def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: Ledger) -> Iterator[Problem]:
+    """The problem under each sharding; those that split nothing or whose arguments alone are too much are noted.
+
+    Raises:
+        PolicyError: a mesh that does not fit the devices; no sharding that splits anything.
+    """
+    tried = UNASKED if space.sharding is None else space.sharding
+    refused: PolicyError | None = None
+    given = 0
+    for index, sharding in enumerate(tried):
+        words = policy_words(StepPolicy(sharding=sharding)).partition(":")[0]
+        divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding)
+        try:
+            arguments = argument_bytes(divided)
+        except PolicyError as error:  # it would split nothing, or the mesh has no axis for it
+            refused = error
+            ledger.note(f"{words} was not tried: {error}")
+            continue
+        is_last = index == len(tried) - 1 and not given
+        limit = problem.budget.bytes
+        if space.batch is None and limit is not None and arguments + problem.resident_bytes > limit and not is_last:
+            ledger.note(f"{words} was not compiled: its arguments alone are {format_bytes(arguments)} on each device.")
+            continue
+        given += 1
+        yield divided
+    if not given and refused is not None:
+        raise refused
+
+
+def with_donation(problem: Problem, donate: Any) -> Problem:
+    """The problem with another word about donation."""
+    return dataclasses.replace(problem, base=dataclasses.replace(problem.base, donate=donate))

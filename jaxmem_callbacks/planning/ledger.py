@@ -1,0 +1,113 @@
+"""Policies to compile enter; candidates leave, two compiled at a time. Counts them, and keeps what failed and what was noted."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.programs.targets.worker import end_workers
+from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PolicyError
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import StepPolicy
+
+_AT_ONCE = 2
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A candidate and what compiled it."""
+
+    compiler: Compiler
+    candidate: Candidate
+
+
+@final
+class Ledger:
+    """All compiles of one plan.
+
+    Args:
+        progress: Called with what is compiled next, how many are done and how many may come.
+        most: Compiles at most.
+    """
+
+    def __init__(self, progress: Progress | None, most: int) -> None:
+        self._progress = progress or (lambda _what, _done, _most: None)
+        self.most = most
+        self.asked = 0
+        self._until = most
+        self.beside = self.beside_compiled = 0  # programs beside the step, and those that the cache did not know
+        self.entries: list[Entry] = []
+        self.failed: list[Exception] = []
+        self._known: dict[tuple[Compiler, StepPolicy], Candidate | None] = {}
+        self._notes: dict[str, None] = {}
+
+    @property
+    def left(self) -> int:
+        """Compiles that may still come."""
+        return max(self._until - self.asked, 0)
+
+    @contextmanager
+    def within(self, share: int) -> Generator[None]:
+        """Let what is inside use no more compiles than this share of what is left."""
+        before, self._until = self._until, min(self._until, self.asked + max(share, 1))
+        try:
+            yield
+        finally:
+            self._until = before
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks, each once, in their order."""
+        return tuple(self._notes)
+
+    def note(self, text: str) -> None:
+        """Remember a remark."""
+        self._notes[text] = None
+
+    def tell(self, what: str) -> None:
+        """Say what is compiled next, or was."""
+        self._progress(what, len(self.entries), self.most)
+
+    def compile(self, asked: Sequence[tuple[Compiler, StepPolicy]]) -> list[Candidate | None]:
+        """Compile policies, no more of them than may still come; what was compiled before is not compiled again.
+
+        Returns:
+            A candidate for each that was asked, None where its compiler failed or none was left.
+        """
+        wanted = [one for one in dict.fromkeys(asked) if one not in self._known]
+        new = wanted[: self.left]
+        self.asked += len(new)
+        if wanted[len(new) :]:
+            cut = ", ".join(compiler.title(policy) for compiler, policy in wanted[len(new) :])
+            self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
+        if new:
+            self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
+        pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
+        waiting = {pool.submit(compiler.candidate, policy): (compiler, policy) for compiler, policy in new}
+        try:
+            for done in concurrent.futures.as_completed(waiting):
+                self._keep(*waiting[done], done)
+        finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(each.done() for each in waiting):
+                end_workers()
+                time.sleep(0.05)
+        return [self._known.get(one) for one in asked]
+
+    def _keep(self, compiler: Compiler, policy: StepPolicy, done: concurrent.futures.Future[Candidate]) -> None:
+        """One compile's answer; a policy that fails is no reason to plan nothing."""
+        try:
+            found = self._known[compiler, policy] = done.result()
+            self.entries.append(Entry(compiler, found))
+        except (CompileError, PolicyError, LossRefusedError) as error:
+            self._known[compiler, policy] = None
+            self.failed.append(error)
+            self.asked -= not isinstance(error, CompileError)  # refused before any compiler saw it
+            self.note(f"{compiler.title(policy)} was not compiled: {error}")
+        self.tell(compiler.title(policy))

@@ -1,0 +1,101 @@
+"""What a compiler holds in memory of a segment while it is differentiated; much less than what JAX says is kept of it.
+
+Enters: a flat list of equations. Leaves: bytes by equation. Compilers fuse elementwise work into its readers, and compute it
+there from the products and reductions that it is made of. So of the values that derivatives need only those are held that
+no fusion makes: results of products, reductions, gathers and loops, and what a product reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmem_callbacks._compat.jaxprs import subjaxprs
+from jaxmem_callbacks.transforms.equations import flatten, variables
+from jaxmem_callbacks.transforms.residuals import (
+    CHEAP,
+    inner_residual_bytes,
+    is_inexact,
+    nbytes,
+    needed_by,
+    view_roots,
+)
+
+_PRODUCTS = set("conv_general_dilated dot_general ragged_dot_general".split())
+# Elementwise, if not always cheap: done inside a fusion all the same.
+_FUSED = CHEAP | set(
+    "atan2 cbrt cosh erf erf_inv erfc exp2 expm1 log1p logistic nextafter sinh tan tanh".split()
+)
+
+
+def is_fused(eqn: Any) -> bool:
+    """Whether compilers compute an equation inside another, so that its result need not be in memory."""
+    return eqn.primitive.name in _FUSED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What is in memory while a list of n equations is differentiated.
+
+    Attributes:
+        rows: int64[values, 3]: bytes of what is held, the equation that makes it, and the first whose derivative uses it.
+        made: int64[n]: bytes each equation makes at once; -1 where it is done inside a fusion.
+        needed: Value -> last equation whose derivative uses it, or something that a fusion makes of it.
+        roots: Value that is a view -> what it is a view of.
+    """
+
+    rows: np.ndarray
+    made: np.ndarray
+    needed: dict[Any, int]
+    roots: dict[Any, Any]
+
+    def needed_until(self, var: Any) -> int:
+        """The last equation whose derivative uses a value or a view of it; -1 where none does."""
+        return self.needed.get(self.roots.get(var, var), -1)
+
+
+def held(eqns: Sequence[Any], resident: set[Any]) -> Held:
+    """What a list of equations has in memory while it is differentiated.
+
+    Args:
+        eqns: Flat equations.
+        resident: Values that cost nothing: arguments, constants and sinkable values.
+    """
+    roots, active = view_roots(eqns), {var for var in resident if is_inexact(var)}
+    for eqn in eqns:
+        if not active.isdisjoint(variables(eqn.invars)):
+            active.update(var for var in eqn.outvars if is_inexact(var))
+    read = {roots.get(var, var) for eqn in eqns if eqn.primitive.name in _PRODUCTS for var in variables(eqn.invars)}
+    first, last = dict[Any, int](), dict[Any, int]()
+    rows: list[tuple[int, int, int]] = []
+
+    def want(var: Any, earliest: int, latest: int) -> None:
+        first[var], last[var] = min(earliest, first.get(var, earliest)), max(latest, last.get(var, latest))
+
+    for index in reversed(range(len(eqns))):
+        eqn = eqns[index]
+        if not active.isdisjoint(variables(eqn.invars)):
+            rows.append((inner_residual_bytes(eqn), index, index))
+            for var in needed_by(eqn, active):
+                want(roots.get(var, var), index, index)
+        for var in eqn.outvars:
+            if var not in first or var in resident:
+                continue
+            if is_fused(eqn) and var not in read:
+                # A fusion makes it anew of its operands, which are wanted as long as it is.
+                for operand in variables(eqn.invars):
+                    want(roots.get(operand, operand), first[var], last[var])
+            else:
+                rows.append((nbytes(var), index, first[var]))
+    made = [-1 if is_fused(eqn) else sum(map(nbytes, eqn.outvars)) for eqn in eqns]
+    some = np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3)
+    return Held(rows=some, made=np.array(made, np.int64), needed=last, roots=roots)
+
+
+def held_by_body(eqn: Any) -> int:
+    """Bytes that are held while one step of a loop is differentiated."""
+    flat = flatten(subjaxprs(eqn)[0])
+    return int(held(flat.eqns, set(flat.invars)).rows[:, 0].sum())

@@ -1,0 +1,107 @@
+"""A plan enters; what TensorBoard and other loggers show of it leaves: its table, where each figure comes from, scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.records.units import GIB, format_bytes
+from jaxmem_callbacks.writers.plan_table import plain_flops, plan_rows
+from jaxmem_callbacks.writers.protocol import Record, Table
+
+CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
+# Short, since TensorBoard breaks the words of narrow columns; the other table says more of each.
+_CANDIDATES = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "XLA's own remat")
+_SOURCES = ("figure", "value", "from")
+
+
+def plan_page(record: PlanRecord, frontier: Collection[Candidate], *, step: int, time_s: float) -> Iterator[Record]:
+    """The plan itself, its candidates and the sources of its figures; all but the picture, which takes a moment to draw.
+
+    Args:
+        record: The plan.
+        frontier: Candidates that no other beats.
+        step: The step under which loggers show them.
+        time_s: Seconds since the epoch.
+    """
+    yield record
+    rows = [(row[0].strip(), *row[1:]) for row in plan_rows(record, frontier)]
+    yield Table(tag=CANDIDATES_TAG, step=step, time_s=time_s, columns=_CANDIDATES, rows=rows)
+    yield Table(tag=SOURCES_TAG, step=step, time_s=time_s, columns=_SOURCES, rows=list(_source_rows(record)))
+
+
+def plan_scalars(record: PlanRecord) -> dict[str, float]:
+    """Tag -> GiB on one device: the budget, and what the chosen step was foretold to need, to lie beside what is compiled."""
+    needs, budget = record.candidates[record.chosen].step_bytes, record.budget_bytes
+    found = {} if needs is None else {_planned_tag(record): needs / GIB}
+    return found if budget is None else {**found, "memory/plan_budget_gib": budget / GIB}
+
+
+def _planned_tag(record: PlanRecord) -> str:
+    return f"memory/planned_gib/{record.step}"
+
+
+def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
+    chosen = record.candidates[record.chosen]
+    axes = ", ".join(f"{name}={size}" for name, size in record.mesh.items())
+    yield "step", record.step, f"the train step that was given; its program is {record.fingerprint}"
+    yield "target", record.target, f"{record.device_count} device" + (f"s, mesh {axes}" if axes else "")
+    yield "-> chosen", policy_words(chosen.policy), record.reason
+    yield "* frontier", "", "no other candidate needs fewer bytes and fewer operations"
+    yield from _byte_rows(record, chosen)
+    yield from _work_rows(record, chosen)
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    yield "compiles", f"{record.compiles}, {record.compiles - record.compiled} of them from the cache", versions
+    for name, value in record.flags.items():
+        yield "compiler option", f"{name}={value}", "set for all of these compiles"
+    if record.margin:
+        yield "left out", "unknown without the hardware", f"keep a margin: {record.margin}"
+    for note in record.notes:
+        yield "note", "", note
+
+
+def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
+    where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
+    parts = "arguments + results - results that reuse arguments + temporaries, of one device"
+    yield "needs", _exact(chosen.step_bytes), f"{where}: {parts}; the scalar {_planned_tag(record)}"
+    for name, count in (
+        ("arguments", chosen.argument_bytes),
+        ("results", chosen.output_bytes),
+        ("results that reuse arguments", chosen.alias_bytes),
+        ("temporaries", chosen.temp_bytes),
+    ):
+        yield name, _exact(count), "refused by the compiler, which told only the sum" if chosen.refusal else where
+    yield "parameters and optimizer state", _exact(record.least_bytes), "shapes and dtypes of the step's arguments"
+    if record.budget_bytes is None:
+        yield "budget", "none", record.budget_reason
+    else:
+        yield "budget", _exact(record.budget_bytes), f"{record.budget_reason}; the scalar memory/plan_budget_gib"
+    if record.limit_bytes not in (None, record.budget_bytes):
+        yield "usable", _exact(record.limit_bytes), "all that a program could use there"
+    if record.resident_bytes:
+        yield "beside the step", _exact(record.resident_bytes), "resident=, as given"
+
+
+def _work_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
+    plain = plain_flops(record)
+    counted = "counted in the trace, trip counts of loops multiplied in"
+    own = sum(each.compiler_remat for each in record.candidates)
+    yield (
+        "XLA's own remat",
+        f"{own} instructions",
+        "in the compiled programs: recomputed by the compiler's own choice, near its limit",
+    )
+    yield "operations of the plain step", f"{plain:.4g} FLOP" if plain else "unknown", f"{counted}; all devices"
+    hidden = f", and an estimate for {chosen.compiler_remat} instructions that the compiler itself recomputes"
+    share = f"{chosen.extra_flops / plain:+.1%}" if plain else "unknown"
+    yield "extra FLOPs", share, counted + (hidden if chosen.compiler_remat else "")
+    if chosen.modelled_s is None:
+        yield "modelled time", "unknown", "no data sheet for this hardware is known here"
+    else:
+        source = "a model from FLOPs, bytes moved and the vendor's data sheet; no measurement"
+        yield "modelled time", f"{chosen.modelled_s * 1e3:.4g} ms", source
+
+
+def _exact(count: int | None) -> str:
+    return "unknown" if count is None else f"{format_bytes(count)} ({count:,} B)"

@@ -1,0 +1,142 @@
+"""What the documents show is true: each Python block runs, commands and their options exist, every preset is described."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.config.schema import short_key
+from jaxmem_callbacks.records.settings import MonitorSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What a reader has: a loss, a state, batches, a step; and names that documents leave to them.
+WORLD = """
+import jax, jax.numpy as jnp, optax
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxmem_callbacks as jm
+
+def cross_entropy(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(batch["x"] @ params["w"]) @ params["w"], batch["y"])
+
+def loss_fn(params, batch):
+    return cross_entropy(params, batch).mean()
+
+def train_step(state, batch):
+    loss, grads = jm.value_and_grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+def new_state():
+    return TrainState.create(apply_fn=None, params={"w": jnp.eye(16)}, tx=optax.adam(1e-3))
+
+batch = {"x": jnp.ones((64, 16)), "y": jnp.zeros(64, jnp.int32), "mask": jnp.ones(64)}
+state, batches = new_state(), [batch] * 2
+"""
+# For the test hardware is attached that the documents do not have.
+ATTACHED = ('target="h100_sxm"', 'target="cpu"')
+# What a document's text puts between its blocks: document, number of the block -> what comes before it.
+BETWEEN = {
+    ("plan.md", 1): """
+import dataclasses
+sharded = dataclasses.replace(plan.chosen, policy=jm.StepPolicy(remat="full", sharding="fsdp"))
+plan = jm.Plan(dataclasses.replace(plan.record, candidates=(sharded,), chosen=0, mesh={"fsdp": 8}))
+state, batch = new_state(), dict(batch)
+""",
+}
+# What a reader does next with what a document defines.
+AFTERWARDS = {
+    "plan.md": "state, metrics = step(state, batch)",
+    "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language, wherever they are indented."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(body) for _, body in found]
+
+
+def with_python() -> list[Path]:
+    return [path for path in DOCUMENTS if blocks(path.read_text(), "python")]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("path", with_python(), ids=lambda path: path.name)
+def test_the_python_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    world: dict[str, Any] = {"__name__": "__main__"}
+    exec(WORLD, world)  # noqa: S102 - what the document's reader has
+    before = jax.sharding.get_mesh()
+    try:
+        for number, block in enumerate(blocks(path.read_text(), "python")):
+            exec(BETWEEN.get((path.name, number), ""), world)  # noqa: S102 - what the text says between blocks
+            exec(compile(block.replace(*ATTACHED), f"{path.name}, block {number + 1}", "exec"), world)  # noqa: S102
+        exec(AFTERWARDS.get(path.name, ""), world)  # noqa: S102 - what its reader does next
+    finally:
+        jax.set_mesh(before)
+
+
+def test_blocks_are_found_and_can_fail() -> None:
+    text = "a\n```python\nx = 1\n```\n1. b\n   ```python\n   if x:\n       y = 2\n   ```\n```sh\nls\n```\n"
+    assert blocks(text, "python") == ["x = 1\n", "if x:\n    y = 2\n"]
+    assert blocks(text, "sh") == ["ls\n"]
+    assert {"README.md", "accumulation.md", "plan.md", "presets.md", "sharding.md", "targets.md"} == {
+        path.name for path in with_python()
+    }
+    bare = [re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL) for path in DOCUMENTS]
+    assert not [line for text in bare for line in re.findall(r"^ {4}.*\bjm\..*", text, flags=re.MULTILINE)], (
+        "code without a fence"
+    )
+
+
+def command_lines() -> list[list[str]]:
+    """Every ``jaxmem ...`` of a shell block, as its arguments."""
+    lines = [line for path in DOCUMENTS for block in blocks(path.read_text(), "sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("jaxmem ")]
+
+
+@pytest.mark.parametrize("arguments", command_lines(), ids=" ".join)
+def test_the_commands_of_the_documents_exist(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("policy: {remat: full}\n")
+    if arguments[0] == "presets":
+        assert main(arguments) == 0
+        return
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([arguments[0], "--help"])
+    known = capsys.readouterr().out
+    assert all(f"{option} " in known for option in arguments if option.startswith("--"))
+
+
+def described(section: str) -> list[list[str]]:
+    """The rows of the first table of a section of docs/presets.md, their names in the first column."""
+    text = (ROOT / "docs" / "presets.md").read_text().partition(f"## {section}")[2]
+    rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", text.partition("\n## ")[0], re.MULTILINE)]
+    return rows[2:]
+
+
+def test_every_preset_is_described_and_no_other() -> None:
+    rows = described("The parts")
+    assert sorted(row[0].strip("`") for row in rows) == list(jm.list_presets())
+    assert {len(row) for row in rows} == {4}, "what it does, when to use it, its cost"
+
+
+def test_the_keys_of_presets_are_all_told() -> None:
+    told = {row[0].strip("`"): re.findall(r"`(\w+)`", row[1]) for row in described("Overrides")}
+    assert told == {
+        "policy": [field.name for field in dataclasses.fields(jm.StepPolicy)],
+        "monitor": [short_key(field.name) for field in dataclasses.fields(MonitorSettings)],
+    }

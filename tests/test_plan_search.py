@@ -1,0 +1,411 @@
+"""`jm.plan(search=..., beside=...)` on the attached CPU: every figure compiled, every budget kept, no number changed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.config.presets import parse_preset
+from jaxmem_callbacks.records.errors import PlanError
+
+pytestmark = pytest.mark.core
+
+DEPTH, WIDTH, ROWS = 4, 16, 1024
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
+
+
+def forward(params: Any, batch: Any) -> Any:
+    def layer(x: Any, weight: Any) -> Any:
+        return x + jnp.tanh(x @ weight["up"]) @ weight["down"], None
+
+    return jax.lax.scan(layer, batch, params)[0]
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    return (forward(params, batch) ** 2).mean()
+
+
+def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+    loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def eval_step(params: Any, batch: Any) -> Any:
+    """Keeps every layer's input and result: more than a step under remat."""
+    outputs = [forward(params, batch * scale) for scale in range(1, 9)]
+    return jnp.stack([jnp.repeat(output, 8, axis=0) for output in outputs])
+
+
+def abstract(rows: int = ROWS) -> Any:
+    params = {
+        "up": jax.ShapeDtypeStruct((DEPTH, WIDTH, 4 * WIDTH), jnp.float32),
+        "down": jax.ShapeDtypeStruct((DEPTH, 4 * WIDTH, WIDTH), jnp.float32),
+    }
+    return params, jax.eval_shape(OPTIMIZER.init, params), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+
+@functools.cache
+def parameters() -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), 2))
+    return jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 8, abstract()[0])
+
+
+def rows_of(count: int) -> Any:
+    return jax.random.normal(jax.random.key(1), (count, WIDTH))
+
+
+def same(got: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+def obeys(plan: jm.Plan) -> None:
+    """What holds of every plan with a budget, whatever was searched."""
+    record = plan.record
+    assert record.budget_bytes is not None
+    for each in plan.candidates:
+        assert each.need_bytes is not None
+        assert each.need_bytes >= (each.step_bytes or 0) + record.resident_bytes
+        assert each.fits == (each.need_bytes <= record.budget_bytes)
+    fitting = [each for each in plan.candidates if each.fits]
+    assert plan.chosen in (fitting or plan.candidates)
+    most = max((each.batch_rows or 0 for each in fitting), default=0)
+    best = [each for each in fitting if (each.batch_rows or 0) == most]
+    assert plan.chosen.extra_flops == min((each.extra_flops for each in best), default=plan.chosen.extra_flops)
+    assert len({(each.policy, each.batch_rows) for each in plan.candidates}) == len(plan.candidates), (
+        "one compiled twice"
+    )
+
+
+@pytest.fixture(scope="module")
+def largest() -> jm.Plan:
+    return jm.plan(train_step, *abstract(), budget="2500KiB", search={"batch": {"multiple_of": 32}})
+
+
+def test_the_largest_batch_was_compiled_and_the_next_too(largest: jm.Plan) -> None:
+    obeys(largest)
+    assert largest.compiles == len(largest.candidates) <= 16
+    chosen = largest.chosen
+    assert chosen.batch_rows > ROWS
+    assert chosen.batch_rows % 32 == 0
+    (following,) = [
+        c for c in largest.candidates if c.policy == chosen.policy and c.batch_rows == chosen.batch_rows + 32
+    ]
+    assert following.fits is False
+    assert f"{chosen.batch_rows} rows fit and {following.batch_rows} do not, both compiled" in str(largest)
+    memory = jm.step_memory(jm.jit_step(train_step, largest.policy), *abstract(chosen.batch_rows))
+    assert memory.step_bytes == chosen.step_bytes
+    plain = max(c.batch_rows for c in largest.candidates if c.fits and c.policy == jm.StepPolicy())
+    assert plain < chosen.batch_rows, "remat buys rows"
+
+
+def test_a_plan_for_other_rows_says_which(largest: jm.Plan) -> None:
+    rows = largest.chosen.batch_rows
+    assert dict(largest.record.signature)["batch"] == f"float32[{rows},{WIDTH}]"
+    assert f"full at {rows} rows" in str(largest)
+    assert f"at {rows} rows" in parse_preset(largest.to_yaml()).description
+    shares = {each.batch_rows: each.extra_share for each in largest.candidates if each.policy.remat == "full"}
+    assert max(shares.values()) - min(shares.values()) < 0.02, "a share of the plain step on as many rows"
+    (axes,) = largest.figure().axes
+    drawn = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert drawn[f"full at {rows} rows"] == pytest.approx(100 * largest.chosen.extra_share)
+
+
+def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:
+    search = {"batch": {"multiple_of": 64, "at_most": 1100}, "microbatches": [4]}
+    plan = jm.plan(train_step, *abstract(), budget="1500KiB", search=search)
+    obeys(plan)
+    assert plan.chosen.batch_rows == 1088 // 64 * 64 == 1088
+    assert plan.chosen.extra_share < 0.05
+    assert "all 1088 rows fit that were allowed" not in str(plan) or plan.policy.microbatches == 4
+
+
+def test_the_batch_search_needs_a_limit_a_batch_and_a_size_that_divides() -> None:
+    with pytest.raises(
+        PlanError, match=r"asks for the largest batch that fits, and there is no limit to fit into: .*='12"
+    ):
+        jm.plan(train_step, *abstract(), search={"batch": "largest"})
+    with pytest.raises(
+        PlanError, match=r"no batch of at most 7 rows is a multiple of 8, which .* Type search=.*\"at_most\": 8"
+    ):
+        jm.plan(train_step, *abstract(), budget="1GiB", search={"batch": {"at_most": 7}, "microbatches": [8]})
+    with pytest.raises(PlanError, match=r"opt is none of them. Name those that hold the batch: search="):
+        jm.plan(train_step, *abstract(), budget="1GiB", search={"batch": {"argnames": ["opt"]}})
+
+    def two(params: Any, first: Any, second: Any) -> Any:
+        return jm.value_and_grad(lambda p: loss_fn(p, first) + loss_fn(p, second))(params)
+
+    params, _, batch = abstract()
+    half = jax.ShapeDtypeStruct((ROWS // 2, WIDTH), jnp.float32)
+    with pytest.raises(
+        PlanError, match=r"Which rows the batch of two has is not clear.* first: leading dimension 1024; second"
+    ):
+        jm.plan(two, params, batch, half, budget="1GiB", search={"batch": "largest"})
+
+
+@pytest.fixture(scope="module")
+def accumulated() -> jm.Plan:
+    """Of real rows: the loss is compared before anything is proposed."""
+    params = parameters()
+    batch = rows_of(ROWS)
+    return jm.plan(
+        train_step,
+        params,
+        OPTIMIZER.init(params),
+        batch,
+        budget="900KiB",
+        search={"remat": False, "microbatches": True},
+    )
+
+
+def test_the_fewest_microbatches_that_fit_are_chosen(accumulated: jm.Plan) -> None:
+    obeys(accumulated)
+    chosen = accumulated.chosen
+    assert chosen.fits
+    assert chosen.policy.remat == "none"
+    assert chosen.policy.microbatches > 1
+    fewer = chosen.policy.microbatches // 2
+    (before,) = [c for c in accumulated.candidates if c.policy == jm.StepPolicy(microbatches=fewer)]
+    assert before.fits is False
+    assert chosen.extra_share < 0.01
+    assert f"none, {chosen.policy.microbatches} microbatches" in str(accumulated)
+    assert "was not checked" not in str(accumulated)
+
+
+def test_an_accumulated_plan_is_a_preset_and_changes_no_number(accumulated: jm.Plan) -> None:
+    preset = parse_preset(accumulated.to_yaml())
+    assert preset.policy == accumulated.policy
+    params = parameters()
+    arguments = params, OPTIMIZER.init(params), rows_of(ROWS)
+    wanted = jax.jit(train_step)(*arguments)
+    same(jm.jit_step(train_step, preset)(*jax.tree.map(jnp.copy, arguments)), wanted)
+
+
+def test_a_loss_that_nobody_could_check_is_told_and_one_that_fails_is_not_accumulated() -> None:
+    plan = jm.plan(train_step, *abstract(), budget="900KiB", search={"remat": False, "microbatches": [3, 8]})
+    assert plan.policy == jm.StepPolicy(microbatches=8)
+    assert "Microbatches 3 were not tried: they do not divide the 1024 rows of the batch." in str(plan)
+    assert "Whether the loss may be accumulated was not checked" in str(plan)
+
+    def masked(params: Any, batch: Any, mask: Any) -> Any:
+        return jm.value_and_grad(lambda p, batch, mask: ((forward(p, batch) ** 2).sum(1) * mask).sum() / mask.sum())(
+            params, batch, mask
+        )
+
+    mask = (jnp.arange(ROWS) % 3 > 0).astype(jnp.float32)
+    search = {"remat": False, "microbatches": [8]}
+    refused = jm.plan(masked, parameters(), rows_of(ROWS), mask, budget="900KiB", search=search)
+    assert {each.policy.microbatches for each in refused.candidates} == {1}
+    assert "Microbatches were not tried: " in str(refused)
+    assert refused.chosen.fits is False
+
+
+def test_multi_steps_is_not_doubled() -> None:
+    optimizer = optax.MultiSteps(OPTIMIZER, every_k_schedule=2)
+
+    def stepped(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, _, batch = abstract()
+    state = jax.eval_shape(optimizer.init, params)
+    plan = jm.plan(stepped, params, state, batch, budget="900KiB", search={"remat": False, "microbatches": True})
+    assert {each.policy.microbatches for each in plan.candidates} == {1}
+    assert "Microbatches were not tried: optax.MultiSteps accumulates already" in str(plan)
+
+
+def test_without_a_budget_every_number_of_microbatches_has_its_frontier() -> None:
+    plan = jm.plan(train_step, *abstract(), search={"microbatches": [4], "remat": False})
+    assert {each.policy.microbatches for each in plan.candidates} == {1, 4}
+    assert plan.policy == jm.StepPolicy()
+    assert min(each.step_bytes for each in plan.candidates) < 0.6 * max(each.step_bytes for each in plan.candidates)
+
+
+def test_shardings_of_the_attached_devices_when_asked() -> None:
+    search = {"sharding": ["replicate", "fsdp", "fsdp_tensor"], "remat": False}
+    params = parameters()
+    plan = jm.plan(train_step, params, OPTIMIZER.init(params), rows_of(ROWS), budget="1GiB", search=search)
+    obeys(plan)
+    held = {each.policy.sharding: each.argument_bytes for each in plan.candidates}
+    assert held["replicate"] > held["fsdp"]
+    meshes = {each.policy.sharding: each.mesh for each in plan.candidates}
+    assert meshes == {"replicate": {"fsdp": 8}, "fsdp": {"fsdp": 8}, "fsdp_tensor": {"fsdp": 4, "tensor": 2}}
+    assert plan.record.device_count == 8
+    assert plan.record.mesh == plan.chosen.mesh
+    place = jax.sharding.NamedSharding(jm.make_mesh({"fsdp": 8}), jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract())
+    with pytest.raises(
+        PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how .* the arguments carry shardings. Name one"
+    ):
+        jm.plan(train_step, *placed, search={"sharding": "fsdp"})
+
+
+def test_a_batch_by_keyword_is_divided_and_what_lies_beside_it_is_not() -> None:
+    def looked_up(params: Any, opt_state: Any, batch: Any, table: Any, key: Any) -> Any:
+        noise = jax.random.uniform(jax.random.wrap_key_data(key), batch.shape)
+        return train_step(params, opt_state, batch + table.sum() + noise)
+
+    params, table, key = parameters(), jnp.ones((16, 1024)), jax.random.key_data(jax.random.key(0))
+    plan = jm.plan(
+        looked_up, params, OPTIMIZER.init(params), batch=rows_of(ROWS), table=table, key=key,
+        budget="1GiB", search={"sharding": ["replicate"], "remat": False},
+    )  # fmt: skip
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves((params, OPTIMIZER.init(params))))
+    assert plan.chosen.argument_bytes == state + rows_of(ROWS).nbytes // 8 + table.nbytes + key.nbytes
+
+
+def test_what_would_split_nothing_is_noted() -> None:
+    def without_optimizer(params: Any, batch: Any) -> Any:
+        loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params, _, batch = abstract()
+    plan = jm.plan(without_optimizer, params, batch, search={"sharding": ["zero1", "replicate"], "remat": False})
+    assert "zero1 was not tried: sharding='zero1' would do nothing on this mesh" in str(plan)
+    assert plan.policy.sharding == "replicate"
+
+
+def test_what_donating_would_save_is_compiled_and_the_users_word_stands() -> None:
+    mine = jm.jit_step(train_step, donate_argnames=())
+    state = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract()[:2]))
+    plan = jm.plan(mine, *abstract(), budget="1GiB", search={"remat": False})
+    assert plan.policy == jm.StepPolicy(donate=())
+    assert "params, opt_state: returned updated and not donated. Donating would save" in str(plan)
+    assert plan.compiles == 2
+    asked = jm.plan(mine, *abstract(), budget="1GiB", search={"remat": False, "donate": True})
+    assert asked.policy == jm.StepPolicy(donate="auto")
+    assert "Donating params, opt_state saves" in str(asked)
+    without = next(each for each in asked.candidates if each.policy.donate == ())
+    assert without.step_bytes == plan.chosen.step_bytes
+    assert 0 < without.step_bytes - asked.chosen.step_bytes <= state
+    assert parse_preset(asked.to_yaml()).policy == asked.policy
+
+
+@pytest.mark.parametrize(
+    ("donated", "words"),
+    [
+        (
+            (),
+            r"params, opt_state: returned updated and not donated. Donating would save .* compiled. Write it where the step is ",
+        ),
+        (("params", "opt_state"), None),
+    ],
+)
+def test_the_users_own_jit_keeps_its_donation_and_hears_what_to_write(
+    donated: tuple[str, ...], words: str | None
+) -> None:
+    search = {"remat": False, "donate": True}
+    plan = jm.plan(jax.jit(train_step, donate_argnames=donated), *abstract(), budget="1GiB", search=search)
+    assert plan.policy == jm.StepPolicy()
+    if words is None:
+        assert "donat" not in str(plan)
+    else:
+        assert re.search(words, str(plan))
+        assert "jax.jit(train_step, donate_argnames=('params', 'opt_state'))" in str(plan)
+
+
+def test_a_program_beside_the_step_counts_with_the_state_it_does_not_take() -> None:
+    params, opt_state, batch = abstract()
+    resident = {"ema": abstract()[0]}
+    plan = jm.plan(
+        train_step,
+        *(params, opt_state, batch),
+        budget="1GiB",
+        resident=[resident, 64],
+        search={"remat": False},
+        beside=[(eval_step, (params, batch)), (forward, (resident["ema"], batch))],
+    )
+    obeys(plan)
+    of_eval, of_ema = plan.chosen.beside
+    optimizer = sum(leaf.size * 4 for leaf in jax.tree.leaves(opt_state))
+    weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    assert of_eval.held_bytes == optimizer + weights + 64
+    assert of_ema.held_bytes == optimizer + weights + 64, "the step's own parameters stay, the average is its argument"
+    assert of_eval.program_bytes == jm.step_memory(jax.jit(eval_step), params, batch).step_bytes
+    assert plan.chosen.sets_need == "eval_step"
+    assert plan.chosen.need_bytes == of_eval.need_bytes > plan.chosen.step_bytes + plan.record.resident_bytes
+    assert "eval_step sets the need: " in str(plan)
+    assert plan.compiles == 3
+    copies = abstract()
+    alike = jm.plan(
+        train_step, params, opt_state, batch, budget="1GiB", search={"remat": False}, beside=(forward, copies[::2])
+    )
+    assert alike.chosen.beside[0].held_bytes == optimizer, "the same shapes are the same state"
+
+
+def test_where_a_program_beside_is_too_much_no_policy_of_the_step_helps() -> None:
+    params, opt_state, batch = abstract()
+    plan = jm.plan(train_step, params, opt_state, batch, budget="3MiB", beside=[(eval_step, (params, batch))])
+    obeys(plan)
+    assert plan.chosen.fits is False
+    assert "That is too much, whatever the step's policy." in str(plan)
+    assert plan.compiles == 3, "the two ends and the program, nothing in vain"
+    with pytest.raises(PlanError, match="Nothing fits"):
+        jm.jit_step(train_step, plan.policy)
+
+
+def test_ctrl_c_gives_the_best_of_a_wide_search() -> None:
+    def until_the_second(_what: str, done: int, _most: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    search = {"batch": {"multiple_of": 64}}
+    plan = jm.plan(train_step, *abstract(), budget="2500KiB", search=search, progress=until_the_second)
+    assert len(plan.candidates) == 2
+    assert "Interrupted: this is the best of what was compiled so far." in str(plan)
+    assert plan.chosen.fits is True
+
+
+def frozen_or_trained(params: Any) -> Any:
+    return {name: "train" if name == "lora" else "freeze" for name in params}
+
+
+LORA = optax.multi_transform({"train": optax.sgd(1e-2, momentum=0.9), "freeze": optax.set_to_zero()}, frozen_or_trained)
+CONFIG = {"rate": 0.1, "decay": 0.99}
+
+
+def users_step(state: Any, batch: Any, key: Any) -> Any:
+    """As users write it: a closure over optimizer and config, LoRA on frozen weights, dropout, metrics, an average."""
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        weights = {
+            "up": params["up"] + params["lora"]["a"] @ params["lora"]["b"],
+            "down": params["down"],
+        }
+        hidden = forward(weights, batch["x"])
+        kept = jax.random.bernoulli(key, 1 - CONFIG["rate"], hidden.shape)
+        error = ((jnp.where(kept, hidden, 0) - batch["y"]) ** 2).mean()
+        return error, {"error": error, "largest": jnp.abs(hidden).max()}
+
+    (_, metrics), grads = jm.value_and_grad(loss, has_aux=True)(state["params"], batch, key)
+    updates, opt_state = LORA.update(grads, state["opt_state"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    ema = jax.tree.map(lambda e, p: CONFIG["decay"] * e + (1 - CONFIG["decay"]) * p, state["ema"], params)
+    return {"params": params, "opt_state": opt_state, "ema": ema}, metrics
+
+
+def test_a_step_as_users_write_it_is_planned_and_keeps_its_numbers() -> None:
+    lora = {"a": jnp.ones((DEPTH, WIDTH, 2)) / 8, "b": jnp.ones((DEPTH, 2, 4 * WIDTH)) / 8}
+    params = {**parameters(), "lora": lora}
+    state = {"params": params, "opt_state": LORA.init(params), "ema": params}
+    batch = {"x": rows_of(ROWS), "y": rows_of(ROWS) / 2}
+    arguments = state, batch, jax.random.key(3)
+    shapes = jax.eval_shape(lambda *values: values, *arguments)
+    plan = jm.plan(users_step, *shapes, budget="1200KiB", search={"remat": True})
+    obeys(plan)
+    assert plan.policy.remat == "full"
+    assert plan.chosen.fits
+    wanted = jax.jit(users_step)(*arguments)
+    # A copy for each argument: the average begins as the parameters themselves, and one buffer is donated once.
+    got = jm.jit_step(users_step, plan.policy)(jax.tree.map(jnp.copy, state), batch, jax.random.key(3))
+    same(got, wanted)
+    same(got[0]["params"]["up"], params["up"])

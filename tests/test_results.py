@@ -1,0 +1,101 @@
+"""Committed result files: each says which sources it rests on, a change of these makes it stale, and documents quote it truly."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sources import RESULTS, ROOT, SOURCES, benchmark_of, command, source_hash, stale, told
+
+MIB = 2**20
+
+
+def result(benchmark: str) -> dict:
+    (path,) = (path for path in RESULTS.glob("*.json") if benchmark_of(path) == benchmark)
+    return json.loads(path.read_text())
+
+
+def copied(benchmark: str, tmp_path: Path) -> Path:
+    """The sources of a benchmark in a tree of their own, and a result file of theirs."""
+    for source in (*SOURCES[benchmark], f"benchmarks/{benchmark}.py"):
+        base = ROOT if source.endswith(".py") else ROOT / "jaxmem_callbacks"
+        for path in [base / source] if source.endswith(".py") else (base / source).rglob("*.py"):
+            place = tmp_path / path.relative_to(ROOT)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(path.read_bytes())
+    written = tmp_path / f"{benchmark}_jax_1.2.json"
+    written.write_text(json.dumps({"sources": source_hash(benchmark, tmp_path)}))
+    return written
+
+
+@pytest.mark.parametrize("benchmark", SOURCES)
+def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tmp_path):
+    written = copied(benchmark, tmp_path)
+    assert source_hash(benchmark, tmp_path) == source_hash(benchmark)
+    assert not stale(written, tmp_path)
+    assert told(tmp_path, tmp_path) == [f"{written.name}: fresh"]
+    for source in (*SOURCES[benchmark], "benchmarks"):
+        room = tmp_path / source if source.startswith("benchmarks") else tmp_path / "jaxmem_callbacks" / source
+        path = room if room.is_file() else next(room.rglob("*.py"))
+        before = path.read_bytes()
+        path.write_bytes(before + b"\n# another comment")
+        assert stale(written, tmp_path), path
+        path.write_bytes(before)
+    written.write_text(
+        json.dumps({"rows": [{"sources": source_hash(benchmark, tmp_path)}, {"sources": "of long ago"}]})
+    )
+    assert told(tmp_path, tmp_path) == [
+        f"{written.name}: stale, its sources have changed; make bench-{command(benchmark)}"
+    ]
+    written.write_text(json.dumps({"rows": [{}]}))
+    assert stale(written, tmp_path)
+
+
+def test_every_committed_result_says_its_sources_and_every_benchmark_is_known():
+    for benchmark in SOURCES:
+        assert f"\nbench-{command(benchmark)}:" in (ROOT / "Makefile").read_text()
+        content = result(benchmark)
+        for part in [content] if "sources" in content else content["rows"]:
+            assert re.fullmatch("[0-9a-f]{16}", part["sources"]), benchmark
+    writers = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "write_text(" in path.read_text()}
+    assert writers - {"plan_bench"} == set(SOURCES)  # whose rows have hashes of their own
+
+
+@pytest.mark.parametrize("benchmark", SOURCES)
+def test_the_first_lines_of_a_benchmark_name_the_file_that_it_writes(benchmark):
+    (path,) = (path for path in RESULTS.glob("*.json") if benchmark_of(path) == benchmark)
+    name = re.sub(r"_jax_.*\.json", "_jax_<version>.json", path.name)
+    assert f"Writes results/{name}." in (ROOT / "benchmarks" / f"{benchmark}.py").read_text()[:400]
+
+
+def test_figures_of_accumulation_are_those_of_the_file():
+    text = " ".join((ROOT / "docs" / "accumulation.md").read_text().split())
+    content = result("accumulation")
+    whole, four, sixteen, rematted = (
+        f"{number / MIB:.1f} MiB" for number in content["temp_bytes"]["in_a_scan"].values()
+    )
+    assert (
+        f"{whole} whole, {four} with 4 microbatches, {sixteen} with 16, and {rematted} with 4 and `remat: full`" in text
+    )
+    masked, contrastive = (f"{100 * share:.0f} %" for share in content["mean_is_off_by"].values())
+    assert f"masked mean over 32 rows comes out {masked} wrong and an in-batch contrastive loss {contrastive}" in text
+
+
+def test_figures_of_the_hook_are_those_of_the_file_with_metrics_and_without():
+    readme = (ROOT / "README.md").read_text()
+    ways = result("hook_cost")["ways"]
+    bare, plain, metrics, logged = ways.values()
+    assert f"{metrics['hook_median_us']:.0f} microseconds in the median" in readme
+    assert f"where an empty hook takes {bare['hook_median_us']:.0f}" in readme
+    assert max(metrics["hook_hot_us"], logged["hook_hot_us"]) < 0.75
+    assert f"0.7 with metrics, {plain['hook_hot_us']:.1f} without (`monitor(step)`)" in readme
+
+
+def test_make_bench_promises_no_more_than_it_runs():
+    (line,) = re.findall(r"^bench: (.*?) ## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    runs, promise = line
+    left_out = {"bench-plan", *(f"bench-{command(each)}" for each in SOURCES)} - set(runs.split())
+    assert left_out == set(re.findall(r"bench-\w+", promise.partition("; not ")[2]))

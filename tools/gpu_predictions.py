@@ -1,0 +1,96 @@
+"""What plans foretold against what was seen: answers of `plan_...` questions enter, a row of differences for each policy leaves.
+
+Standard library only. A figure that one side does not have gives no difference, and the reason stands in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GOAL = 0.02  # foretold and measured peak are to lie no further apart
+TELLING_S = 0.01  # of shorter steps, such as the preflight's, times tell nothing about recomputation
+
+
+def predictions(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row a policy that answered: bytes, and how much longer than the plain step it takes, foretold and measured."""
+    answers = {
+        entry["question"]: entry["answer"]
+        for entry in results
+        if entry["question"].startswith("plan_") and entry.get("answer")
+    }
+    plain = answers.get("plan_none")
+    return [{"question": name, **_bytes_of(answer), **_times_of(answer, plain)} for name, answer in answers.items()]
+
+
+def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    seen, foretold = answer["seen"], answer["foretold"]
+    peak, earlier = seen["peak_bytes"], seen["peak_before_bytes"]
+    reason = None
+    if peak is None:
+        reason = "the allocator reports no peak"
+    elif earlier is not None and peak <= earlier:
+        reason = "the peak lies before the step"
+    row: dict[str, Any] = {
+        "policy": answer["policy"],
+        "nearest_target": answer["nearest_target"],
+        "measured_peak_bytes": None if reason else peak,
+        "measured_peak_unknown": reason,
+    }
+    for where in ("attached", "without_the_device"):
+        said = foretold.get(where, {"error": "no target is like this device"})
+        row[f"{where}_bytes"] = said.get("step_bytes")
+        row[f"{where}_unknown"] = said.get("error")
+        known = row["measured_peak_bytes"] is not None and said.get("step_bytes")
+        row[f"{where}_difference"] = round(said["step_bytes"] / peak - 1, 5) if known else None
+    return row
+
+
+def _times_of(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Seconds of a step, and recomputation as a share of the plain step: measured, and modelled from a data sheet."""
+    modelled, base = (_modelled(each) for each in (answer, plain))
+    measured = answer["seen"]["step_s"]
+    first = None if plain is None or plain["seen"]["step_s"] < TELLING_S else plain["seen"]["step_s"]
+    return {
+        "measured_step_s": measured,
+        "modelled_step_s": modelled,
+        "measured_recompute_share": None if first is None else round(measured / first - 1, 4),
+        "modelled_recompute_share": None if modelled is None or base is None else round(modelled / base - 1, 4),
+    }
+
+
+def _modelled(answer: Mapping[str, Any] | None) -> float | None:
+    return None if answer is None else answer["foretold"].get("without_the_device", {}).get("modelled_s")
+
+
+def of_plan(answer: Mapping[str, Any]) -> str:
+    """The answer of one question in a few words, for the table."""
+    row = _bytes_of(answer)
+    said = f"foretold {_shown(row, 'attached')}, without the device {_shown(row, 'without_the_device')}"
+    return f"{said}; {_peak(row)}"
+
+
+def prediction_line(row: Mapping[str, Any]) -> str:
+    """One row for the end of the output; a difference beyond the goal is marked."""
+    said = [f"  {row['question']}: {_peak(row)}"]
+    for where, words in (
+        ("attached", "the plan here"),
+        ("without_the_device", f"without it ({row['nearest_target']})"),
+    ):
+        off = row[f"{where}_difference"]
+        mark = "" if off is None or abs(off) <= GOAL else f", beyond the goal of {GOAL:.0%}"
+        said.append(f"{words} {_shown(row, where)}" + ("" if off is None else f" ({off:+.1%}{mark})"))
+    shares = [row[f"{kind}_recompute_share"] for kind in ("measured", "modelled")]
+    times = " and ".join("unknown" if share is None else f"{share:+.1%}" for share in shares)
+    return "; ".join([*said, f"time against the plain step, measured and modelled: {times}"])
+
+
+def _shown(row: Mapping[str, Any], where: str) -> str:
+    count = row[f"{where}_bytes"]
+    reason = str(row[f"{where}_unknown"] or "the compiler said none").splitlines()[0]
+    return f"{count:,} B" if count is not None else f"unknown, because {reason[:110]}"
+
+
+def _peak(row: Mapping[str, Any]) -> str:
+    count = row["measured_peak_bytes"]
+    return f"peak {count:,} B" if count is not None else f"peak unknown, because {row['measured_peak_unknown']}"
