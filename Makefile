@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-hook bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
+.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -41,7 +41,7 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-scale and bench-plan
 
 bench-hook: python ## the cost of the monitor's hook per step
 	@$(ENVIRONMENT) run project,test python -m benchmarks.hook_cost $(ARGS)
@@ -54,6 +54,9 @@ bench-remat: python ## bytes and FLOPs of the cut against remat written by hand,
 
 bench-lowering: python ## what cutting a loss costs at start-up
 	@$(ENVIRONMENT) run project,test python -m benchmarks.lowering $(ARGS)
+
+bench-analytic: python ## what a plan costs before anything is compiled, at 10,000 equations
+	@$(ENVIRONMENT) run project,test python -m benchmarks.analytic $(ARGS)
 
 bench-plan: python ## plans against remat written by hand, on H100 and v5e; hours, goes on where it stopped
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)

@@ -1,5 +1,6 @@
 """What makes the peak: on CPU from a real compile, and on made-up plans where the answer is known."""
 
+import math
 import os
 import pathlib
 import subprocess
@@ -12,14 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.programs.reading.buffers import peak_buffers, peak_buffers_attached
+from jaxmem_callbacks.programs.reading.buffers import peak_attached, read_peak
 from jaxmem_callbacks.programs.reading.compiler_figures import memory_figures, program_memory
 from jaxmem_callbacks.programs.reading.dumps import dump_options, read_allocations
+from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, parse_module, without_export_prefix
 from jaxmem_callbacks.records.errors import CompileError
 
 pytestmark = pytest.mark.core
 LAYERS, BATCH, WIDTH, HIDDEN = 6, 256, 128, 512
+SHAPES = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
 
 
 def block(x, p):
@@ -42,8 +45,26 @@ def lowered():
 
 
 @pytest.fixture(scope="module")
-def buffers(lowered):
-    return peak_buffers_attached(lowered)
+def peak(lowered):
+    return peak_attached(lowered)
+
+
+@pytest.fixture(scope="module")
+def buffers(peak):
+    return peak.buffers
+
+
+@pytest.fixture(scope="module")
+def rematted_peak():
+    def rematted(params, x):
+        body = jax.checkpoint(block)
+        return jax.grad(lambda p: (jax.lax.scan(body, x, p)[0] ** 2).mean())(params)
+
+    params = {
+        "up": jnp.ones((LAYERS, WIDTH, HIDDEN)),
+        "down": jnp.ones((LAYERS, HIDDEN, WIDTH)),
+    }
+    return peak_attached(jax.jit(rematted).lower(params, jnp.ones((BATCH, WIDTH))))
 
 
 def of_kind(buffers, kind):
@@ -78,19 +99,42 @@ def test_arguments_are_told_by_their_names(buffers):
     assert sum(buffer.bytes for buffer in of_kind(buffers, "output")) < 1024  # the rest reuses the donated arguments
 
 
-def test_remat_takes_the_residuals_away(buffers):
-    def rematted(params, x):
-        body = jax.checkpoint(block)
-        return jax.grad(lambda p: (jax.lax.scan(body, x, p)[0] ** 2).mean())(params)
-
-    params = {
-        "up": jnp.ones((LAYERS, WIDTH, HIDDEN)),
-        "down": jnp.ones((LAYERS, HIDDEN, WIDTH)),
-    }
-    fewer = peak_buffers_attached(jax.jit(rematted).lower(params, jnp.ones((BATCH, WIDTH))))
+def test_remat_takes_the_residuals_away(buffers, rematted_peak):
     stacked = LAYERS * BATCH * HIDDEN * 4
-    assert not [buffer for buffer in of_kind(fewer, "temporary") if buffer.bytes == stacked]
+    assert not [buffer for buffer in of_kind(rematted_peak.buffers, "temporary") if buffer.bytes == stacked]
     assert [buffer for buffer in of_kind(buffers, "temporary") if buffer.bytes == stacked]
+
+
+def residual_bytes():
+    """What the backward pass of `step` keeps besides its parameters, by its trace."""
+
+    def pull_back(params, x):
+        return jax.vjp(lambda p: (jax.lax.scan(block, x, p)[0] ** 2).mean(), params)[1]
+
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    kept = jax.tree.leaves(jax.eval_shape(pull_back, params, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
+    return sum(math.prod(leaf.shape) * 4 for leaf in kept if leaf.shape not in {*SHAPES.values(), (BATCH, WIDTH)})
+
+
+def test_groups_are_what_the_trace_says_and_add_up(lowered, peak):
+    stats = lowered.compile().memory_analysis()
+    whole = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert peak.bytes - peak.bytes_of("constants") == whole + stats.temp_size_in_bytes
+    assert peak.bytes == sum(group.bytes for group in peak.groups)
+    parameters = 2 * LAYERS * WIDTH * HIDDEN * 4
+    assert peak.bytes_of("parameters") == parameters
+    assert peak.bytes_of("gradients") == parameters
+    assert peak.bytes_of("batch") == BATCH * WIDTH * 4
+    assert peak.bytes_of("saved activations") == pytest.approx(residual_bytes(), rel=0.001)
+    assert peak.bytes_of("unknown") == peak.waste_bytes == 0
+    assert peak.basis == "alive at the peak"
+    assert "transpose(jvp" in peak.moment
+    assert "test_buffers.py:" in peak.moment
+
+
+def test_full_remat_saves_the_carries_and_nothing_else(peak, rematted_peak):
+    assert rematted_peak.bytes_of("saved activations") == LAYERS * BATCH * WIDTH * 4
+    assert peak.bytes_of("saved activations") >= 5 * LAYERS * BATCH * HIDDEN * 4
 
 
 def test_no_dump_is_an_error_and_not_an_empty_answer(tmp_path):
@@ -112,10 +156,13 @@ def test_a_persistent_cache_does_not_hide_the_buffers(tmp_path):
         "jax.config.update('jax_compilation_cache_dir', sys.argv[1])\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)\n"
         "jax.config.update('jax_persistent_cache_min_entry_size_bytes', 0)\n"
-        "from jaxmem_callbacks.programs.reading.buffers import peak_buffers_attached\n"
+        "from jaxmem_callbacks.programs.reading.buffers import peak_attached\n"
         "lowered = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jnp.ones((256, 256)))\n"
         "lowered.compile()\n"
-        "assert [len(peak_buffers_attached(lowered)) > 1 for _ in range(2)] == [True, True]\n"
+        "assert [len(peak_attached(lowered).buffers) > 1 for _ in range(2)] == [True, True]\n"
+        "import jaxmem_callbacks as jm\n"
+        "plan = jm.plan(lambda x: jnp.cos(x @ x), jnp.ones((8, 8)))\n"
+        "assert plan.peak is None and 'What makes its peak was not read' in str(plan)\n"
     )
     root = str(pathlib.Path(__file__).parent.parent)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
@@ -159,7 +206,7 @@ def write_plan(folder, values, size, kind="preallocated-temp", color=""):
 
 def test_the_peak_is_the_moment_with_most_bytes_and_the_rest_is_a_gap(tmp_path):
     write_plan(tmp_path, [("a", 0, 400, 0, 3), ("b", 400, 100, 2, 5), ("c", 0, 200, 4, 9), ("d", 500, 40, 6, 9)], 540)
-    buffers = peak_buffers(tmp_path, "cpu")
+    buffers = read_peak(tmp_path, "cpu").buffers
     assert [(buffer.kind, buffer.bytes) for buffer in buffers] == [("temporary", 400), ("temporary", 100), ("gap", 40)]
 
 
@@ -170,18 +217,18 @@ def test_of_several_programs_the_largest_is_told(tmp_path):
         file.rename(file.with_name("b" + file.name))
     write_plan(tmp_path, [("tuned", 0, 400, 0, 3)], 400)
     (tmp_path / "m.cpu_after_optimizations.txt").write_text("HloModule a_longer_text\n" * 99)
-    assert sum(buffer.bytes for buffer in peak_buffers(tmp_path, "gpu")) == 36
+    assert sum(buffer.bytes for buffer in read_peak(tmp_path, "gpu").buffers) == 36
 
 
 def test_values_of_one_place_are_told_once(tmp_path):
     write_plan(tmp_path, [("init", 0, 400, 0, 3), ("loop", 0, 400, 3, 6), ("part", 100, 100, 3, 4)], 400)
-    assert [(buffer.kind, buffer.bytes) for buffer in peak_buffers(tmp_path, "cpu")] == [("temporary", 400)]
+    assert [(buffer.kind, buffer.bytes) for buffer in read_peak(tmp_path, "cpu").buffers] == [("temporary", 400)]
 
 
 @pytest.mark.parametrize(("platform", "color", "told"), [("tpu", 1, 0), ("gpu", 1, 1), ("gpu", 5, 0), ("cpu", 0, 1)])
 def test_on_chip_and_host_memory_are_not_device_memory(tmp_path, platform, color, told):
     write_plan(tmp_path, [("a", 0, 400, 0, 3)], 400, color=f"color {color}, " if color else "")
-    assert len(peak_buffers(tmp_path, platform)) == told
+    assert len(read_peak(tmp_path, platform).buffers) == told
 
 
 @pytest.mark.parametrize(
@@ -195,7 +242,8 @@ def test_on_chip_and_host_memory_are_not_device_memory(tmp_path, platform, color
 )
 def test_kinds_of_allocations(tmp_path, kind, told):
     write_plan(tmp_path, [("a", 0, 400, 0, 3)], 400, kind=kind)
-    (buffer,) = peak_buffers(tmp_path, "cpu", ["params['w']"])
+    named = Arguments(by_number={0: Argument(path="params['w']", kind="parameters")})
+    (buffer,) = read_peak(tmp_path, "cpu", named).buffers
     assert (buffer.kind, buffer.bytes) == (told, 400)
     assert buffer.operation == ("params['w']" if told == "argument" else None)
 
@@ -212,7 +260,7 @@ def test_what_is_told_fills_the_allocation_and_no_moment_holds_more(tmp_path_fac
         offset += size * 4
     folder = tmp_path_factory.mktemp("plan")
     write_plan(folder, values, offset + room)
-    buffers = peak_buffers(folder, "cpu")
+    buffers = read_peak(folder, "cpu").buffers
     told = sum(buffer.bytes for buffer in of_kind(buffers, "temporary"))
     assert sum(buffer.bytes for buffer in buffers) == offset + room
     assert told == max(sum(v[2] for v in values if v[3] <= moment <= v[4]) for moment in range(32))

@@ -85,7 +85,10 @@ def test_a_script_is_stopped_at_its_first_step_and_told(script, capsys):
     assert "params    parameters" in out
     assert "Against the plain step, without remat and donation (policy: remat=full, donated 24.0 KiB)" in out
     assert f"{script}:14" in out
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith("  ")}
+    table, _, peak = out.partition("The peak of ")
+    assert "saved activations" in peak
+    assert "Its largest buffers" in peak
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.startswith("  ")}
     assert rows["aliased"][:4] == ["0", "B", "24.0", "KiB"]
     plain, cheaper = float(rows["temporaries"][0]), float(rows["temporaries"][2])
     assert cheaper < plain

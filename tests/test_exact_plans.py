@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from typing import Any
@@ -50,7 +51,7 @@ def random_chain(rng: random.Random) -> Spec:
 def loss_of(spec: Spec) -> tuple[Any, tuple[Any, ...]]:
     """The chain as its users would write it."""
     widths = [START, *(number for kind, number in spec if kind == "dot")]
-    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in zip(widths, widths[1:], strict=False)]
+    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in itertools.pairwise(widths)]
 
     def loss(weights: Any, x: Any) -> Any:
         left, values = iter(weights), []
@@ -125,7 +126,7 @@ def offered(spec: Spec) -> list[Plan]:
 @pytest.fixture(scope="module")
 def ratios() -> list[list[float]]:
     """For each chain, first the smallest bytes, then every point of the exact frontier: ours over the optimum."""
-    rng, found = random.Random(5), []
+    rng, found = random.Random(5), []  # noqa: S311 - chains, not keys
     for spec in (random_chain(rng) for _ in range(CHAINS)):
         model = model_of(spec)
         ours = [model.cost(plan) for plan in offered(spec)]

@@ -128,8 +128,13 @@ def test_where_nothing_fits_the_plan_says_so_and_nobody_runs_it() -> None:
     state = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract()[:2]))
     assert plan.record.least_bytes == state
     assert "Nothing fits, by" in str(plan)
+    assert "comes nearest" in str(plan)
+    assert plan.peak is not None
+    assert plan.peak.bytes == plan.chosen.step_bytes
+    assert "What makes its peak of" in str(plan)
     with pytest.raises(
-        PlanError, match=r"Nothing fits: train_step needs .* more than the budget of 1.0 MiB .* alone are"
+        PlanError,
+        match=r"Nothing fits: train_step needs .* more than the budget of 1.0 MiB .* alone are .* makes its peak: ",
     ):
         jm.jit_step(train_step, plan.policy)
     with pytest.raises(PlanError, match="Nothing fits"):
@@ -161,6 +166,17 @@ def test_what_a_progress_function_raises_ends_the_plan_and_leaves_no_thread() ->
     with pytest.raises(RuntimeError, match="no more of"):
         jm.plan(train_step, *abstract(), progress=progress)
     assert threading.active_count() == before
+
+
+def test_the_peak_is_told_by_group_on_the_attached_devices(frontier: jm.Plan) -> None:
+    held = DEPTH * 3 * WIDTH * 4 * WIDTH * 4
+    for each in frontier.candidates:
+        assert each.peak is not None
+        assert (each.peak.bytes, each.peak.bytes_of("parameters")) == (each.step_bytes, held)
+        assert each.peak.bytes_of("optimizer state") == 2 * held + 4
+    saved = [each.peak.bytes_of("saved activations") for each in frontier.candidates if each.peak]
+    assert saved[0] - saved[-1] >= 3 * DEPTH * ROWS * 4 * WIDTH * 4  # tanh, its factor and their product
+    assert str(frontier.peak).startswith("The peak of ")
 
 
 def test_a_plan_as_preset_as_json_as_html_and_as_a_picture(frontier: jm.Plan, tmp_path: Any) -> None:

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
 from jaxmem_callbacks.writers.label_places import Box, place_labels
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests import sample_plans as samples
@@ -95,9 +95,15 @@ def test_the_figure_of_a_plan_in_which_nothing_fits() -> None:
 
 def test_the_figure_counts_what_stays_beside_the_step_and_very_different_sizes() -> None:
     figure = figure_of(RECORDS["resident"])
-    assert "budget: 80.0 MiB less 8.0 MiB beside the step" in legend_of(figure)
-    assert 72.0 in [line.get_xdata()[0] for line in figure.axes[0].lines]
+    assert "budget: 80.0 MiB" in legend_of(figure)
+    assert 80.0 in [line.get_xdata()[0] for line in figure.axes[0].lines]
+    assert min(points.get_offsets()[0][0] for points in figure.axes[0].collections) == pytest.approx(61.7 + 8, rel=1e-3)
+    assert figure.axes[0].get_xlabel().endswith("; with 8.0 MiB resident")
     assert figure.axes[0].get_xscale() == "linear"
+    evaluation = dataclasses.replace(samples.six().candidates[0], need_bytes=200 * MIB, sets_need="evaluate")
+    larger = figure_of(samples.record([evaluation], 0, 300 * MIB))
+    assert larger.axes[0].get_xlabel().endswith("; with the largest program")
+    assert larger.axes[0].collections[0].get_offsets()[0][0] == 200.0
     wide = figure_of(samples.fifteen())
     assert wide.axes[0].get_xscale() == "log"
     assert "50 GiB" in [label.get_text() for label in wide.axes[0].get_xticklabels()]
@@ -176,7 +182,16 @@ def test_its_tables_say_where_each_figure_comes_from(written: Path) -> None:
 
 def test_a_plan_that_is_richer_tells_more(tmp_path: Path) -> None:
     plan = samples.fifteen()
-    chosen = dataclasses.replace(plan.candidates[-1], modelled_s=0.25, compiler_remat=7, refusal="out of memory")
+    beside = BesideProgram(name="evaluate", program_bytes=58 * GIB, held_bytes=0, fits=True)
+    chosen = dataclasses.replace(
+        plan.candidates[-1],
+        modelled_s=0.25,
+        compiler_remat=7,
+        refusal="out of memory",
+        beside=(beside,),
+        need_bytes=59 * GIB,
+        sets_need="evaluate",
+    )
     record = dataclasses.replace(
         plan,
         candidates=(*plan.candidates[:-1], chosen),
@@ -190,6 +205,8 @@ def test_a_plan_that_is_richer_tells_more(tmp_path: Path) -> None:
         "64 devices, mesh fsdp=64",
         "| compiler option | xla_gpu_enable_triton_gemm=False |",
         "keep a margin: left out: much",
+        "| evaluate, beside the step | 58.0 GiB (62,277,025,792 B) |",
+        "| the device must hold | 59.0 GiB (63,350,767,616 B) | resident bytes and the largest program: evaluate |",
         "| note |  | zero1 was not compiled. |",
         "| beside the step | 1.0 GiB (1,073,741,824 B) | resident=, as given |",
         "| modelled time | 250 ms | a model from FLOPs, bytes moved and the vendor's data sheet; no measurement |",

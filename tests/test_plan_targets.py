@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +20,9 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.units import format_bytes
 from tests.target_step import needs_compiler
-from tests.test_plan import abstract, loss_fn, train_step
+from tests.test_plan import DEPTH, ROWS, WIDTH, abstract, loss_fn, train_step
 
 pytestmark = [pytest.mark.targets, pytest.mark.timeout(300)]
 TARGETS = ("h100_sxm", "v5e:1x1")
@@ -55,12 +58,51 @@ def test_the_frontier_is_the_targets_own(plan: jm.Plan) -> None:
     assert (chosen.step_bytes, chosen.temp_bytes) == (memory.step_bytes, memory.temp_bytes)
 
 
+def test_every_candidate_tells_what_makes_its_peak(plan: jm.Plan) -> None:
+    for each in plan.candidates:
+        assert each.peak is not None
+        assert each.peak.bytes == each.step_bytes
+    peak = plan.peak
+    assert peak is not None
+    assert peak.bytes_of("parameters") == DEPTH * 3 * WIDTH * 4 * WIDTH * 4
+    counter = peak.bytes_of("optimizer state") - 2 * peak.bytes_of("parameters")
+    assert 0 < counter <= 512  # Adam's count, which a TPU keeps in a tile of its own
+    by_policy = {each.policy.remat: each.peak.bytes_of("saved activations") for each in plan.candidates if each.peak}
+    carries = DEPTH * ROWS * WIDTH * 4
+    assert by_policy["full"] <= 4 * carries
+    if plan.record.platform == "tpu":  # which has room for all of so small a step's in its on-chip memory
+        assert any(buffer.memory_space == "on-chip" for buffer in peak.elsewhere)
+    else:
+        assert by_policy["none"] - by_policy["full"] >= 3 * 4 * carries  # tanh, its factor and their product
+    assert f"What makes its peak of {format_bytes(peak.bytes)}: " in str(plan)
+    assert peak.words in str(plan)
+
+
+def test_padding_is_what_tiles_add(plan: jm.Plan) -> None:
+    assert plan.peak is not None
+    told = [buffer for buffer in plan.peak.buffers if ":T(" in buffer.shape and buffer.shape[0] != "("]
+    assert bool(told) == (plan.record.platform == "tpu")
+    assert (plan.peak.waste_bytes > 0) == (plan.record.platform == "tpu")
+    for buffer in told:
+        match = re.match(r"[a-z]+(\d*)\[([\d,]*)\]\{([\d,]*):T\((?:(\d+),)?(\d+)\)", buffer.shape)
+        assert match, buffer.shape
+        sizes = [int(size) for size in match[2].split(",") if size]
+        tile = [int(match[4] or 1), int(match[5])]
+        minor = [sizes[int(axis)] for axis in match[3].split(",") if axis]  # the fastest axis first
+        minor += [1] * (2 - len(minor))
+        padded = [-(-minor[0] // tile[1]) * tile[1], -(-minor[1] // tile[0]) * tile[0], *minor[2:]]
+        width = int(match[1] or 8) // 8
+        assert buffer.bytes == max(math.prod(padded) * width, 512), buffer
+        assert buffer.waste_bytes == buffer.bytes - math.prod(sizes) * width, buffer
+
+
 def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
     again = jm.plan(train_step, *abstract(), target=plan.record.target)
     assert again.record.compiled == 0
     assert again.compiles == plan.compiles
     assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in plan.candidates]
     assert "from the cache" in str(again)
+    assert again.peak == plan.peak
 
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
@@ -120,13 +162,17 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     out = capsys.readouterr()
     assert "Plan of train_step for h100_sxm" in out.out
     assert f'jm.load_preset("{saved}")' in out.out
+    assert "\n  parameters " in out.out
+    assert "by the compiler's buffer assignment" in out.out
     assert "plan: none and full (0 of at most 6 compiled)" in out.err
     assert jm.load_preset(str(saved)).policy.remat == "full"
     assert picture.stat().st_size > 10_000
     assert len(list(pages.glob("events.out.tfevents.*.plan"))) == 1
     assert main([*options[:-1], "1MiB", "--json"]) == 2
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert figures["candidates"][figures["chosen"]]["fits"] is False
+    nearest = figures["candidates"][figures["chosen"]]
+    assert nearest["fits"] is False
+    assert sum(group["bytes"] for group in nearest["peak"]["groups"]) == nearest["step_bytes"]
 
 
 def test_several_devices_without_shardings_get_one_searched() -> None:

@@ -273,6 +273,18 @@ def test_moved_lines_keep_the_figures_and_lose_the_lines(tmp_path):
     assert loaded(entry_in(tmp_path, program="b" * 64), tmp_path / "other") is None
 
 
+def test_buffers_without_lines_do_where_nobody_needs_them(tmp_path):
+    entry_in(tmp_path).keep(worked(tmp_path / "made", dumps=True), want_buffers=True)
+    moved = entry_in(tmp_path, lines="3" * 64, stacks="4" * 64)
+    place = tmp_path / "again"
+    place.mkdir()
+    assert moved.load(place, want_buffers=True, need_lines=False) == ANSWER
+    assert {path.name for path in (place / "dump").iterdir()} == set(DUMPS)
+    entry_in(tmp_path, program="d" * 64).keep(worked(tmp_path / "bare"), want_buffers=False)
+    other = entry_in(tmp_path, program="d" * 64, lines="3" * 64)
+    assert other.load(place, want_buffers=True, need_lines=False) is None
+
+
 def test_a_moved_caller_keeps_the_buffers_too(tmp_path):
     entry_in(tmp_path).keep(worked(tmp_path / "made", dumps=True), want_buffers=True)
     assert loaded(entry_in(tmp_path, stacks="4" * 64), tmp_path / "again", want_buffers=True) == ANSWER

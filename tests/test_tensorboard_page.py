@@ -167,6 +167,7 @@ def test_the_text_page_shows_the_plans(look: Look):
     assert "71.6 MiB (75,078,042 B)\nthe compiler for h100_sxm: arguments + results" in cells
     assert "the attached device's compiler: arguments + results" in cells
     assert "1.0 TiB (1,099,511,627,776 B)\nas asked for; the scalar memory/plan_budget_gib" in cells
+    assert "the step's peak" in cells, "and what makes it, of the plan that was really compiled"
     assert "predicted" in text
 
 

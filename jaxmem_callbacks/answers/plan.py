@@ -13,6 +13,7 @@ from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.planning.ledger import Progress
 from jaxmem_callbacks.planning.plan import Ask, make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
@@ -107,6 +108,15 @@ class Plan:
     def candidates(self) -> tuple[Candidate, ...]:
         """All that was compiled, largest first."""
         return self.record.candidates
+
+    @property
+    def peak(self) -> Peak | None:
+        """What makes the chosen candidate's peak; ``print`` it. Each candidate has its own.
+
+        None only for the attached devices while JAX's own compilation cache is on: ``jm.step_memory(...).peak()`` tells it
+        then by one more compile.
+        """
+        return self.chosen.peak
 
     @functools.cached_property
     def frontier(self) -> tuple[Candidate, ...]:

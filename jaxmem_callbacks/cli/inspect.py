@@ -12,8 +12,8 @@ from typing import Any
 from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, reach_step
 from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.units import format_bytes
 
 
@@ -63,7 +63,8 @@ class _Report:
     memory: Any
     plain: Any | None
     plain_refused: str | None
-    buffers: tuple[Buffer, ...]
+    peak: Peak | None
+    top: int
 
     @classmethod
     def of(cls, reached: Reached, target: str | None, top: int) -> _Report:
@@ -84,7 +85,8 @@ class _Report:
             memory=memory,
             plain=plain,
             plain_refused=refused,
-            buffers=memory.top_buffers(top) if top else (),
+            peak=memory.peak() if top else None,
+            top=top,
         )
 
     def as_text(self) -> str:
@@ -99,9 +101,9 @@ class _Report:
             lines += columns(rows, ("left", "right", "right"))
         if self.plain_refused is not None:
             lines += ["", f"The plain step, without remat and donation: {self.plain_refused}"]
-        if self.buffers:
-            lines += ["", "What makes the peak, largest first (source: the compiler's buffer assignment)", ""]
-            lines += buffer_table(self.buffers)
+        if self.peak is not None:
+            lines += ["", str(self.peak), "", "Its largest buffers", ""]
+            lines += buffer_table(self.peak.buffers[: self.top])
         return "\n".join(lines)
 
     def _compared(self) -> list[tuple[str, str, str]]:
@@ -119,7 +121,10 @@ class _Report:
             "step": _memory_json(self.memory),
             "plain_step": None if self.plain is None else _memory_json(self.plain),
             "plain_step_refused": self.plain_refused,
-            "top_buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+            "peak": None if self.peak is None else dataclasses.asdict(dataclasses.replace(self.peak, buffers=())),
+            "top_buffers": [
+                dataclasses.asdict(buffer) for buffer in (self.peak.buffers[: self.top] if self.peak else ())
+            ],
         }
 
 

@@ -94,6 +94,8 @@ def _budget(text: str | None) -> str | float | None:
 
 def _text(plan: Plan, saved: Path | None) -> str:
     lines = [str(plan)]
+    if plan.peak is not None:
+        lines += ["", str(plan.peak)]
     if plan.chosen.fits is not False and plan.policy != StepPolicy():
         said = ", ".join(
             f"{field.name}={getattr(plan.policy, field.name)!r}"

@@ -119,10 +119,10 @@ def compile_beside(
         CompileError: a compiler failed.
     """
     given, placed = traced
-    every = [
-        Held(own.value, leaf.shape, leaf.dtype, leaf_bytes(leaf, _place(leaf)), _place(leaf))
-        for own, leaf in zip(given.leaves, placed.leaves, strict=True)
-    ]
+    # By path, since a call by keyword is made one by position where its state is placed.
+    there = {leaf.path: leaf for leaf in placed.leaves}
+    pairs = [(own.value, there.get(own.path, own)) for own in given.leaves]
+    every = [Held(value, leaf.shape, leaf.dtype, leaf_bytes(leaf, _place(leaf)), _place(leaf)) for value, leaf in pairs]
     updated = {leaf.argument for leaf in given.leaves if leaf.donated} | set(given.undonated)
     stays = [
         held for held, leaf in zip(every, given.leaves, strict=True) if leaf.argument in updated or leaf.kind in _KEPT

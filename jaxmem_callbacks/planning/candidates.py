@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import jax
@@ -15,21 +15,31 @@ from jax.sharding import Mesh
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import speed_of
+from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
+from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
 from jaxmem_callbacks.programs.steps.jitting import jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
-from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, compile_traced_for, compile_traced_here
+from jaxmem_callbacks.programs.targets.step_on_target import (
+    compile_step_for,
+    compile_traced_for,
+    compile_traced_here,
+    described,
+    taken_inputs,
+)
 from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.records.peaks import UNPLACED, with_total
 from jaxmem_callbacks.records.plans import BesideProgram, Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
 from jaxmem_callbacks.transforms.keeping import Share
 
+_SHOWN = 4  # buffers of each group that a candidate keeps
 Survey = Callable[[list[Share]], None]
 
 
@@ -92,6 +102,7 @@ class Facts:
         flops: Operations of one call.
         modelled_s: Modelled seconds on the target, or None where its speed is unknown.
         fingerprint: Identifies the program.
+        arguments: What each array argument that is used holds, in order.
         shares: What each loss could keep besides its cuts; empty where nothing is cut.
         unchecked: Whether a loss is accumulated that did not say its weight, and that nobody compared yet.
     """
@@ -99,6 +110,7 @@ class Facts:
     flops: int
     modelled_s: float | None
     fingerprint: str
+    arguments: tuple[Argument, ...] = field(repr=False)
     shares: tuple[tuple[Share, ...], ...] = field(repr=False)
     unchecked: bool = False
 
@@ -150,6 +162,7 @@ class Compiler:
             flops=count_flops(traced.jaxpr).flops,
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.device_count),
             fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+            arguments=tuple(_used(traced)),
             shares=tuple(found),
             unchecked=step.unchecked,
         )
@@ -165,13 +178,13 @@ class Compiler:
         facts = self.facts(policy, step)
         self.unchecked |= facts.unchecked
         if problem.target is None:
-            memory, hlo = self._attached(step)
-            return self._judged(policy, facts, memory, hlo)
+            return self._attached(step, facts)
         with problem.in_mesh():
-            answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name)
+            answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name, want_peak=True)
         self.answers.append(answer)
         if answer.memory is not None:
-            return self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
+            judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
+            return replace(judged, peak=answer.peak and answer.peak.largest(_SHOWN))
         need, largest = self._need(answer.needed_bytes)
         return Candidate(
             policy=policy,
@@ -186,6 +199,7 @@ class Compiler:
             batch_rows=problem.batch_rows,
             mesh=mesh_sizes(problem.mesh),
             modelled_s=facts.modelled_s,
+            peak=answer.peak and answer.peak.largest(_SHOWN),
             refusal=answer.refusal,
             cached=answer.cached,
         )
@@ -207,17 +221,23 @@ class Compiler:
         memory = program_memory(compiled, name="step", platform=jax.default_backend(), target="attached")
         return memory.step_bytes, False
 
-    def _attached(self, step: JitStep) -> tuple[ProgramMemory, str]:
-        """Compiled for the devices of this process; the same compile serves the step's first call."""
+    def _attached(self, step: JitStep, facts: Facts) -> Candidate:
+        """Compiled for the devices of this process. Where JAX's own cache is on it may answer, and the peak is not told."""
         problem = self.problem
+        arguments = Arguments(
+            by_number=dict(enumerate(facts.arguments)), by_name={each.path: each for each in facts.arguments}
+        )
         with problem.in_mesh():
             if step.policy.microbatches == 1:
-                compiled = step.lower(*problem.args, **problem.kwargs).compile()
+                lowered = step.lower(*problem.args, **problem.kwargs)
             else:  # `lower` would compare the loss on real rows, which was done once before
-                compiled = jax_traced(step.trace(*problem.args, **problem.kwargs)).lower().compile()
+                lowered = jax_traced(step.trace(*problem.args, **problem.kwargs)).lower()
+            compiled, peak = (lowered.compile(), None) if past_the_cache() else compiled_with_peak(lowered, arguments)
         hlo = compiled.as_text() or ""
         platform = jax.default_backend()
-        return program_memory(compiled, name="step", platform=platform, target="attached", hlo_text=hlo), hlo
+        memory = program_memory(compiled, name="step", platform=platform, target="attached", hlo_text=hlo)
+        told = peak and with_total(peak, memory.total_bytes, UNPLACED).largest(_SHOWN)
+        return replace(self._judged(step.policy, facts, memory, hlo), peak=told)
 
     def _judged(
         self,
@@ -276,3 +296,10 @@ class Compiler:
 def mesh_sizes(mesh: Any) -> dict[str, int]:
     """Axis -> size; empty without a mesh."""
     return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}
+
+
+def _used(traced: Traced) -> list[Argument]:
+    """What the arguments that the program takes hold, in the order of its parameters."""
+    known = described(traced.leaves, traced.undonated)
+    taken = taken_inputs(traced.jaxpr)
+    return [each for each, is_taken in zip(known, taken, strict=True) if is_taken]

@@ -296,9 +296,10 @@ def unfit_reason(record: PlanRecord) -> str:
     best = record.candidates[record.chosen]
     need = best.need_bytes or (best.step_bytes or 0) + record.resident_bytes
     over = need - (record.budget_bytes or 0)
+    peak = f" What makes its peak: {best.peak.words}." if best.peak else ""
     return (
         f"Nothing fits: {record.step} needs {format_bytes(best.step_bytes)} on {record.target} under the policy that came "
         f"nearest, {format_bytes(over)} more than the budget of {format_bytes(record.budget_bytes)} allows (parameters and "
-        f"optimizer state alone are {format_bytes(record.least_bytes)}). Plan for more or larger devices, a larger budget or "
-        "a smaller batch."
+        f"optimizer state alone are {format_bytes(record.least_bytes)}).{peak} Plan for more or larger devices, a larger "
+        "budget or a smaller batch."
     )

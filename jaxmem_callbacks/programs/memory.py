@@ -13,14 +13,16 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.programs.memory_text import memory_table
-from jaxmem_callbacks.programs.reading.buffers import peak_buffers_attached
+from jaxmem_callbacks.programs.reading.buffers import peak_attached
+from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.program import Program
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
-from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
+from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
 from jaxmem_callbacks.records.errors import CompileError, DonationError
+from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
@@ -35,13 +37,13 @@ class StepMemory:
         program: The compiler's figures.
         arguments: One row for each argument and kind of content.
         warnings: What is worth acting on, a sentence each.
-        top: Makes `top_buffers`'s answer.
+        read_peak: Makes `peak`'s answer.
     """
 
     program: ProgramMemory
     arguments: tuple[ArgumentMemory, ...]
     warnings: tuple[str, ...] = ()
-    top: Callable[[], tuple[Buffer, ...]] = field(repr=False, compare=False)
+    read_peak: Callable[[], Peak] = field(repr=False, compare=False)
 
     @property
     def step_bytes(self) -> int:
@@ -78,10 +80,18 @@ class StepMemory:
         """Instructions that the compiler chose to recompute by itself near its memory limit."""
         return self.program.compiler_remat
 
-    def top_buffers(self, count: int | None = None) -> tuple[Buffer, ...]:
-        """What makes the peak, largest first, with source line and module path.
+    def peak(self) -> Peak:
+        """What makes the peak: parameters, optimizer state, gradients, saved activations, temporaries and the rest.
 
         Costs one more compile (on every platform: only a compile can be asked to write its buffers down), each time.
+
+        Raises:
+            CompileError: the compiler wrote no buffer assignment.
+        """
+        return self.read_peak()
+
+    def top_buffers(self, count: int | None = None) -> tuple[Buffer, ...]:
+        """The buffers of the peak, largest first, with group, source line and module path. Compiles as `peak` does.
 
         Args:
             count: How many; None for all.
@@ -89,7 +99,7 @@ class StepMemory:
         Raises:
             CompileError: the compiler wrote no buffer assignment.
         """
-        return self.top()[:count]
+        return self.peak().buffers[:count]
 
     def __str__(self) -> str:
         return memory_table(self.program, self.arguments, self.warnings)
@@ -119,11 +129,14 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
     memory = known_memory(judged.program, made.name)
     warnings = _warnings(made, judged.program) + _shared(judged.leaves, judged.function)
     lowered = judged.lowered
+    known = described(judged.leaves, judged.program.undonated)
+    used = [each for each, use in zip(known, judged.program.uses, strict=True) if use.used]
+    arguments = Arguments(by_number=dict(enumerate(used)))
     return StepMemory(
         program=memory,
         arguments=argument_rows(judged.program.uses, judged.program.undonated),
         warnings=warnings,
-        top=lambda: peak_buffers_attached(lowered),
+        read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.total_bytes, UNPLACED),
     )
 
 
@@ -185,7 +198,7 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         program=compiled.memory,
         arguments=argument_rows(uses, undonated),
         warnings=_warnings(step, program),
-        top=again,
+        read_peak=again,
     )
 
 

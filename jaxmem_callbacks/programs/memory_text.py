@@ -38,9 +38,17 @@ def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:
 
 def buffer_table(buffers: Sequence[Buffer]) -> list[str]:
     """The buffers of the peak, largest first, with the place in the user's code that they come from."""
-    head = ("size", "kind", "shape", "from", "source")
-    body = [(format_bytes(b.bytes), b.kind, b.shape, b.operation or "unknown", _near(b.source)) for b in buffers]
-    return columns([head, *body], ("right", "left", "left", "left", "left"))
+    head = ("size", "padding", "group", "shape", "from", "source")
+    body = [
+        (format_bytes(b.bytes), _padding(b), b.group, b.shape, b.operation or "unknown", _near(b.source))
+        for b in buffers
+    ]
+    return columns([head, *body], ("right", "right", "left", "left", "left", "left"))
+
+
+def _padding(buffer: Buffer) -> str:
+    waste = buffer.waste_bytes
+    return format_bytes(waste) if waste else "unknown" if waste is None else "none"
 
 
 def _near(source: str | None) -> str:

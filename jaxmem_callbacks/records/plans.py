@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
 
 
@@ -56,6 +57,8 @@ class Candidate:
         alias_bytes: Results that reuse a donated argument's memory.
         temp_bytes: Temporaries.
         host_bytes: Host memory in which offloaded values wait, beside ``step_bytes``.
+        peak: What makes its peak, with the largest buffers of each group; None for the
+            attached devices while JAX's own compilation cache is on, since what comes from there is never compiled.
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer came from the disk cache.
         seconds: Time in the compiler; None where cached or refused.
@@ -79,6 +82,7 @@ class Candidate:
     alias_bytes: int | None = None
     temp_bytes: int | None = None
     host_bytes: int = 0
+    peak: Peak | None = None
     refusal: str | None = None
     cached: bool = False
     seconds: float | None = None

@@ -1,7 +1,7 @@
 """Where to cut a loss: positions in its list of equations that make the estimated peak of the backward pass smallest.
 
 Enters: flat equations. Leaves: cut positions. Behind the choice is a model of what is alive while one segment is
-differentiated: the values stored at the cuts before it, and its own residuals once recomputed. The smallest budget under
+differentiated: the values stored at the cuts before it, what it holds of its own, and gradients. The smallest budget under
 which a sequence of segments exists is found by bisection; for one budget a dynamic programme finds the sequence that
 stores least. Distances between cuts follow from bytes, not from layers.
 """
@@ -154,8 +154,10 @@ def _own_peaks(land: Landscape, places: np.ndarray) -> np.ndarray:
 
 
 def _unneeded(land: Landscape) -> np.ndarray:
-    """Bytes alive at each position that no derivative behind it needs: the last segment, which is not computed again, does
-    not store them."""
+    """Bytes alive at each position that no derivative behind it needs.
+
+    A segment in the middle is computed again from them. The last one is not, and so does not store them.
+    """
     size, first, last, needed = land.spans[land.spans[:, 2] < land.length].T
     change = np.zeros(land.length + 2, np.int64)
     begin = np.maximum(first, needed + 1)

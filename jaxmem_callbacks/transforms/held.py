@@ -24,15 +24,20 @@ from jaxmem_callbacks.transforms.residuals import (
     view_roots,
 )
 
-_PRODUCTS = set("conv_general_dilated dot_general ragged_dot_general".split())
+_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 # Elementwise, if not always cheap: done inside a fusion all the same.
-_FUSED = CHEAP | set(
-    "atan2 cbrt cosh erf erf_inv erfc exp2 expm1 log1p logistic nextafter sinh tan tanh".split()
-)
+_FUSED = CHEAP | {
+    *("atan2", "cbrt", "cosh", "erf", "erf_inv", "erfc", "exp2", "expm1"),
+    *("log1p", "logistic", "nextafter", "sinh", "tan", "tanh"),
+}
+# Functions with a derivative of their own, and the jits in them, are as their bodies.
+_WITH_OWN_RULE = {"custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
 def is_fused(eqn: Any) -> bool:
     """Whether compilers compute an equation inside another, so that its result need not be in memory."""
+    if eqn.primitive.name in _WITH_OWN_RULE:  # such as jax.nn.relu
+        return all(is_fused(inner) for body in subjaxprs(eqn) for inner in body.eqns)
     return eqn.primitive.name in _FUSED
 
 
@@ -64,35 +69,49 @@ def held(eqns: Sequence[Any], resident: set[Any]) -> Held:
         eqns: Flat equations.
         resident: Values that cost nothing: arguments, constants and sinkable values.
     """
-    roots, active = view_roots(eqns), {var for var in resident if is_inexact(var)}
-    for eqn in eqns:
-        if not active.isdisjoint(variables(eqn.invars)):
-            active.update(var for var in eqn.outvars if is_inexact(var))
+    roots, active = view_roots(eqns), _active(eqns, resident)
     read = {roots.get(var, var) for eqn in eqns if eqn.primitive.name in _PRODUCTS for var in variables(eqn.invars)}
-    first, last = dict[Any, int](), dict[Any, int]()
-    rows: list[tuple[int, int, int]] = []
-
-    def want(var: Any, earliest: int, latest: int) -> None:
-        first[var], last[var] = min(earliest, first.get(var, earliest)), max(latest, last.get(var, latest))
-
+    wanted, rows = _Wanted(roots), list[tuple[int, int, int]]()
     for index in reversed(range(len(eqns))):
         eqn = eqns[index]
         if not active.isdisjoint(variables(eqn.invars)):
             rows.append((inner_residual_bytes(eqn), index, index))
-            for var in needed_by(eqn, active):
-                want(roots.get(var, var), index, index)
+            wanted.add(needed_by(eqn, active), index, index)
         for var in eqn.outvars:
-            if var not in first or var in resident:
+            if var not in wanted.first or var in resident:
                 continue
             if is_fused(eqn) and var not in read:
                 # A fusion makes it anew of its operands, which are wanted as long as it is.
-                for operand in variables(eqn.invars):
-                    want(roots.get(operand, operand), first[var], last[var])
+                wanted.add(variables(eqn.invars), wanted.first[var], wanted.last[var])
             else:
-                rows.append((nbytes(var), index, first[var]))
+                rows.append((nbytes(var), index, wanted.first[var]))
     made = [-1 if is_fused(eqn) else sum(map(nbytes, eqn.outvars)) for eqn in eqns]
     some = np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3)
-    return Held(rows=some, made=np.array(made, np.int64), needed=last, roots=roots)
+    return Held(rows=some, made=np.array(made, np.int64), needed=wanted.last, roots=roots)
+
+
+class _Wanted:
+    """The first and the last equation whose derivative uses each value."""
+
+    def __init__(self, roots: dict[Any, Any]) -> None:
+        self._roots = roots
+        self.first: dict[Any, int] = {}
+        self.last: dict[Any, int] = {}
+
+    def add(self, used: Sequence[Any], first: int, last: int) -> None:
+        for var in used:
+            root = self._roots.get(var, var)
+            self.first[root] = min(first, self.first.get(root, first))
+            self.last[root] = max(last, self.last.get(root, last))
+
+
+def _active(eqns: Sequence[Any], resident: set[Any]) -> set[Any]:
+    """The values that are differentiated."""
+    active = {var for var in resident if is_inexact(var)}
+    for eqn in eqns:
+        if not active.isdisjoint(variables(eqn.invars)):
+            active.update(var for var in eqn.outvars if is_inexact(var))
+    return active
 
 
 def held_by_body(eqn: Any) -> int:

@@ -6,6 +6,7 @@ Judged by class and by name, so no framework is imported. The tables below are t
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,19 @@ BATCH_NAMES = frozenset(
 # Names in a path or of an argument -> what is under them.
 _BY_NAME = {
     PARAMETERS: ("params", "parameters", "weights", "model", "ema_params", "trainable", "frozen"),
-    OPTIMIZER: ("opt_state", "optimizer_state", "optimizer", "opt", "opt_states", "optim_state"),
+    OPTIMIZER: ("opt_state", "optimizer_state", "optimizer", "opt", "opt_states", "optim_state", "momentum"),
     STATE: ("state", "train_state", "batch_stats", "model_state", "mutable", "stats", "carry", "ema", "cache"),
 }
 _KIND_OF_NAME = {name: kind for kind, names in _BY_NAME.items() for name in names}
 # Flax NNX variables by class name, nearest class first.
 _NNX_VARIABLES = {"OptVariable": OPTIMIZER, "OptArray": OPTIMIZER, "OptState": OPTIMIZER, "Param": PARAMETERS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """A step of a written path, in the form of a key of a pytree's path."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,12 @@ def kind_of_argument(name: str, path: tuple[Any, ...] = ()) -> str:
     if found is not None:
         return found
     return BATCH if is_batch_name(name) else _KIND_OF_NAME.get(name, OTHER)
+
+
+def kind_of_path(path: str) -> str:
+    """What the leaf at a written path holds, such as ``state.opt_state[0].mu['w']``, by the names in it."""
+    words = re.findall(r"\w+", path)
+    return kind_of_argument(words[0], tuple(_Word(word) for word in words[1:])) if words else OTHER
 
 
 def is_batch_name(name: str) -> bool:

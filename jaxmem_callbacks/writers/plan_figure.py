@@ -8,10 +8,9 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.label_places import Box, place_labels
-from jaxmem_callbacks.writers.plan_table import plain_flops
+from jaxmem_callbacks.writers.plan_table import candidate_words, extra_share, extra_text, need_of
 from jaxmem_callbacks.writers.protocol import Picture
 
 if TYPE_CHECKING:
@@ -41,10 +40,10 @@ def plan_figure(record: PlanRecord, frontier: Collection[Candidate]) -> Figure:
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     axes = figure.add_subplot()
     shown = _shown(record)
-    unit = GIB if max((each.step_bytes or 0 for each in shown), default=0) > 2 * GIB else MIB
+    unit = GIB if max(_needs(record), default=0) > 2 * GIB else MIB
     places = {id(each): _place(each, record, unit) for each in shown}
     _draw_frontier(axes, sorted(places[id(each)] for each in shown if each in frontier))
-    _draw_limits(axes, record, shown, unit)
+    _draw_limits(axes, record, unit)
     for each in shown:
         _draw_point(axes, each, record, places[id(each)])
     _name_axes(figure, axes, record, shown, unit)
@@ -70,7 +69,12 @@ def _shown(record: PlanRecord) -> list[Candidate]:
 
 
 def _place(candidate: Candidate, record: PlanRecord, unit: int) -> tuple[float, float]:
-    return (candidate.step_bytes or 0) / unit, 100 * candidate.extra_flops / max(plain_flops(record), 1)
+    return need_of(record, candidate) / unit, 100 * (extra_share(candidate, record) or 0.0)
+
+
+def _needs(record: PlanRecord) -> list[int]:
+    """What the device must hold under each candidate that is drawn: resident bytes and the largest program."""
+    return [need_of(record, each) for each in _shown(record)]
 
 
 def _draw_frontier(axes: Any, line: Sequence[tuple[float, float]]) -> None:
@@ -93,19 +97,18 @@ def _draw_point(axes: Any, candidate: Candidate, record: PlanRecord, place: tupl
     )
 
 
-def _draw_limits(axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
-    """The budget, less what stays beside the step; what is usable, where that is more; both only where points are near."""
+def _draw_limits(axes: Any, record: PlanRecord, unit: int) -> None:
+    """The budget, and what is usable where that is more; both only where points are near."""
     for limit, style, colour in ((record.budget_bytes, "--", _TOO_MUCH), (_more_usable(record), ":", "0.3")):
-        if limit is not None and _is_near(limit - record.resident_bytes, shown):
-            axes.axvline((limit - record.resident_bytes) / unit, color=colour, linestyle=style, linewidth=1.3, zorder=2)
+        if limit is not None and _is_near(limit, record):
+            axes.axvline(limit / unit, color=colour, linestyle=style, linewidth=1.3, zorder=2)
 
 
-def _shade_what_is_too_much(axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
+def _shade_what_is_too_much(axes: Any, record: PlanRecord, unit: int) -> None:
     """After the range of the axis is settled: from the budget to its right edge."""
-    left = (record.budget_bytes or 0) - record.resident_bytes
-    if record.budget_bytes is not None and _is_near(left, shown):
-        edges = axes.get_xlim()
-        axes.axvspan(left / unit, max(edges[1], left / unit), color=_TOO_MUCH, alpha=0.05, linewidth=0, zorder=0)
+    if record.budget_bytes is not None and _is_near(record.budget_bytes, record):
+        edges, left = axes.get_xlim(), record.budget_bytes / unit
+        axes.axvspan(left, max(edges[1], left), color=_TOO_MUCH, alpha=0.05, linewidth=0, zorder=0)
         axes.set_xlim(edges)
 
 
@@ -114,15 +117,15 @@ def _more_usable(record: PlanRecord) -> int | None:
     return None if record.limit_bytes == record.budget_bytes else record.limit_bytes
 
 
-def _is_near(limit: int, shown: Sequence[Candidate]) -> bool:
-    sizes = [each.step_bytes or 0 for each in shown]
+def _is_near(limit: int, record: PlanRecord) -> bool:
+    sizes = _needs(record)
     return bool(sizes) and _NEAR[0] * min(sizes) <= limit <= _NEAR[1] * max(sizes)
 
 
 def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    sizes = [each.step_bytes or 1 for each in shown] or [1]
+    sizes = _needs(record) or [1]
     if max(sizes) > _WIDE * min(sizes):
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -135,9 +138,11 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
     axes.set_ylim(top=max(axes.get_ylim()[1], 1.0), bottom=min(axes.get_ylim()[0], -0.2))
     left, right = axes.get_xlim()
     axes.set_xlim(min(left, 0.97 * right), max(right, 1.03 * left))
-    _shade_what_is_too_much(axes, record, shown, unit)
+    _shade_what_is_too_much(axes, record, unit)
     where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
-    axes.set_xlabel(f"needed on one device, by {where}")
+    more = [f"{format_bytes(record.resident_bytes)} resident"] if record.resident_bytes else []
+    more += ["the largest program"] if any(each.sets_need for each in shown) else []
+    axes.set_xlabel(f"needed on one device, by {where}" + (f"; with {' and '.join(more)}" if more else ""))
     axes.set_ylabel("operations computed again, of the plain step's\n(FLOPs, counted in the trace)")
     axes.grid(visible=True, alpha=0.25)
     chosen = record.candidates[record.chosen]
@@ -145,7 +150,7 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
     devices = f", {record.device_count} devices" if record.device_count > 1 else ""
     place = f"the attached {record.platform}" if record.target == "attached" else record.target
     figure.suptitle(f"{record.step} on {place}{devices}", fontsize=11, fontweight="bold")
-    axes.set_title(f"{verdict} {_words(chosen)}; {_figures(chosen, record)}", fontsize=10)
+    axes.set_title(f"{verdict} {candidate_words(chosen)}; {_figures(chosen, record)}", fontsize=10)
     for columns in (2, 1):
         legend = figure.legend(
             handles=_legend(record, shown), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
@@ -181,31 +186,28 @@ def _legend(record: PlanRecord, shown: Sequence[Candidate]) -> list[Any]:
         ("usable", _more_usable(record), ":", "0.3"),
     ):
         if limit is not None:
-            handles.append(entry(_limit_words(what, limit, record, shown), colour, linestyle=style))
+            handles.append(entry(_limit_words(what, limit, record), colour, linestyle=style))
     missing = len(record.candidates) - len(shown)
     return [*handles, entry(f"not drawn: {missing} without a size", "none")] if missing else handles
 
 
-def _limit_words(what: str, limit: int, record: PlanRecord, shown: Sequence[Candidate]) -> str:
-    less = f" less {format_bytes(record.resident_bytes)} beside the step" if record.resident_bytes else ""
-    left = limit - record.resident_bytes
-    side = "right" if left > max((each.step_bytes or 0 for each in shown), default=0) else "left"
-    return f"{what}: {format_bytes(limit)}{less}" + ("" if _is_near(left, shown) else f", far to the {side}")
-
-
-def _words(candidate: Candidate) -> str:
-    return policy_words(candidate.policy)
+def _limit_words(what: str, limit: int, record: PlanRecord) -> str:
+    side = "right" if limit > max(_needs(record), default=0) else "left"
+    return f"{what}: {format_bytes(limit)}" + ("" if _is_near(limit, record) else f", far to the {side}")
 
 
 def _figures(candidate: Candidate, record: PlanRecord) -> str:
-    return f"{format_bytes(candidate.step_bytes)}, {candidate.extra_flops / max(plain_flops(record), 1):+.1%}"
+    return f"{format_bytes(need_of(record, candidate))}, {extra_text(candidate, record)}"
 
 
 def _draw_labels(
     figure: Any, axes: Any, record: PlanRecord, shown: Sequence[tuple[Candidate, tuple[float, float]]]
 ) -> None:
     """Labels near their points, none over another, and a thin line to those that had to go further away."""
-    texts = [f"{_words(each)}\n{_figures(each, record)}" if len(shown) <= _FEW else _words(each) for each, _ in shown]
+    texts = [
+        f"{candidate_words(each)}\n{_figures(each, record)}" if len(shown) <= _FEW else candidate_words(each)
+        for each, _ in shown
+    ]
     figure.draw_without_rendering()  # now the axes have their place
     figure.set_layout_engine("none")
     scale = _POINTS / figure.dpi

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import GIB, format_bytes
-from jaxmem_callbacks.writers.plan_table import plain_flops, plan_rows
+from jaxmem_callbacks.writers.plan_table import candidate_words, extra_text, need_of, plain_flops, plan_rows
 from jaxmem_callbacks.writers.protocol import Record, Table
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
@@ -47,7 +46,7 @@ def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
     axes = ", ".join(f"{name}={size}" for name, size in record.mesh.items())
     yield "step", record.step, f"the train step that was given; its program is {record.fingerprint}"
     yield "target", record.target, f"{record.device_count} device" + (f"s, mesh {axes}" if axes else "")
-    yield "-> chosen", policy_words(chosen.policy), record.reason
+    yield "-> chosen", candidate_words(chosen), record.reason
     yield "* frontier", "", "no other candidate needs fewer bytes and fewer operations"
     yield from _byte_rows(record, chosen)
     yield from _work_rows(record, chosen)
@@ -72,6 +71,8 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
         ("temporaries", chosen.temp_bytes),
     ):
         yield name, _exact(count), "refused by the compiler, which told only the sum" if chosen.refusal else where
+    if chosen.peak is not None:
+        yield "the step's peak", _exact(chosen.peak.bytes), f"{where}: {chosen.peak.words}"
     yield "parameters and optimizer state", _exact(record.least_bytes), "shapes and dtypes of the step's arguments"
     if record.budget_bytes is None:
         yield "budget", "none", record.budget_reason
@@ -81,6 +82,15 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
         yield "usable", _exact(record.limit_bytes), "all that a program could use there"
     if record.resident_bytes:
         yield "beside the step", _exact(record.resident_bytes), "resident=, as given"
+    for each in chosen.beside:
+        held = f"while {format_bytes(each.held_bytes)} of state and resident arrays stay"
+        yield f"{each.name}, beside the step", _exact(each.program_bytes), f"{where}, {held}"
+    if record.resident_bytes or chosen.beside:
+        yield (
+            "the device must hold",
+            _exact(need_of(record, chosen)),
+            f"resident bytes and the largest program: {chosen.sets_need or 'the step'}",
+        )
 
 
 def _work_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
@@ -94,8 +104,7 @@ def _work_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
     )
     yield "operations of the plain step", f"{plain:.4g} FLOP" if plain else "unknown", f"{counted}; all devices"
     hidden = f", and an estimate for {chosen.compiler_remat} instructions that the compiler itself recomputes"
-    share = f"{chosen.extra_flops / plain:+.1%}" if plain else "unknown"
-    yield "extra FLOPs", share, counted + (hidden if chosen.compiler_remat else "")
+    yield "extra FLOPs", extra_text(chosen, record), counted + (hidden if chosen.compiler_remat else "")
     if chosen.modelled_s is None:
         yield "modelled time", "unknown", "no data sheet for this hardware is known here"
     else:

@@ -42,12 +42,6 @@ def plan_json(record: PlanRecord) -> str:
     return json.dumps(dataclasses.asdict(record), indent=1, default=dict)
 
 
-def plain_flops(record: PlanRecord) -> int:
-    """Operations of the plain step, of which extra operations are a share, also where it was not compiled itself."""
-    plain = [each.flops for each in record.candidates if each.policy.remat == "none"]
-    return min(plain) if plain else max((each.flops - each.extra_flops for each in record.candidates), default=0)
-
-
 def _preface(record: PlanRecord) -> list[str]:
     axes = ", ".join(f"{name}={size}" for name, size in record.mesh.items())
     devices = f" ({record.device_count} devices, mesh {axes})" if record.device_count > 1 else ""
@@ -63,7 +57,6 @@ def _preface(record: PlanRecord) -> list[str]:
 
 def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
     """One row of cells a candidate, in the order of the plan's own table."""
-    plain = plain_flops(record)
     rows: list[tuple[str, ...]] = []
     for index, each in enumerate(record.candidates):
         mark = "->" if index == record.chosen else " *" if each in frontier else ""
@@ -74,7 +67,7 @@ def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple
                 format_bytes(each.step_bytes),
                 "refused" if each.refusal else format_bytes(each.temp_bytes),
                 _share(each, record),
-                _extra(each, plain),
+                extra_text(each, record),
                 "unknown" if each.modelled_s is None else f"{each.modelled_s * 1e3:.4g} ms",
                 str(each.compiler_remat),
             )
@@ -88,20 +81,32 @@ def candidate_words(candidate: Candidate) -> str:
     return policy_words(candidate.policy) + rows
 
 
-def _extra(candidate: Candidate, plain: int) -> str:
-    """Extra operations as a share of those of the plain step on as many rows."""
-    share = candidate.extra_share if candidate.extra_share is not None or not plain else candidate.extra_flops / plain
+def plain_flops(record: PlanRecord) -> int:
+    """Operations of the plain step, also where it was not compiled itself; 0 where unknown."""
+    plain = [each.flops for each in record.candidates if each.policy.remat == "none"]
+    return min(plain) if plain else max((each.flops - each.extra_flops for each in record.candidates), default=0)
+
+
+def extra_share(candidate: Candidate, record: PlanRecord) -> float | None:
+    """Extra operations as a share of those of the plain step on as many rows; None where these are unknown."""
+    plain = plain_flops(record)
+    return candidate.extra_share if candidate.extra_share is not None or not plain else candidate.extra_flops / plain
+
+
+def extra_text(candidate: Candidate, record: PlanRecord) -> str:
+    """The share as text, such as ``+9.8%``."""
+    share = extra_share(candidate, record)
     return f"{candidate.extra_flops:+}" if share is None else f"{share:+.1%}"
 
 
 def _share(candidate: Candidate, record: PlanRecord) -> str:
     if record.budget_bytes is None or candidate.step_bytes is None:
         return "no budget" if record.budget_bytes is None else "unknown"
-    share = _need(record, candidate) / max(record.budget_bytes, 1)
+    share = need_of(record, candidate) / max(record.budget_bytes, 1)
     return f"{share:.0%}" + ("" if candidate.fits else ", too much")
 
 
-def _need(record: PlanRecord, candidate: Candidate) -> int:
+def need_of(record: PlanRecord, candidate: Candidate) -> int:
     """What the device must hold: resident bytes and the largest program."""
     return candidate.need_bytes or (candidate.step_bytes or 0) + record.resident_bytes
 
@@ -124,6 +129,13 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
+    if chosen.peak is not None:
+        lines.append(f"What makes its peak of {format_bytes(chosen.peak.bytes)}: {chosen.peak.words}.")
+    elif record.target == "attached":
+        lines.append(
+            "What makes its peak was not read, since JAX's own compilation cache is on: jm.step_memory(step, ...).peak() "
+            "tells it by one more compile."
+        )
     if any(each.compiler_remat for each in record.candidates):
         lines.append(
             "compiler's remat: instructions that XLA computes again by its own choice near the limit; an estimate of their "
@@ -144,8 +156,8 @@ def _remarks(record: PlanRecord) -> list[str]:
 
 
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
-    over = _need(record, chosen) - (record.budget_bytes or 0)
+    over = need_of(record, chosen) - (record.budget_bytes or 0)
     return (
-        f"Nothing fits, by {format_bytes(over)}. Parameters and optimizer state alone are {format_bytes(record.least_bytes)}, "
-        f"all arguments {format_bytes(chosen.argument_bytes)}, temporaries {format_bytes(chosen.temp_bytes)}."
+        f"Nothing fits, by {format_bytes(over)}; {candidate_words(chosen)} comes nearest. Parameters and optimizer state "
+        f"alone are {format_bytes(record.least_bytes)}."
     )

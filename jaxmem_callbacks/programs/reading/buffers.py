@@ -12,32 +12,61 @@ from __future__ import annotations
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem_callbacks.programs.reading.dumps import (
+    HOST_COLOR,
     Allocation,
     Value,
     device_allocations,
     dump_file,
     dump_options,
     read_allocations,
+    read_schedule,
 )
+from jaxmem_callbacks.programs.reading.groups import Arguments, Groups
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, parse_module
+from jaxmem_callbacks.programs.reading.shapes import unpadded_bytes
+from jaxmem_callbacks.records.peaks import (
+    AT_THE_PEAK,
+    CONSTANTS,
+    GAPS,
+    GRADIENTS,
+    RESULTS,
+    SAVED,
+    TEMPORARIES,
+    UNKNOWN,
+    WHOLE_HEAP,
+    Peak,
+    peak_of,
+)
 from jaxmem_callbacks.records.programs import Buffer
 
 _Slot = tuple[int, int, int]  # allocation, offset, bytes
+_RANKED = (UNKNOWN, TEMPORARIES, GRADIENTS, SAVED)  # of several values in one place the last of these tells
 _UNTELLING = {"broadcast", "tuple", "while", "parameter", "custom-call", "constant", "conditional", "call"}
 
 
-def peak_buffers_attached(lowered: Any) -> tuple[Buffer, ...]:
+def peak_attached(lowered: Any, arguments: Arguments | None = None) -> Peak:
     """What makes the peak of a program on the attached devices. Costs one more compile.
 
     Args:
         lowered: What ``jitted.lower(*args)`` gave.
+        arguments: What its arguments hold; judged by their names where this does not say.
 
     Returns:
         Temporaries alive at the peak, the gap between them, arguments, outputs and constants; largest first.
+
+    Raises:
+        CompileError: the compiler wrote no buffer assignment.
+    """
+    return compiled_with_peak(lowered, arguments)[1]
+
+
+def compiled_with_peak(lowered: Any, arguments: Arguments | None = None) -> tuple[Any, Peak]:
+    """A program compiled for the attached devices, past JAX's persistent cache, and what makes its peak.
 
     Raises:
         CompileError: the compiler wrote no buffer assignment.
@@ -46,27 +75,39 @@ def peak_buffers_attached(lowered: Any) -> tuple[Buffer, ...]:
 
     with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
         folder = pathlib.Path(place)
-        lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
-        return peak_buffers(folder, jax.default_backend())
+        compiled = lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
+        return compiled, read_peak(folder, jax.default_backend(), arguments)
 
 
-def peak_buffers(folder: pathlib.Path, platform: str, argument_names: Sequence[str] = ()) -> tuple[Buffer, ...]:
+def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None = None) -> Peak:
     """What makes the peak of the program whose dumps lie in ``folder``.
 
     Args:
         folder: Where a compile with `dump_options` wrote.
         platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``.
-        argument_names: Names of the program's parameters in order, where the HLO does not have the user's.
+        arguments: What the program's parameters hold; judged by their names where this does not say.
+
+    Raises:
+        CompileError: there are no such dumps.
     """
-    allocations = device_allocations(read_allocations(folder), platform)
+    every = read_allocations(folder)
+    here = device_allocations(every, platform)
     module = parse_module(dump_file(folder, ".txt").read_text("utf-8", "replace"))
-    temporaries = [allocation for allocation in allocations if allocation.kind == "temporary"]
-    held = [
-        _whole(allocation, module, argument_names)
-        for allocation in allocations
-        if allocation.kind in {"argument", "output", "constant"}
+    known = arguments or Arguments()
+    temporaries = [allocation for allocation in here if allocation.kind == "temporary"]
+    slots = _slots(temporaries)
+    position = _peak_position(slots)
+    reader = _Reader(module, known, Groups(module, known), position)
+    beside = [each for each in every if each not in here]
+    buffers = [
+        *reader.alive(temporaries),
+        *(reader.whole(each) for each in here if each.kind in {"argument", "output", "constant"}),
+        *reader.beside("host", [each for each in beside if each.color == HOST_COLOR]),
+        *reader.beside("on-chip", [each for each in beside if each.color != HOST_COLOR]),
     ]
-    return tuple(sorted([*_alive(temporaries, module), *held], key=lambda buffer: -buffer.bytes))
+    has_ranges = not slots or any(value.first is not None for values in slots.values() for value in values)
+    moment = reader.moment(read_schedule(folder)) if slots and has_ranges else None
+    return peak_of(buffers, basis=AT_THE_PEAK if has_ranges else WHOLE_HEAP, moment=moment)
 
 
 def past_the_cache() -> dict[str, Any]:
@@ -81,22 +122,105 @@ def past_the_cache() -> dict[str, Any]:
     return {"xla_debug_buffer_assignment_show_max": time.monotonic_ns() % 2**31} if on else {}
 
 
-def _alive(temporaries: Sequence[Allocation], module: Module) -> Iterable[Buffer]:
-    """The temporaries alive at the fullest position, one for each place in memory, and the gap."""
-    slots = _slots(temporaries)
-    peak = _peak_position(slots)
-    alive = {slot: values for slot, values in slots.items() if any(_lives(value, peak) for value in values)}
-    covered: dict[int, list[tuple[int, int]]] = {}
-    for slot in sorted(alive, key=lambda slot: -slot[2]):
-        number, offset, size = slot
-        taken = covered.setdefault(number, [])
-        if any(start <= offset and offset + size <= end for start, end in taken):
-            continue  # a part of a buffer told already, such as one that is written in place
-        taken.append((offset, offset + size))
-        yield _temporary(size, _same_buffer(alive[slot], peak), module)
-    gap = sum(allocation.bytes - _covered(covered.get(i, [])) for i, allocation in enumerate(temporaries))
-    if gap > 0:
-        yield Buffer(bytes=gap, shape="memory between the buffers", kind="gap")
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Describes the buffers of one program at one position of its schedule."""
+
+    module: Module
+    arguments: Arguments
+    groups: Groups
+    position: int
+
+    def alive(self, temporaries: Sequence[Allocation], *, gaps: bool = True) -> Iterator[Buffer]:
+        """The temporaries alive at the position, one for each place in memory, and the gap."""
+        slots = _slots(temporaries)
+        alive = {
+            slot: values for slot, values in slots.items() if any(_lives(value, self.position) for value in values)
+        }
+        covered: dict[int, list[tuple[int, int]]] = {}
+        for slot in sorted(alive, key=lambda slot: -slot[2]):
+            number, offset, size = slot
+            taken = covered.setdefault(number, [])
+            if any(start <= offset and offset + size <= end for start, end in taken):
+                continue  # a part of a buffer told already, such as one that is written in place
+            taken.append((offset, offset + size))
+            yield self._temporary(size, alive[slot])
+        gap = sum(allocation.bytes - _covered(covered.get(i, [])) for i, allocation in enumerate(temporaries))
+        if gap > 0 and gaps:
+            yield Buffer(bytes=gap, shape="memory between the buffers", kind="gap", group=GAPS)
+
+    def beside(self, space: str, allocations: Sequence[Allocation]) -> Iterator[Buffer]:
+        """What is in another memory meanwhile."""
+        temporaries = [each for each in allocations if each.kind == "temporary"]
+        held = (self.whole(each) for each in allocations if each.kind in {"argument", "output"})
+        yield from (replace(each, memory_space=space) for each in [*self.alive(temporaries, gaps=False), *held])
+
+    def whole(self, allocation: Allocation) -> Buffer:
+        """An allocation that is held throughout: an argument, an output or a constant."""
+        value, group = self._result(allocation) if allocation.kind == "output" else (_first(allocation), CONSTANTS)
+        origin = self.module.origin(value.name, value.index) if value else None
+        name = origin.op_name if origin else None
+        if allocation.kind == "argument":
+            argument = self.arguments.find(allocation.parameter, name)
+            name, group = argument.path or None, argument.kind
+        return Buffer(
+            bytes=allocation.bytes,
+            shape=value.shape if value else "",
+            kind=allocation.kind,
+            operation=name,
+            source=origin.source if origin else None,
+            group=group,
+            unpadded_bytes=unpadded_bytes(value.shape) if value else None,
+        )
+
+    def moment(self, schedule: dict[int, str]) -> str | None:
+        """The operation at the position, or the last one before it that has a name, with its source line."""
+        for position in range(self.position, -1, -1):
+            origin = self.module.origin(schedule.get(position, ""))
+            if origin is not None and origin.op_name and "/" in origin.op_name:
+                return origin.op_name + (f" ({origin.source})" if origin.source else "")
+        return None
+
+    def _result(self, allocation: Allocation) -> tuple[Value | None, str]:
+        """What lies at the position in memory that is kept for a result, which may be lent to others until then."""
+        whole = [value for value in allocation.values if value.bytes == allocation.bytes]
+        lent = [value for value in whole if value.first is not None and _lives(value, self.position)]
+        for value in lent:
+            group, _ = self.groups.of(value)
+            if group in {GRADIENTS, SAVED}:
+                return self.groups.content(value), group
+        last = max(whole or allocation.values, key=lambda value: value.first or 0, default=None)
+        return last, RESULTS
+
+    def _temporary(self, size: int, values: list[Value]) -> Buffer:
+        """One buffer, described by the value alive in it that tells most."""
+        alive = [value for value in values if _lives(value, self.position)]
+        ranked = sorted((self._judged(value) for value in alive), key=lambda judged: judged[0])
+        rank, best, why = ranked[-1]
+        if not rank[1]:  # nothing but a loop's beginning: what the loop makes of it lies in the same place
+            rank, best, why = max(
+                (self._judged(v) for v in _same_buffer(values, self.position)), key=lambda judged: judged[0]
+            )
+        held = self.groups.content(best)
+        origin = self.module.origin(held.name, held.index)
+        copied = self.groups.copied_argument(best)
+        return Buffer(
+            bytes=size,
+            shape=best.shape,
+            kind="temporary",
+            operation=f"copy of {copied}" if copied else origin.op_name if origin else None,
+            source=origin.source if origin else None,
+            group=_RANKED[rank[0]],
+            unpadded_bytes=unpadded_bytes(best.shape),
+            why=why,
+        )
+
+    def _judged(self, value: Value) -> tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]:
+        """A value with its group's rank and how much it tells."""
+        group, why = self.groups.of(value)
+        held = self.groups.content(value)
+        telling = _telling(held, self.module)
+        return (_RANKED.index(group), any(telling[:2]), telling), value, why
 
 
 def _slots(temporaries: Sequence[Allocation]) -> dict[_Slot, list[Value]]:
@@ -134,6 +258,10 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
+def _first(allocation: Allocation) -> Value | None:
+    return allocation.values[0] if allocation.values else None
+
+
 def _covered(spans: list[tuple[int, int]]) -> int:
     return sum(end - start for start, end in _merged(spans))
 
@@ -164,19 +292,6 @@ def _touches(one: Value, other: Value) -> bool:
     return one.first <= other.last + 1 and other.first <= one.last + 1
 
 
-def _temporary(size: int, values: list[Value], module: Module) -> Buffer:
-    """One buffer, described by the value in it that tells most."""
-    best = max(values, key=lambda value: _telling(value, module))
-    origin = module.origin(best.name, best.index)
-    return Buffer(
-        bytes=size,
-        shape=best.shape,
-        kind="temporary",
-        operation=origin.op_name if origin else None,
-        source=origin.source if origin else None,
-    )
-
-
 def _telling(value: Value, module: Module) -> tuple[bool, bool, bool, bool]:
     origin = module.origin(value.name, value.index)
     maker: Instruction | None = module.instructions.get(value.name)
@@ -185,20 +300,4 @@ def _telling(value: Value, module: Module) -> tuple[bool, bool, bool, bool]:
         maker is not None and maker.opcode not in _UNTELLING,
         origin is not None and origin.source is not None,
         origin is not None and origin.op_name is not None,
-    )
-
-
-def _whole(allocation: Allocation, module: Module, argument_names: Sequence[str]) -> Buffer:
-    """An allocation that is held throughout: an argument, an output or a constant."""
-    value = allocation.values[0] if allocation.values else None
-    origin = module.origin(value.name, value.index) if value else None
-    name = origin.op_name if origin else None
-    if allocation.parameter is not None and allocation.parameter < len(argument_names):
-        name = argument_names[allocation.parameter]
-    return Buffer(
-        bytes=allocation.bytes,
-        shape=value.shape if value else "",
-        kind=allocation.kind,
-        operation=name,
-        source=origin.source if origin else None,
     )

@@ -13,13 +13,16 @@ from typing import Any, Literal
 
 from jaxmem_callbacks.records.errors import CompileError
 
+HOST_COLOR = 5
 Kind = Literal["argument", "output", "constant", "temporary", "thread-local"]
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+),(?: color (\d+),)?(.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^\s+([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+# With very many arguments XLA packs them in one tuple parameter, and the index in the braces counts them instead.
+_PARAMETER = re.compile(r"\bparameter (\d+)(?:, shape \|.*\| at ShapeIndex \{(\d+)?)?")
+_SCHEDULED = re.compile(r"^\s+(\d+):([\w.\-]+)$")
 _ASSIGNMENT = "-buffer-assignment.txt"
-_HOST_COLOR = 5
 
 
 def dump_options(folder: pathlib.Path) -> dict[str, Any]:
@@ -86,6 +89,13 @@ def read_allocations(folder: pathlib.Path) -> tuple[Allocation, ...]:
     return tuple(found)
 
 
+def read_schedule(folder: pathlib.Path) -> dict[int, str]:
+    """Position in the flattened schedule -> the instruction there; empty where the dump has none."""
+    text = dump_file(folder, "-live-range.txt").read_text("utf-8")
+    section = text.partition("InstructionSequence:")[2].partition("BufferLiveRange:")[0]
+    return {int(found[1]): found[2] for found in map(_SCHEDULED.match, section.splitlines()) if found}
+
+
 def dump_file(folder: pathlib.Path, ending: str) -> pathlib.Path:
     """The dump with this ending, of the program with the largest buffer assignment where a compile dumped several.
 
@@ -108,13 +118,13 @@ def device_allocations(allocations: tuple[Allocation, ...], platform: str) -> tu
     return tuple(
         allocation
         for allocation in allocations
-        if (allocation.color == 0 if platform == "tpu" else allocation.color != _HOST_COLOR)
+        if (allocation.color == 0 if platform == "tpu" else allocation.color != HOST_COLOR)
     )
 
 
 def _allocation(head: re.Match[str], values: list[Value]) -> Allocation:
     text = head[4]
-    parameter = re.search(r"\bparameter (\d+)", text)
+    parameter = _PARAMETER.search(text)
     kind: Kind = "temporary"
     if "live-out" in text:
         kind = "output"
@@ -126,7 +136,7 @@ def _allocation(head: re.Match[str], values: list[Value]) -> Allocation:
         bytes=int(head[2]),
         color=int(head[3] or 0),
         kind="argument" if parameter else kind,
-        parameter=int(parameter[1]) if parameter else None,
+        parameter=int(parameter[2] or parameter[1]) if parameter else None,
         values=tuple(values),
     )
 

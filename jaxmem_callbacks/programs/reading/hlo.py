@@ -8,13 +8,18 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
 # An instruction that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
 _REMAT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = (?:\([^=]*?\)|\S+) [\w-]+\((?!\))", re.MULTILINE)
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = .*? ([a-z][a-z0-9\-]*)\(([^)]*)")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(([^)]*)")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+# What an instruction calls besides a fusion; a branch or body has its own instructions, scheduled with all others.
+_CALLED = re.compile(r"(?:body|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_CALLING = {"while", "call", "conditional", "async-start"}
+_TUPLE_INDEX = re.compile(r"\), index=(\d+)")
 _TABLE = re.compile(r"^(\d+) (.*)$")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -36,7 +41,11 @@ class Instruction:
         name: Unique in its module.
         opcode: Such as ``fusion`` or ``dot``.
         operands: Names of its operands, or the parameter's number.
+        computation: The computation that it stands in.
+        shape: Its result's dtype, shape and layout.
         calls: The fused computation, or None.
+        called: Computations that a loop, a call or a conditional runs.
+        element: Which element of a tuple it takes, or None.
         op_name: JAX's name stack and primitive, or None.
         source: ``file:line`` of the user's code, or None.
     """
@@ -44,18 +53,24 @@ class Instruction:
     name: str
     opcode: str
     operands: tuple[str, ...]
+    computation: str = ""
+    shape: str = ""
     calls: str | None = None
+    called: tuple[str, ...] = ()
+    element: int | None = None
     op_name: str | None = None
     source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
-    """A parsed module: instructions by name, and by computation its root and its parameters."""
+    """A parsed module: instructions by name, by computation its root, parameters and caller, and the entry computation's name."""
 
     instructions: dict[str, Instruction]
     roots: dict[str, Instruction]
     parameters: dict[tuple[str, int], str]
+    callers: dict[str, Instruction] = field(default_factory=dict)
+    entry: str = ""
 
     def origin(self, name: str, index: tuple[int, ...] = ()) -> Instruction | None:
         """The instruction that says best what a buffer holds.
@@ -109,12 +124,24 @@ class Module:
                 following = self.instructions.get(update.operands[1])
             elif found.opcode in _PASSING and found.operands and _dull(found):
                 following = self.instructions.get(found.operands[0])
+                if following is not None and following.calls and found.element is not None:
+                    return self.origin(following.name, (found.element,))  # one of a fusion's results
+            elif found.opcode == "parameter":
+                following = self._given(found)
             else:
                 return found
             if following is None:
                 return found
             found = following
         return found
+
+    def _given(self, parameter: Instruction) -> Instruction | None:
+        """What a call gives for a parameter of the computation that it runs; None for loops, branches and the program itself."""
+        caller = self.callers.get(parameter.computation)
+        if caller is None or caller.opcode not in {"call", "async-start"}:
+            return None
+        number = int(parameter.operands[0])
+        return self.instructions.get(caller.operands[number]) if number < len(caller.operands) else None
 
     def _argument(self, fusion: Instruction, parameter: Instruction) -> Instruction | None:
         number = int(parameter.operands[0]) if parameter.operands and parameter.operands[0].isdigit() else -1
@@ -155,34 +182,70 @@ def parse_module(text: str) -> Module:
     instructions: dict[str, Instruction] = {}
     roots: dict[str, Instruction] = {}
     parameters: dict[tuple[str, int], str] = {}
-    computation = ""
+    computation = entry = ""
     for line in text.splitlines():
         if line and not line[0].isspace():
             match = _COMPUTATION.match(line)
-            computation = match[1] if match else computation
+            computation = match[2] if match else computation
+            entry = computation if match and match[1] else entry
             continue
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
-        found = _instruction(match, line, frames)
+        found = _instruction(match, line, frames, computation)
+        instructions |= {taken.name: taken for taken in _elements(found)}
         instructions[found.name] = found
         if match[1]:
             roots[computation] = found
         if found.opcode == "parameter":
             parameters[computation, int(found.operands[0])] = found.name
-    return Module(instructions=instructions, roots=roots, parameters=parameters)
+    callers = {called: each for each in instructions.values() for called in each.called}
+    return Module(instructions=instructions, roots=roots, parameters=parameters, callers=callers, entry=entry)
 
 
-def _instruction(match: re.Match[str], line: str, frames: _Frames) -> Instruction:
+def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: str) -> Instruction:
     calls, op_name, frame, old = (pattern.search(line) for pattern in (_CALLS, _OP_NAME, _FRAME, _OLD_SOURCE))
     source = frames.source(int(frame[1])) if frame else (f"{old[1]}:{old[2]}" if old else None)
+    name, shape, opcode, operands = match.group(2, 3, 4, 5)
+    element = _TUPLE_INDEX.search(line) if opcode == "get-tuple-element" else None
     return Instruction(
-        name=match[2],
-        opcode=match[3],
-        operands=tuple(part.strip().rpartition(" ")[2].lstrip("%") for part in match[4].split(",") if part.strip()),
-        calls=calls[1] if calls and match[3] == "fusion" else None,
+        name=name,
+        opcode=opcode,
+        operands=tuple(
+            part.strip().rpartition(" ")[2].lstrip("%")
+            for part in _COMMENT.sub("", operands).split(",")
+            if part.strip()
+        ),
+        computation=computation,
+        shape=shape,
+        calls=calls[1] if calls and opcode == "fusion" else None,
+        called=_called(line) if opcode in _CALLING else (),
+        element=int(element[1]) if element else None,
         op_name=re.sub(r"\\(.)", r"\1", op_name[1]) if op_name and op_name[1] else None,
         source=source,
+    )
+
+
+def _elements(found: Instruction) -> Iterator[Instruction]:
+    """The elements of tuples among an instruction's operands, which newer text writes as ``%while.1#7``."""
+    for operand in found.operands:
+        whole, mark, element = operand.rpartition("#")
+        if mark and element.isdigit():
+            yield Instruction(
+                name=operand,
+                opcode="get-tuple-element",
+                operands=(whole,),
+                computation=found.computation,
+                element=int(element),
+            )
+
+
+def _called(line: str) -> tuple[str, ...]:
+    return tuple(
+        name.strip().lstrip("%")
+        for one, several in _CALLED.findall(line)
+        for name in [*several.split(","), one]
+        if name
     )
 
 
@@ -202,11 +265,14 @@ class _Frames:
         self._locations = {key: _fields(value) for key, value in tables.get("FileLocations", {}).items()}
         self._frames = {key: _fields(value) for key, value in tables.get("StackFrames", {}).items()}
         # What stands for "no parent": 1 where parents are written one higher than their ids, else 0.
+        self._sources: dict[int, str | None] = {}
         self._no_parent = min((frame.get("parent_frame_id", 0) for frame in self._frames.values()), default=0)
 
     def source(self, frame: int) -> str | None:
         """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""
-        return user_source(self._chain(frame))
+        if frame not in self._sources:
+            self._sources[frame] = user_source(self._chain(frame))
+        return self._sources[frame]
 
     def _chain(self, frame: int) -> Iterator[tuple[str, int]]:
         """Files and lines from a frame outwards."""

@@ -121,27 +121,31 @@ class Entry:
         """The entry's own file."""
         return self.folder / f"{self.key.program}-{self.key.lines[:16]}.zip"
 
-    def load(self, place: pathlib.Path, *, want_buffers: bool) -> dict[str, Any] | None:
+    def load(self, place: pathlib.Path, *, want_buffers: bool, need_lines: bool = True) -> dict[str, Any] | None:
         """Put the answer's files where a worker would have put them.
 
         The same program traced from other source lines has the same figures: its answer is taken with the lines removed
-        from its texts, unless buffers are wanted, of which the lines are half the point. Where only callers moved, what is
-        told of buffers holds; the program's text, which has the callers too, still loses its lines.
+        from its texts, unless buffers are wanted with their lines. Where only callers moved, what is told of buffers holds;
+        the program's text, which has the callers too, still loses its lines.
 
         Args:
             place: The compile's folder.
             want_buffers: Whether the compiler's dumps are needed too.
+            need_lines: Whether dumps without source lines are no use.
 
         Returns:
             The worker's answer, or None where it is not known.
         """
-        for path in self._candidates(want_buffers=want_buffers):
+        for path in self._candidates(own_only=want_buffers and need_lines):
             try:
                 files = _read(path, self.key.program, want_buffers=want_buffers)
                 answer = usable_answer(files.pop(_ANSWER))
                 if json.loads(files.pop(_ABOUT))["stacks"] != self.key.stacks:
                     _forget_lines(answer, "error")
                     _forget_lines(files, _PROGRAM)
+                if path != self.path:
+                    for name in [name for name in files if name.startswith(_DUMPS)]:
+                        _forget_lines(files, name)
                 _lay_out(files, place)
             except _BROKEN:
                 continue
@@ -156,9 +160,9 @@ class Entry:
             self._write(place, want_buffers=want_buffers)
             _prune(self.folder, self.limit_bytes)
 
-    def _candidates(self, *, want_buffers: bool) -> Iterator[pathlib.Path]:
+    def _candidates(self, *, own_only: bool) -> Iterator[pathlib.Path]:
         yield self.path
-        if not want_buffers:
+        if not own_only:
             others = self.folder.glob(f"{self.key.program}-*.zip")
             yield from (path for path in sorted(others) if path != self.path)
 

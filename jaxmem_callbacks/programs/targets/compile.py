@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
-import re
 import tempfile
 import time
 import warnings
@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.reading.buffers import past_the_cache, peak_buffers
+from jaxmem_callbacks.programs.reading.buffers import past_the_cache, read_peak
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.dumps import dump_options
+from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
 from jaxmem_callbacks.programs.targets.cache import cache_entry
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
@@ -31,7 +32,9 @@ from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.programs.targets.worker import run_worker, worker_environment
 from jaxmem_callbacks.records.errors import TargetError
+from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
+from jaxmem_callbacks.transforms.kinds import kind_of_path
 
 # Settings of the caller's JAX that the compiler, not the tracer, obeys.
 _COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
@@ -57,12 +60,12 @@ class TargetCompilation:
         paths: Path of each array argument, such as ``params['w']``.
         kept: Which of them the program takes, in the order of its parameters; arguments that are never read are dropped.
             None for the attached CPU, where JAX does not tell.
-        buffers: What makes the peak, largest first, or None where it was not asked for.
+        peak: What makes the peak, or None where it was not asked for or the compiler refused the program.
         warnings: What JAX warned of while lowering, such as donations that are not usable.
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer comes from the disk cache: nothing was compiled. Where the same program was compiled
             from other source lines before, or on behalf of other callers, ``hlo_text`` and ``refusal`` then hold no
-            source lines; those of ``buffers`` always hold.
+            source lines; those of ``peak`` hold, or are missing where that was allowed.
     """
 
     target: Target
@@ -77,10 +80,15 @@ class TargetCompilation:
     compiler: Mapping[str, str] = field(default_factory=dict)
     paths: tuple[str, ...] = ()
     kept: tuple[int, ...] | None = None
-    buffers: tuple[Buffer, ...] | None = field(default=None, repr=False)
+    peak: Peak | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
     cached: bool = False
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...] | None:
+        """The buffers of the peak, largest first, or None where it is not known."""
+        return None if self.peak is None else self.peak.buffers
 
 
 def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
@@ -97,6 +105,8 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
     compiler_options: Mapping[str, Any] | None = None,
     timeout_s: float = 600,
     want_buffers: bool = False,
+    need_lines: bool = True,
+    arguments: Sequence[Argument] | None = None,
     keep_hlo: bool = True,
     cache: bool = True,
 ) -> TargetCompilation:
@@ -116,6 +126,8 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
         compiler_options: Further XLA options of this one compile.
         timeout_s: Seconds after which the compiler is ended.
         want_buffers: Also tell what makes the peak; the same compile writes it.
+        need_lines: Whether a peak from the disk cache that lost its source lines is no use, so that it is compiled anew.
+        arguments: What each array argument holds, in order; by default judged by its path.
         keep_hlo: Keep the optimised program's text, which can be large.
         cache: Take the answer from the disk cache where the same program was compiled before in the same way by the same
             versions, and keep it there otherwise. ``JAXMEM_CACHE_DIR`` says where, and ``off`` there switches it off. Not
@@ -145,7 +157,9 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
             target=where,
             options=_options(where, compiler_options or {}),
             folder=pathlib.Path(place),
+            arguments=tuple(_described(flat) if arguments is None else arguments),
             want_buffers=want_buffers,
+            need_lines=need_lines,
             keep_hlo=keep_hlo,
             cache=cache,
         )
@@ -160,13 +174,21 @@ class _Job:
     target: Target
     options: dict[str, Any]
     folder: pathlib.Path
+    arguments: tuple[Argument, ...]
     want_buffers: bool
+    need_lines: bool
     keep_hlo: bool
     cache: bool
 
     @property
     def all_options(self) -> dict[str, Any]:
         return self.options | (dump_options(self.folder / "dump") if self.want_buffers else {})
+
+    def peak(self, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
+        """What makes the peak, where it was asked for: the same bytes as the runtime's own total, where it has one."""
+        if not self.want_buffers:
+            return None
+        return with_total(read_peak(self.folder / "dump", memory.platform, arguments), memory.total_bytes, UNPLACED)
 
 
 def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
@@ -184,7 +206,8 @@ def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
     accelerator = "v5litepod-4" if job.target.platform == "tpu" else ""  # any; the topology asked for is what counts
     request = _request(program, job)
     known = cache_entry(program.blob, request, compiler, worker_environment(accelerator)) if job.cache else None
-    answer = known.load(job.folder, want_buffers=job.want_buffers) if known else None
+    wanted = {"want_buffers": job.want_buffers, "need_lines": job.need_lines}
+    answer = known.load(job.folder, **wanted) if known else None
     cached = answer is not None
     if answer is None:
         _write_request(program, request, job)
@@ -222,7 +245,7 @@ def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
         **figures,
     )
     limit = job.target.memory_bytes
-    names = tuple(job.flat.paths[i] for i in answer["kept"])
+    arguments = Arguments(by_number={number: job.arguments[i] for number, i in enumerate(answer["kept"])})
     return TargetCompilation(
         target=job.target,
         memory=memory,
@@ -235,7 +258,7 @@ def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
         compiler_options=job.options,
         paths=job.flat.paths,
         kept=tuple(answer["kept"]),
-        buffers=peak_buffers(job.folder / "dump", job.target.platform, names) if job.want_buffers else None,
+        peak=job.peak(memory, arguments),
         warnings=tuple(answer["warnings"]),
     )
 
@@ -267,19 +290,17 @@ def _compile_here(job: _Job) -> TargetCompilation:
         compile_seconds=seconds,
         compiler_options=job.options,
         paths=flat.paths,
-        buffers=_with_user_names(peak_buffers(job.folder / "dump", "cpu"), flat) if job.want_buffers else None,
+        peak=job.peak(memory, Arguments(by_name={f"leaves[{i}]": each for i, each in enumerate(job.arguments)})),
         warnings=tuple(str(warning.message) for warning in caught if warning.category is UserWarning),
     )
 
 
-def _with_user_names(buffers: tuple[Buffer, ...], flat: FlatProgram) -> tuple[Buffer, ...]:
-    """The arguments' own paths in place of the positions that they have in the flat program."""
-
-    def named(buffer: Buffer) -> Buffer:
-        match = re.fullmatch(r"leaves\[(\d+)\]", buffer.operation or "")
-        return dataclasses.replace(buffer, operation=flat.paths[int(match[1])]) if match else buffer
-
-    return tuple(map(named, buffers))
+def _described(flat: FlatProgram) -> list[Argument]:
+    """What each array argument holds, judged by its path."""
+    return [
+        Argument(path=path, kind=kind_of_path(path), elements=math.prod(leaf.shape))
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    ]
 
 
 def _request(program: PortableProgram, job: _Job) -> dict[str, Any]:

@@ -6,6 +6,7 @@ arguments and the user's own jit go the same way as plain trees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,42 +14,92 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from jaxmem_callbacks.programs.reading.groups import Argument
 from jaxmem_callbacks.programs.reading.hlo_header import read_header
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
+from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.transforms.kinds import OTHER, STATE
+
+_UNSEEN = "the compiler refused the program before it placed its buffers"
 
 
 def compile_step_for(
-    step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str
-) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], tuple[Buffer, ...]]]:
+    step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str, *, want_peak: bool = False
+) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], Peak]]:
     """Compile a step for hardware that need not be there.
+
+    Args:
+        step: The step.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        target: The hardware's name.
+        want_peak: Read in the same compile what makes the peak; from the disk cache its source lines can be missing.
 
     Returns:
         The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
-        function that compiles once more for the buffers of the peak.
+        function that tells what makes the peak with its source lines, and compiles once more for that.
     """
     traced = step.traced(args, kwargs)
 
-    def compiled(*, want_buffers: bool) -> TargetCompilation:
-        return compile_traced_for(traced, step.name, target, want_buffers=want_buffers)
+    def compiled(*, want_buffers: bool, need_lines: bool) -> TargetCompilation:
+        return compile_traced_for(traced, step.name, target, want_buffers=want_buffers, need_lines=need_lines)
 
-    answer = compiled(want_buffers=False)
-    uses = _uses(traced.leaves, _taken(traced.jaxpr), answer.hlo_text or "")
-    paths = {f"args[{index}]": leaf.path for index, leaf in enumerate(traced.leaves)}
+    answer = compiled(want_buffers=want_peak, need_lines=False)
+    uses = _uses(traced.leaves, taken_inputs(traced.jaxpr), answer.hlo_text or "")
+    if answer.memory is None and answer.needed_bytes is not None:
+        answer = replace(answer, peak=_refused_peak(uses, traced.undonated, answer.needed_bytes))
 
-    def buffers() -> tuple[Buffer, ...]:
-        found = compiled(want_buffers=True).buffers or ()
-        return tuple(replace(b, operation=paths.get(b.operation or "", b.operation)) for b in found)
+    def peak() -> Peak:
+        found = compiled(want_buffers=True, need_lines=True).peak
+        assert found is not None  # a program that is refused has no memory, and nobody gets this far with it
+        return found
 
-    return answer, uses, traced.undonated, buffers
+    return answer, uses, traced.undonated, peak
 
 
-def compile_traced_for(
-    traced: Traced, name: str, target: str, *, donate: Sequence[str] = (), want_buffers: bool = False
+def described(leaves: Sequence[Leaf], updated: Sequence[str] = ()) -> tuple[Argument, ...]:
+    """What each array of a call holds. What is updated and has no better word is state."""
+    changing = {*updated, *(leaf.argument for leaf in leaves if leaf.donated)}
+    return tuple(
+        Argument(
+            path=leaf.path,
+            kind=STATE if leaf.kind == OTHER and leaf.argument in changing else leaf.kind,
+            elements=math.prod(leaf.shape),
+        )
+        for leaf in leaves
+    )
+
+
+def _refused_peak(uses: Sequence[LeafUse], updated: Sequence[str], needed_bytes: int) -> Peak:
+    """What can be said of the peak of a program that its compiler refused: its arguments, and how much the rest is."""
+    changing = {*updated, *(use.argument for use in uses if use.requested)}
+    held = [
+        Buffer(
+            bytes=use.bytes,
+            shape=use.type_text,
+            kind="argument",
+            operation=use.path,
+            group=STATE if use.kind == OTHER and use.argument in changing else use.kind,
+        )
+        for use in uses
+        if use.used
+    ]
+    return with_total(peak_of(held, basis=REFUSED), needed_bytes, _UNSEEN)
+
+
+def compile_traced_for(  # noqa: PLR0913 - the compile's own options
+    traced: Traced,
+    name: str,
+    target: str,
+    *,
+    donate: Sequence[str] = (),
+    want_buffers: bool = False,
+    need_lines: bool = True,
 ) -> TargetCompilation:
     """Compile a traced step for hardware that need not be there.
 
@@ -58,6 +109,7 @@ def compile_traced_for(
         target: The hardware.
         donate: Arguments that are donated besides those that the step donates.
         want_buffers: Also tell what makes the peak.
+        need_lines: Whether a peak from the disk cache without source lines is no use.
     """
     return compile_for_target(
         _flat_function(traced.jaxpr, name),
@@ -66,6 +118,8 @@ def compile_traced_for(
         donate_argnums=_donated(traced, donate),
         out_shardings=_pinned_results(traced),
         want_buffers=want_buffers,
+        need_lines=need_lines,
+        arguments=described(traced.leaves, traced.undonated),
     )
 
 
@@ -106,7 +160,7 @@ def _portable(sharding: Any) -> Any:
     return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
-def _taken(jaxpr: Any) -> list[bool]:
+def taken_inputs(jaxpr: Any) -> list[bool]:
     """Which inputs the step's results need; JAX drops the others from the program."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}

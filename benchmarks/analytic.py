@@ -1,0 +1,92 @@
+"""What planning costs before anything is compiled, for an unrolled model of 10,000 equations. Writes results/analytic_*.json.
+
+    python -m benchmarks.analytic
+
+Processor time of this process. JAX's own part, tracing the loss and then the whole step with its gradients, is told apart:
+it comes with any `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import jaxmem_callbacks as jm
+from benchmarks.lowering import RESULT, Problem, equations, loop_of_layers, unrolled_llama
+from jaxmem_callbacks.planning.modelled import modelled_seconds
+from jaxmem_callbacks.planning.speeds import speed_of
+from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.transforms.equations import flatten
+from jaxmem_callbacks.transforms.flops import count_flops
+from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
+from jaxmem_callbacks.transforms.remat import cut_equations
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "loop of layers": lambda: loop_of_layers(770),
+    "llama, Linen": lambda: unrolled_llama(72),
+}
+FULL = jm.StepPolicy(remat="full")
+
+
+def seconds_to_survey(traced: Any) -> tuple[float, list[Share]]:
+    """Processor seconds to cut a traced loss and to tell what every share of it would keep, and the shares."""
+    told: list[list[Share]] = []
+    begun = time.process_time()
+    with activate(ActivePolicy(FULL, told.append)):
+        cut_equations(flatten(traced), FULL)
+    return time.process_time() - begun, told[0]
+
+
+def seconds_to_judge(traced: Any) -> float:
+    """Processor seconds for a traced step's operations, its modelled time and its fingerprint."""
+    speed = speed_of(resolve_target("h100_sxm"))
+    assert speed is not None
+    begun = time.process_time()
+    count_flops(traced)
+    modelled_seconds(traced, speed)
+    hashlib.sha256(str(traced).encode()).hexdigest()
+    return time.process_time() - begun
+
+
+def measure(problem: Problem) -> dict[str, float]:
+    """Equations, and processor seconds of each part."""
+    loss, args = problem
+    begun = time.process_time()
+    traced = jax.make_jaxpr(loss)(*args)
+    tracing = time.process_time() - begun
+    survey, shares = seconds_to_survey(traced)
+    begun = time.process_time()
+    step = jax.make_jaxpr(jax.value_and_grad(jm.remat(loss)))(*args)
+    whole = time.process_time() - begun
+    judging = seconds_to_judge(step)
+    return {
+        "equations": equations(problem),
+        "shares": len(shares),
+        "jax_traces_the_loss_s": round(tracing, 2),
+        "cuts_and_survey_s": round(survey, 2),
+        "operations_time_fingerprint_s": round(judging, 2),
+        "analytic_s": round(survey + judging, 2),
+        "cut_loss_with_gradients_traced_s": round(whole, 2),
+    }
+
+
+def main() -> None:
+    """Measure both losses and write the result file."""
+    rows = [{"loss": name, **measure(make())} for name, make in PROBLEMS.items()]
+    versions = {"jax": jax.__version__, "python": platform.python_version()}
+    result = {"command": "python -m benchmarks.analytic", "versions": versions, "rows": rows}
+    place = pathlib.Path(RESULT) / f"analytic_jax_{jax.__version__}.json"
+    place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What makes a program's peak: its bytes by group, and the largest buffers of each. Bytes are on one device.
+
+The figures are the compiler's buffer assignment, a plan and no measurement; the groups add up to its bytes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.records.units import format_bytes
+
+PARAMETERS, OPTIMIZER, GRADIENTS, SAVED, TEMPORARIES = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "saved activations",
+    "temporaries",
+)
+RESULTS, CONSTANTS, GAPS, UNKNOWN = "results", "constants", "gaps", "unknown"
+# Group -> what it holds.
+GROUPS = {
+    PARAMETERS: "arguments that are trained or frozen weights",
+    OPTIMIZER: "arguments of the optimizer: moments, counters, master copies",
+    GRADIENTS: "made by the backward pass, as large as a parameter, on the way to the optimizer",
+    SAVED: "made by the forward pass and read by the backward pass",
+    TEMPORARIES: "everything else that is alive there: work of the moment, recomputed activations",
+    "batch": "arguments that are data",
+    "state": "arguments that are neither and are returned updated, such as running statistics",
+    "other": "all other arguments",
+    RESULTS: "what the step returns in memory of its own",
+    CONSTANTS: "arrays that are part of the program",
+    GAPS: "left between the temporaries, which do not fit together more closely",
+    UNKNOWN: "nothing says what it is; each buffer says why",
+}
+AT_THE_PEAK = "alive at the peak"
+WHOLE_HEAP = "every temporary of the heap, not only those alive at the peak: the compiler wrote no live ranges"
+REFUSED = "arguments by their shapes; the compiler refused the program before it placed its buffers"
+UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
+_SMALL = 0.005  # shares below are told together in one line of words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeakGroup:
+    """One group's part of a peak.
+
+    Attributes:
+        name: One of `GROUPS`.
+        bytes: What it takes, padding included.
+        waste_bytes: What of it is padding, as far as shapes tell.
+        count: Number of buffers.
+    """
+
+    name: str
+    bytes: int
+    waste_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """What makes a program's peak. ``print`` it for a table.
+
+    Attributes:
+        bytes: All groups together.
+        groups: Those that are not empty, in the order of `GROUPS`.
+        buffers: The largest buffers first; all of them, or the largest of each group in a plan.
+        basis: What the temporaries are: those alive at the peak, or more where the compiler tells less.
+        moment: The operation at which it is reached, with its source line, or None.
+        elsewhere: What is alive then in the host's memory or in a TPU's on-chip memory and is no part of ``bytes``.
+    """
+
+    bytes: int
+    groups: tuple[PeakGroup, ...]
+    buffers: tuple[Buffer, ...]
+    basis: str = AT_THE_PEAK
+    moment: str | None = None
+    elsewhere: tuple[Buffer, ...] = ()
+
+    @property
+    def waste_bytes(self) -> int:
+        """Padding in all groups."""
+        return sum(group.waste_bytes for group in self.groups)
+
+    def bytes_of(self, group: str) -> int:
+        """Bytes of one group; 0 where it is empty.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        if group not in GROUPS:
+            msg = f"There is no group {group!r} in a peak. Expected one of {', '.join(sorted(GROUPS))}."
+            raise ValueError(msg)
+        return sum(each.bytes for each in self.groups if each.name == group)
+
+    def largest(self, count: int) -> Peak:
+        """The same peak with the ``count`` largest buffers of each group only; its figures stay."""
+        kept: dict[str, int] = {}
+        shown: list[Buffer] = []
+        for buffer in self.buffers:
+            kept[buffer.group] = kept.get(buffer.group, 0) + 1
+            if kept[buffer.group] <= count:
+                shown.append(buffer)
+        return replace(self, buffers=tuple(shown))
+
+    @property
+    def words(self) -> str:
+        """The groups in one line, largest first: ``saved activations 812 MiB (70%), parameters ...``."""
+        ordered = sorted(self.groups, key=lambda group: -group.bytes)
+        shown = [group for group in ordered if group.bytes >= _SMALL * self.bytes]
+        rest = sum(group.bytes for group in ordered) - sum(group.bytes for group in shown)
+        parts = [f"{group.name} {format_bytes(group.bytes)} ({_share(group.bytes, self.bytes)})" for group in shown]
+        return ", ".join([*parts, *([f"all else {format_bytes(rest)}"] if rest else [])])
+
+    def __str__(self) -> str:
+        head = ("group", "size", "of the peak", "padding", "buffers", "the largest")
+        rows = [head, *(self._row(group) for group in self.groups)]
+        lines = [f"The peak of {format_bytes(self.bytes)} on one device, by the compiler's buffer assignment", ""]
+        lines += columns(rows, ("left", "right", "right", "right", "right", "left"))
+        lines += ["", f"Temporaries, gradients and saved activations are {_basis_words(self.basis)}."]
+        if self.moment:
+            lines.append(f"It is reached at {self.moment}.")
+        for space in sorted({buffer.memory_space for buffer in self.elsewhere}):
+            size = sum(buffer.bytes for buffer in self.elsewhere if buffer.memory_space == space)
+            lines.append(f"In {space} memory meanwhile, no part of it: {format_bytes(size)}.")
+        reasons = dict.fromkeys(buffer.why for buffer in self.buffers if buffer.why)
+        return "\n".join([*lines, *(f"unknown: {reason}." for reason in reasons)])
+
+    def _row(self, group: PeakGroup) -> tuple[str, ...]:
+        first = next((buffer for buffer in self.buffers if buffer.group == group.name), None)
+        return (
+            group.name,
+            format_bytes(group.bytes),
+            _share(group.bytes, self.bytes),
+            format_bytes(group.waste_bytes) if group.waste_bytes else "none",
+            str(group.count),
+            "" if first is None else f"{first.shape.partition('{')[0]} {first.operation or ''}".strip(),
+        )
+
+
+def peak_of(buffers: Iterable[Buffer], *, basis: str = AT_THE_PEAK, moment: str | None = None) -> Peak:
+    """The record of a peak from all its buffers; those outside the device's memory are no part of the sum."""
+    every = sorted(buffers, key=lambda buffer: -buffer.bytes)
+    here = [buffer for buffer in every if buffer.memory_space == "device"]
+    groups: list[PeakGroup] = []
+    for name in GROUPS:
+        held = [buffer for buffer in here if buffer.group == name]
+        if held:
+            waste = sum(buffer.waste_bytes or 0 for buffer in held)
+            size = sum(buffer.bytes for buffer in held)
+            groups.append(PeakGroup(name=name, bytes=size, waste_bytes=waste, count=len(held)))
+    return Peak(
+        bytes=sum(group.bytes for group in groups),
+        groups=tuple(groups),
+        buffers=tuple(here),
+        basis=basis,
+        moment=moment,
+        elsewhere=tuple(buffer for buffer in every if buffer.memory_space != "device"),
+    )
+
+
+def with_total(peak: Peak, total_bytes: int | None, why: str) -> Peak:
+    """A peak whose bytes are a known total: what the buffers do not explain is unknown, because of ``why``."""
+    missing = 0 if total_bytes is None else total_bytes - peak.bytes
+    if missing <= 0:
+        return peak
+    unplaced = Buffer(bytes=missing, shape="not told", kind="unplaced", group=UNKNOWN, why=why)
+    return peak_of([*peak.buffers, *peak.elsewhere, unplaced], basis=peak.basis, moment=peak.moment)
+
+
+def _basis_words(basis: str) -> str:
+    return "those alive at the peak" if basis == AT_THE_PEAK else basis
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.0%}"
