@@ -140,7 +140,6 @@ def test_numbers_mean_what_they_look_like(text, field, value):
         ("monitor: {limit: 1, limit_bytes: 2}", "`monitor.limit` is given twice, also spelled `limit_bytes`."),
         ("monitor: {}\nmonitor: {}", "text:2:1: the key 'monitor' is given twice, first at line 1."),
         ("policy: {remat: ful}", "text:1:17: `policy.remat`: Unknown remat policy 'ful'. Did you mean `full`?"),
-        ("policy: {remat: minimal}", "MaxText's list of tensor names"),
         ("policy: {remat: false}", "`policy.remat` is false. Write `none`."),
         ("policy: {remat: true}", "is true. Write `full`."),
         ("policy: {remat: null}", "`policy.remat` is null (nothing).\n    Expected: one of: dots_saveable,"),

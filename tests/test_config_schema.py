@@ -12,7 +12,7 @@ from jaxmem_callbacks.config import json_schema, schema
 from jaxmem_callbacks.config.locate import shipped_folder
 from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_preset
 from jaxmem_callbacks.records.errors import PresetError
-from jaxmem_callbacks.records.policies import REMAT_SYNONYMS
+from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, REMAT_SYNONYMS
 
 FIELDS = [(section, field) for section, record in schema.SECTIONS.items() for field in dataclasses.fields(record)]
 
@@ -103,4 +103,5 @@ def test_editors_and_the_loader_agree(text, is_valid, validator):
 
 def test_editors_offer_every_remat_word(validator):
     words = validator.schema["$defs"]["Policy"]["properties"]["remat"]["enum"]
-    assert set(words) == {word for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
+    known = {word for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
+    assert set(words) == known.union(MAXTEXT_REMAT)

@@ -102,6 +102,9 @@ def test_collectives_move_bytes_as_often_as_their_loop_runs() -> None:
           %gather = f32[64]{0} all-gather(%part), channel_id=2, dimensions={0}
           %start = (f32[8]{0}, f32[8]{0}) all-reduce-start(%a, %b), to_apply=%add
           %done = (f32[8]{0}, f32[8]{0}) all-reduce-done(%start)
+          %two = ((f32[2]{0}, /*index=1*/f32[4]{0}), (f32[16]{0}, /*index=1*/f32[32]{0})) all-gather-start(%c, %d), dimensions={0}
+          %one = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%e), to_apply=%add
+          %move = (f32[2,4]{1,0}, f32[2,4]{1,0}, u32[], u32[]) collective-permute-start(%f)
         }
 
 
@@ -113,8 +116,9 @@ def test_collectives_move_bytes_as_often_as_their_loop_runs() -> None:
     )
     seven_eighths = 7 / 8
     inside = int(64 * 4 * seven_eighths) + int(2 * 8 * 4 * seven_eighths * 2)
+    inside += int((16 + 32) * 4 * seven_eighths) + int(8 * 4 * 8 * seven_eighths) + 8 * 4
     found = collectives_of(hlo, 8)
-    assert found.count == 12 * 2 + 1
+    assert found.count == 12 * 5 + 1
     assert found.moved_bytes == 12 * inside + int(8 * 2 * 8 * seven_eighths)
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.errors import LossRefusedError
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.residuals import sink
 from tests.losses import INPUTS, WEIGHTS
@@ -55,19 +54,3 @@ def test_a_long_chain_is_not_cheap_and_can_be_cut() -> None:
     flat = flatten(jax.make_jaxpr(loss)(INPUTS))
     assert len(sink(flat.eqns, flat.invars).makers) < len(flat.eqns) / 2
     assert "remat" in str(jax.make_jaxpr(jm.remat(loss))(INPUTS))
-
-
-def test_a_model_inside_one_shard_map_is_refused_with_what_to_do() -> None:
-    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
-    part = jax.sharding.PartitionSpec
-
-    def inside(w: Any, x: Any) -> Any:
-        for _ in range(3):
-            x = jnp.tanh(x @ w)
-        return x
-
-    def loss(w: Any, x: Any) -> Any:
-        return jax.shard_map(inside, mesh=mesh, in_specs=(part(), part("data")), out_specs=part("data"))(w, x).mean()
-
-    with pytest.raises(LossRefusedError, match=r"`shard_map`.*Put jm\.remat around the function inside it"):
-        jax.grad(jm.remat(loss))(WEIGHTS[0], INPUTS)

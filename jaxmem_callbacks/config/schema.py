@@ -27,6 +27,7 @@ from jaxmem_callbacks.config.documents import KeyPath
 from jaxmem_callbacks.config.problems import Place, Problem, describe, shorten
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.policies import (
+    MAXTEXT_REMAT,
     REMAT_SYNONYMS,
     SHARDING_SYNONYMS,
     StepPolicy,
@@ -70,7 +71,9 @@ def _size_type(minimum: int) -> Any:
     return Annotated[int, Field(ge=minimum), BeforeValidator(_size), WithJsonSchema(schema)]
 
 
-_REMAT_WORDS = sorted(word for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms))
+_REMAT_WORDS = sorted(
+    {word for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}.union(MAXTEXT_REMAT)
+)
 _SHARDING_WORDS = sorted(word for name, synonyms in SHARDING_SYNONYMS.items() for word in (name, *synonyms))
 _MESH_AXES: dict[str, Any] = {
     "anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]

@@ -112,7 +112,7 @@ def value_and_grad(
                 )(args, kwargs)
                 return ((value, aux) if has_aux else value), gradients
             if active.policy.changes_gradients:
-                chosen = _cheaper(loss, active.policy)
+                chosen = _cheaper(loss, active.policy, argnums)
         both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), argnums=argnums, has_aux=True, **options)
         value, aux, gradients = whole(*both(*args, **kwargs))
         return ((value, aux) if has_aux else value), gradients
@@ -132,7 +132,7 @@ def _over_microbatches(
 ) -> Callable[..., Any]:
     """A function of ``(args, kwargs)`` to value, aux and gradients; the modules are left as one plain call leaves them."""
     plain = unseen(loss)
-    chosen = _cheaper(plain, active.policy) if active.policy.remat != "none" else plain
+    chosen = _cheaper(plain, active.policy, options["argnums"]) if active.policy.remat != "none" else plain
     both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), has_aux=True, **options)
 
     def gradients_of_modules(args: Any, kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def _over_microbatches(
     return split_inputs(on_arrays, ctxtag=_ACCUMULATION)
 
 
-def _cheaper(loss: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+def _cheaper(loss: Callable[..., Any], policy: Any, argnums: Any) -> Callable[..., Any]:
     """The loss cut as a function of pure arrays, with every module's state carried in and out."""
 
     @functools.wraps(loss)
@@ -169,7 +169,10 @@ def _cheaper(loss: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         def on_modules(inner_args: Any, inner_kwargs: Any) -> Any:
             return loss(*inner_args, **inner_kwargs)
 
-        pure = rematerialised(merge_inputs(on_modules, ctxtag=_CONTEXT), policy)
+        def differentiated(pure_args: tuple[Any, ...]) -> list[Any]:
+            return [pure_args[0][place] for place in _places(argnums, len(args))]
+
+        pure = rematerialised(merge_inputs(on_modules, ctxtag=_CONTEXT), policy, differentiated)
         return split_inputs(pure, ctxtag=_CONTEXT)(args, kwargs)
 
     return cheaper_loss

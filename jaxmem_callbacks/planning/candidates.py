@@ -126,9 +126,10 @@ class Compiler:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.leaves: tuple[Leaf, ...] = ()
+        self.answers: list[TargetCompilation] = []
+        self.notes: dict[str, None] = {}
         self._plain_step = problem.step(problem.base)
         self.plain = self.facts(problem.base, self._plain_step)
-        self.answers: list[TargetCompilation] = []
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
     def title(self, policy: StepPolicy) -> str:
@@ -153,6 +154,7 @@ class Compiler:
             step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
         with problem.in_mesh():
             traced = step.traced(problem.args, dict(problem.kwargs))
+        self.notes |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
         speed = speed_of(problem.target)
         text = f"{jax.__version__}\n{traced.jaxpr}"
@@ -265,6 +267,7 @@ class Compiler:
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
             temp_bytes=memory.temp_bytes,
+            host_bytes=memory.host_temp_bytes,
             cached=answer is not None and answer.cached,
             seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )

@@ -35,8 +35,11 @@ class Seconds:
         return Seconds(self.weight * trips)
 
 
-def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float:
+def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float | None:
     """Seconds of one call, the work shared evenly by the devices and nothing waiting for a collective.
+
+    What is offloaded counts as if none of its way to the host and back were hidden behind other work: so it is chosen over
+    computing again only where it is faster even then. None where it is offloaded and nobody says how fast the way is.
 
     Args:
         closed_jaxpr: The traced step, with the shapes of the whole mesh.
@@ -44,7 +47,29 @@ def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float
         devices: How many share the work.
     """
     nothing = Seconds(0.0)
-    return total_cost(closed_jaxpr, lambda eqn: _equation(eqn, speed), nothing, nothing).weight / devices
+    work = total_cost(closed_jaxpr, lambda eqn: _equation(eqn, speed), nothing, nothing).weight / devices
+    moved = host_bytes(closed_jaxpr) / devices
+    if not moved:
+        return work
+    return None if speed.host is None else work + moved / speed.host
+
+
+def host_bytes(closed_jaxpr: Any) -> int:
+    """Bytes that one call moves between device and host memory, both ways together, loops multiplied in."""
+    nothing = Seconds(0.0)
+    return int(total_cost(closed_jaxpr, lambda eqn: Seconds(float(_crossing(eqn))), nothing, nothing).weight)
+
+
+def _crossing(eqn: Any) -> int:
+    """Bytes of one equation's operands that it puts into another memory."""
+    if eqn.primitive.name != "device_put":
+        return 0
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return sum(nbytes(out) for given, out in pairs if _memory(given) != _memory(out))
+
+
+def _memory(atom: Any) -> Any:
+    return getattr(atom.aval, "memory_space", None)
 
 
 def _equation(eqn: Any, speed: Speed) -> Seconds:

@@ -259,7 +259,7 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         mesh=_mesh_of(problem, compiler.leaves),
         signature=tuple((leaf.path, leaf.type_text) for leaf in compiler.leaves),
         fingerprint=compiler.plain.fingerprint,
-        notes=ledger.notes,
+        notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
 
 

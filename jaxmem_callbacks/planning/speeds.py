@@ -16,34 +16,39 @@ class Speed:
         bandwidth: Bytes a second between the chip and its memory.
         link: Bytes a second to neighbouring devices, all links together, one direction.
         float32_share: Speed of float32 matrix products at JAX's default precision, as a share of ``flops``.
+        host: Bytes a second between the device and its host's memory, one direction, or None where nobody says.
     """
 
     flops: float
     bandwidth: float
     link: float
     float32_share: float
+    host: float | None = None
 
 
+# PCI Express of 16 lanes, fourth and fifth generation; NVLink to the CPU of a superchip, shared by its two GPUs. Google's data
+# sheets do not tell a TPU's: these are of its engineers' book "How to Scale Your Model".
+_PCIE4, _PCIE5, _C2C, _TPU, _TPU_V6E = 31.5e9, 63e9, 225e9, 16e9, 32e9
 # Data sheets of the vendors, dense figures. A tpu7x chip has two JAX devices, and so have v2 and v3. At JAX's default precision
 # float32 products are done in TF32 on GPUs, at half the bfloat16 speed, and in bfloat16 on TPUs.
 _SPEEDS = {
     "v2": Speed(22.5e12, 350e9, 62e9, 1.0),
     "v3": Speed(61.5e12, 450e9, 82e9, 1.0),
-    "v4": Speed(275e12, 1228e9, 150e9, 1.0),
-    "v5e": Speed(197e12, 819e9, 100e9, 1.0),
-    "v5p": Speed(459e12, 2765e9, 300e9, 1.0),
-    "v6e": Speed(918e12, 1640e9, 224e9, 1.0),
+    "v4": Speed(275e12, 1228e9, 150e9, 1.0, _TPU),
+    "v5e": Speed(197e12, 819e9, 100e9, 1.0, _TPU),
+    "v5p": Speed(459e12, 2765e9, 300e9, 1.0, _TPU),
+    "v6e": Speed(918e12, 1640e9, 224e9, 1.0, _TPU_V6E),
     "tpu7x": Speed(1153e12, 3690e9, 300e9, 1.0),
-    "a100": Speed(312e12, 2039e9, 300e9, 0.5),
-    "a6000": Speed(155e12, 768e9, 56e9, 0.5),
-    "h100_pcie": Speed(756e12, 2000e9, 300e9, 0.5),
-    "h100": Speed(989e12, 3352e9, 450e9, 0.5),
-    "h200": Speed(989e12, 4800e9, 450e9, 0.5),
-    "gb200": Speed(2500e12, 8000e9, 900e9, 0.5),
-    "gb300": Speed(2500e12, 8000e9, 900e9, 0.5),
-    "b200": Speed(2250e12, 8000e9, 900e9, 0.5),
-    "b300": Speed(2250e12, 8000e9, 900e9, 0.5),
-    "rtx6000pro": Speed(503e12, 1792e9, 64e9, 0.5),
+    "a100": Speed(312e12, 2039e9, 300e9, 0.5, _PCIE4),
+    "a6000": Speed(155e12, 768e9, 56e9, 0.5, _PCIE4),
+    "h100_pcie": Speed(756e12, 2000e9, 300e9, 0.5, _PCIE5),
+    "h100": Speed(989e12, 3352e9, 450e9, 0.5, _PCIE5),
+    "h200": Speed(989e12, 4800e9, 450e9, 0.5, _PCIE5),
+    "gb200": Speed(2500e12, 8000e9, 900e9, 0.5, _C2C),
+    "gb300": Speed(2500e12, 8000e9, 900e9, 0.5, _C2C),
+    "b200": Speed(2250e12, 8000e9, 900e9, 0.5, _PCIE5),
+    "b300": Speed(2250e12, 8000e9, 900e9, 0.5, _PCIE5),
+    "rtx6000pro": Speed(503e12, 1792e9, 64e9, 0.5, _PCIE5),
 }
 
 

@@ -222,9 +222,20 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
             f"The compiler recomputes {program.memory.compiler_remat} instructions by itself near its memory limit: bytes no "
             "longer grow with the batch, time does."
         )
+    told += step.notes
+    if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
+        told.append(_offloads_nothing(program.memory))
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         told.append("jax_debug_nans is on: JAX donates nothing while it is.")
     return (*told, *_cross_check(program))
+
+
+def _offloads_nothing(memory: ProgramMemory) -> str:
+    why = "a CPU's device memory is the host's" if memory.platform == "cpu" else "the compiler moved no value there"
+    return (
+        f"The policy offloads, but nothing waits in host memory here: {why}. Leave offload out, or name a target, such as "
+        "target='h100_sxm'."
+    )
 
 
 def _cross_check(program: Program) -> tuple[str, ...]:

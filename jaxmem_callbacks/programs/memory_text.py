@@ -63,12 +63,14 @@ def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> lis
     donated = (
         f"outputs that reuse donated arguments ({format_bytes(sum(row.donated_bytes for row in arguments))} donated)"
     )
+    host = ("on the host", format_bytes(program.host_temp_bytes), "offloaded values, besides what the device needs")
     return [
         ("step", format_bytes(program.step_bytes), by),
         ("arguments", format_bytes(program.argument_bytes), "what the step is given and uses"),
         ("outputs", format_bytes(program.output_bytes), "what it returns, reused arguments included"),
         ("aliased", format_bytes(program.alias_bytes), donated),
         ("temporaries", format_bytes(program.temp_bytes), "activations, residuals, workspace"),
+        *([host] if program.host_temp_bytes else []),
         ("recomputed", str(program.compiler_remat), "instructions that the compiler recomputes by its own choice"),
     ]
 

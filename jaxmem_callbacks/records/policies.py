@@ -23,9 +23,29 @@ REMAT_SYNONYMS: dict[str, tuple[str, ...]] = {
     "offload_dot_with_no_batch_dims": ("offload_dots", "offload"),
     "save_and_offload_only_these_names": ("offload_names", "save_and_offload"),
 }
-_CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)}
+# MaxText's words -> the tensors that they keep, by the names that its models give. They mean something only in a loss that
+# names some of these; those that it does not name are left out. Words that end in `_offloaded` keep them in host memory.
+_QKV = ("query_proj", "value_proj", "key_proj", "qkv_proj")
+_MINIMAL = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo")
+MAXTEXT_REMAT: dict[str, tuple[str, ...]] = {
+    "minimal": _MINIMAL,
+    "minimal_with_context": (*_MINIMAL, "context"),
+    "minimal_flash": (*_MINIMAL, "context"),
+    "minimal_offloaded": _MINIMAL,
+    "save_dot_with_context_except_mlp": (*_QKV, "context", "out_proj"),
+    "save_dot_except_mlpwi": (*_QKV, "out_proj", "mlpwo"),
+    "save_dot_except_mlp": (*_QKV, "out_proj"),
+    "save_qkv_proj": _QKV,
+    "qkv_proj_offloaded": _QKV,
+    "save_out_proj": ("out_proj",),
+}
+_CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word in (name, *synonyms)} | {
+    word: word for word in MAXTEXT_REMAT
+}
 _LEVELS = (1, 2)
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
+# Words of `StepPolicy.offload` that are no names of the model: what the library itself stores between the passes of a loop.
+OFFLOAD_CUTS, OFFLOAD_KEPT = "cuts", "kept"
 
 # Where the state lies on a mesh: canonical spelling -> other words for it.
 SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -43,18 +63,11 @@ def canonical_remat(name: str) -> str:
     """The one spelling of a remat policy, from any synonym.
 
     Raises:
-        PolicyError: no such policy; the message lists all and the nearest. ``minimal`` is refused by name, because it is
-            a list of MaxText's tensor names and means nothing without them.
+        PolicyError: no such policy; the message lists all and the nearest.
     """
     word = name.strip().lower() if isinstance(name, str) else name
     if word in _CANONICAL:
         return _CANONICAL[word]
-    if word == "minimal":
-        msg = (
-            "Remat policy 'minimal' is MaxText's list of tensor names, not a JAX policy. "
-            "Name the tensors instead: remat='save_only_these_names', save=('context', 'out_proj', ...)."
-        )
-        raise PolicyError(msg)
     hint = did_you_mean(str(word), _CANONICAL)
     msg = f"Unknown remat policy {name!r}.{hint} Expected one of: {', '.join(REMAT_SYNONYMS)}."
     raise PolicyError(msg)
@@ -107,14 +120,16 @@ class StepPolicy:
 
     Attributes:
         remat: What the backward pass keeps, by canonical name or synonym; ``none`` leaves the loss untouched, ``full``
-            keeps only the values at the cuts.
+            keeps only the values at the cuts. A word of MaxText's, such as ``minimal``, keeps those of its tensors that the
+            loss names.
         segments: Number of segments the loss is cut into, or None to choose by live bytes.
         levels: 1, or 2 for checkpoints around groups of segments and for loops of loops: about the root of what one level
             keeps, for one more forward computation.
         keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
             most operations a byte come first.
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
-        offload: Such names that are moved to host memory between forward and backward.
+        offload: What waits in host memory between forward and backward: such names, and two words for what the library stores
+            of loops over layers: ``cuts`` (what each step hands to the next) and ``kept`` (what ``keep`` keeps of each step).
         microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
             live at a time; 1 takes the batch whole.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
@@ -174,11 +189,22 @@ class StepPolicy:
                 "Use remat='full'."
             )
             raise PolicyError(msg)
+        if OFFLOAD_KEPT in self.offload and (not self.keep or self.levels > 1):
+            msg = (
+                f"offload=('kept',) moves what keep keeps of each step of a loop at one level, here keep={self.keep!r} and "
+                f"levels={self.levels}: it would do nothing. Use keep=1.0 and levels=1, or offload=('cuts',)."
+            )
+            raise PolicyError(msg)
         if self.remat in _NEEDS_NAMES and not (self.save or self.offload):
             msg = (
                 f"remat={self.remat!r} needs the names to keep: save=('context', ...) with names from checkpoint_name."
             )
             raise PolicyError(msg)
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What is to wait in host memory: names, the words for what the library stores, and ``dots`` where remat says so."""
+        return (*self.offload, *(["dots"] if self.remat == "offload_dot_with_no_batch_dims" else []))
 
     @property
     def changes_gradients(self) -> bool:

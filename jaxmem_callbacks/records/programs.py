@@ -73,6 +73,7 @@ class ProgramMemory:
         temp_bytes: Temporaries: activations, residuals, workspace.
         total_bytes: The runtime's own whole-program total where it has one (jaxlib 0.12), else None.
         compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
+        host_temp_bytes: Host memory in which offloaded values wait; not part of what the device needs.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ProgramMemory:
     temp_bytes: int
     total_bytes: int | None = None
     compiler_remat: int = 0
+    host_temp_bytes: int = 0
 
     @property
     def step_bytes(self) -> int:

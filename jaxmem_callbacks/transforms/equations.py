@@ -177,12 +177,13 @@ def refuse_effects(eqns: Iterable[Any]) -> None:
         if kinds:
             msg = (
                 f"The loss calls `{eqn.primitive.name}` with the effect {', '.join(kinds)}, which a recomputed segment "
-                f"would repeat{_where(eqn)}. Use jax.debug.callback for reporting, return the value through has_aux "
+                f"would repeat{where(eqn)}. Use jax.debug.callback for reporting, return the value through has_aux "
                 "instead, or take this gradient with jax.value_and_grad."
             )
             raise LossRefusedError(msg)
 
 
-def _where(eqn: Any) -> str:
+def where(eqn: Any) -> str:
+    """The module scope that an equation came from, in brackets after a space; empty where it has none."""
     scope = str(eqn.source_info.name_stack)
     return f" (in {scope})" if scope else ""

@@ -165,10 +165,10 @@ class _Walk(Generic[C]):
         costs = (
             self.jaxpr(part, outs if len(part.outvars) == len(outs) else (True,) * len(part.outvars)) for part in inner
         )
-        return sum(costs, self._nothing).times(_copies(eqn))
+        return sum(costs, self._nothing).times(copies(eqn))
 
 
-def _copies(eqn: Any) -> int:
+def copies(eqn: Any) -> int:
     """How many devices or grid points run an equation's body, on shapes of one part each."""
     if eqn.primitive.name == "shard_map":
         manual = eqn.params.get("newly_manual_axes", eqn.params["mesh"].axis_names)

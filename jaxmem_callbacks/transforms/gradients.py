@@ -57,8 +57,14 @@ def value_and_grad(
             if active.policy.changes_gradients:
                 refuse_framework_objects(args, kwargs)
         count = 1 if active is None else active.policy.microbatches
+
+        def differentiated(inner_args: tuple[Any, ...]) -> list[Any]:
+            return [inner_args[at] for at in _places(argnums) if -len(inner_args) <= at < len(inner_args)]
+
         plain = loss if count == 1 else unseen(loss)
-        chosen = in_parts(plain if active is None else rematerialised(plain, active.policy), has_aux=has_aux)
+        chosen = in_parts(
+            plain if active is None else rematerialised(plain, active.policy, differentiated), has_aux=has_aux
+        )
 
         def differentiate(inner_args: Any, inner_kwargs: Any) -> Any:
             return _differentiated(chosen, argnums, options, inner_args, inner_kwargs)

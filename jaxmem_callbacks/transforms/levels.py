@@ -12,10 +12,13 @@ import math
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import checkpoint_template, close, derive, open_jaxpr, scan_arity
+from jaxmem_callbacks.records.policies import OFFLOAD_CUTS
 from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, variables
+from jaxmem_callbacks.transforms.names import ON_HOST, offloading
 from jaxmem_callbacks.transforms.residuals import Sunk
 from jaxmem_callbacks.transforms.segments import Loop, Policy, Segment, has_own_checkpoint, results_by_segment
 from jaxmem_callbacks.transforms.sharing import Sharing
@@ -24,11 +27,15 @@ from jaxmem_callbacks.transforms.sharing import Sharing
 _FEWEST = 4
 
 
+def loop_in_steps(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
+    """A loop with a checkpoint around each step, made without tracing it anew."""
+    return [loop.checkpointed(policy, kept, loop.moved)]
+
+
 def loop_in_chunks(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
     """A loop with a checkpoint around each step, or around as many steps as take least bytes together."""
-    if loop.chunk == 1:
-        return [loop.checkpointed(policy, kept)]
-    return _loop_of_loops(loop.named(kept), loop.chunk, policy) or [loop.checkpointed(policy, kept)]
+    found = _loop_of_loops(loop.named(kept), loop.chunk, policy, loop.moved) if loop.chunk > 1 else None
+    return found or loop_in_steps(loop, policy, kept)
 
 
 def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
@@ -39,11 +46,20 @@ def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list
     once = loop.checkpointed(policy, kept)
     part = min((n for n in range(2, loop.trips) if loop.trips % n == 0), key=lambda n: n + loop.trips // n, default=0)
     deep = loop.trips >= _FEWEST and part and not once.effects
-    return (_loop_of_loops(once, part, None) if deep else None) or [once]
+    outer = offloading([ON_HOST[OFFLOAD_CUTS]]) if loop.moved else None
+    found = _loop_of_loops(once, part, outer, loop.moved) if deep else None
+    return found or loop_in_steps(loop, policy, kept)
 
 
-def _loop_of_loops(eqn: Any, inner: int, policy: Policy) -> list[Any] | None:
-    """A `scan` as a scan of checkpointed scans over ``inner`` steps each; None where its equation cannot be replaced."""
+def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) -> list[Any] | None:
+    """A `scan` as a scan of checkpointed scans over ``inner`` steps each; None where its equation cannot be replaced.
+
+    Args:
+        eqn: The scan.
+        inner: Steps of each inner loop.
+        policy: What the checkpoints around these keep.
+        moved: Which of the values carried from one to the next wait in host memory.
+    """
     length = int(eqn.params["length"])
     consts, carry = scan_arity(eqn)
     body = core.jaxpr_as_fun(eqn.params["jaxpr"])
@@ -60,6 +76,10 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy) -> list[Any] | None:
 
         @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)  # in a loop nothing merges the two passes
         def part(state: Any, slices: Any) -> Any:
+            state = tuple(
+                checkpoint_name(value, ON_HOST[OFFLOAD_CUTS]) if place in moved else value
+                for place, value in enumerate(state)
+            )
             return jax.lax.scan(step, state, slices, length=inner, unroll=unroll, **said)
 
         parts = tuple(x.reshape(length // inner, inner, *x.shape[1:]) for x in stacked)
@@ -122,5 +142,5 @@ def grouped(flat: Equations, jaxpr: Any) -> Any:
         if end == len(eqns):
             found += eqns[start:end]
         else:
-            found += Segment(eqns[start:end], nothing, results).checkpointed(flat, template, frozenset(), sharing)
+            found += Segment(eqns[start:end], nothing, results).checkpointed(flat, template, {}, sharing)
     return derive(flat.template, invars=jaxpr.invars, outvars=jaxpr.outvars, eqns=found)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
-from jaxmem_callbacks.records.policies import StepPolicy, canonical_remat
+from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
 
 # Given to what the library itself chose to keep.
 KEPT = "jaxmem_kept"
+# The same for what waits in host memory, by the policy's own words for it.
+ON_HOST = {OFFLOAD_CUTS: "jaxmem_cut_on_host", OFFLOAD_KEPT: "jaxmem_kept_on_host"}
+# The checkpoint's own name, on every JAX line.
+CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 _POLICIES = jax.checkpoint_policies
 _WITHOUT_NAMES: dict[str, Callable[[], Callable[..., Any] | None]] = {
     "full": lambda: None,
@@ -40,33 +45,67 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any] | None:
                 "policy. Use remat='full' with save=(...) and offload=(...)."
             )
             raise PolicyError(msg)
-        return _POLICIES.save_and_offload_only_these_names(
-            names_which_can_be_saved=names,
-            names_which_can_be_offloaded=list(policy.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+        return offloading([ON_HOST.get(name, name) for name in policy.offload], names)
     if not names:
         return by_kind
     by_name = _POLICIES.save_only_these_names(*names)
     return by_name if by_kind is None else _POLICIES.save_from_both_policies(by_kind, by_name)
 
 
+def offloading(offload: Sequence[str], save: Sequence[str] = ()) -> Callable[..., Any]:
+    """JAX's checkpoint policy under which some names wait in pinned host memory and others stay where they are."""
+    return _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(save),
+        names_which_can_be_offloaded=list(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
 def named_policy(name: str) -> Callable[..., Any] | None:
     """JAX's checkpoint policy for one word of ours, for remat by module.
 
     Raises:
-        PolicyError: unknown, or ``none``, which is no checkpoint at all.
+        PolicyError: unknown, ``none``, which is no checkpoint at all, or a word of MaxText's, whose tensors would have to be
+            looked up in the loss.
     """
     canonical = canonical_remat(name)
     if canonical == "none":
         msg = "policy='none' is no checkpoint at all: leave the module as it is, or use policy='full'."
         raise PolicyError(msg)
+    if canonical in MAXTEXT_REMAT:
+        msg = (
+            f"policy={canonical!r} is MaxText's list of tensor names, which a module's own checkpoint can't look up. Use "
+            f"jm.StepPolicy(remat={canonical!r}) or jm.remat(loss, {canonical!r}), which look at the whole loss."
+        )
+        raise PolicyError(msg)
     return checkpoint_policy(StepPolicy(remat=canonical))
 
 
+def named_by_the_loss(policy: StepPolicy, eqns: Iterable[Any]) -> StepPolicy:
+    """A policy by a word of MaxText's as the names that the loss really has; any other as it is.
+
+    Raises:
+        PolicyError: the loss has none of them.
+    """
+    if policy.remat not in MAXTEXT_REMAT:
+        return policy
+    wanted, present = MAXTEXT_REMAT[policy.remat], _names(eqns)
+    found = tuple(name for name in wanted if name in present)
+    if not found:
+        known = ", ".join(sorted(present)) or "none"
+        msg = (
+            f"remat={policy.remat!r} keeps MaxText's tensors {', '.join(wanted)}, and the loss names none of these. Names "
+            f"given by jax.ad_checkpoint.checkpoint_name in it: {known}. Name them there, or use remat='dots_with_no_batch_dims'."
+        )
+        raise PolicyError(msg)
+    if policy.remat.endswith("_offloaded"):
+        return replace(policy, remat="save_and_offload_only_these_names", offload=(*policy.offload, *found))
+    return replace(policy, remat="save_only_these_names", save=(*policy.save, *found))
+
+
 def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
-    """Refuse names that no `checkpoint_name` in the loss gives.
+    """Refuse names that no `checkpoint_name` in the loss gives, or that only a checkpoint of the user's own would obey.
 
     Raises:
         PolicyError: names each missing one and lists those that exist.
@@ -74,22 +113,82 @@ def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
     wanted = (*policy.save, *policy.offload)
     if not wanted:
         return
-    present = _names(eqns)
+    present, within_reach = _names(eqns), _names(eqns, own_checkpoints=False)
     for name in wanted:
-        if name not in present:
+        if name in policy.offload and name in ON_HOST:
+            if name in present:
+                msg = (
+                    f"offload={policy.offload!r}: {name!r} means what the library stores of loops, and the loss has a value of "
+                    "that name too. Give the value another name in its checkpoint_name call."
+                )
+                raise PolicyError(msg)
+        elif name not in present:
             known = ", ".join(sorted(present)) or "none"
             msg = (
                 f"The loss has no value named {name!r}.{did_you_mean(name, present)} Names given by "
                 f"jax.ad_checkpoint.checkpoint_name in it: {known}."
             )
             raise PolicyError(msg)
+        elif name not in within_reach:
+            msg = (
+                f"The loss names {name!r} only inside checkpoints of its own (jax.checkpoint, nn.remat, nnx.remat), which stay "
+                f"as you wrote them: the policy would do nothing. Give them the policy, such as jax.checkpoint(f, policy=jax."
+                f"checkpoint_policies.save_only_these_names({name!r})), or remove them."
+            )
+            raise PolicyError(msg)
 
 
-def _names(eqns: Iterable[Any]) -> set[str]:
+def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any] | None) -> None:
+    """Refuse to offload where nothing of the kind is stored.
+
+    Args:
+        policy: What was asked for.
+        jaxpr: The function, cut.
+        keep: The policy of its checkpoints.
+
+    Raises:
+        PolicyError: the function has no loop that stores it, or the named value lies where nothing is cut.
+    """
+    if not policy.offload:
+        return
+    present, obeyed = _names(jaxpr.eqns), _obeyed(jaxpr.eqns, keep)
+    for word in policy.offload:
+        if word not in ON_HOST and word not in obeyed:
+            msg = (
+                f"offload={policy.offload!r}: {word!r} lies where nothing is cut (the end of the loss, or a loop or checkpoint "
+                "left as it is), so it would stay on the device. Leave it out of offload."
+            )
+            raise PolicyError(msg)
+        if word in ON_HOST and ON_HOST[word] not in present:
+            msg = (
+                f"offload={policy.offload!r}: {word!r} moves {_MOVED[word]}, and this loss has no loop that stores any. Layers "
+                "written out one by one are never offloaded: compilers for an H100 and a v5e then needed more device memory, not "
+                "less. Write the layers as one jax.lax.scan (nn.scan, nnx.scan), or leave offload out."
+            )
+            raise PolicyError(msg)
+
+
+_MOVED = {
+    OFFLOAD_CUTS: "what a loop over layers hands from step to step",
+    OFFLOAD_KEPT: "what keep keeps of each step of a loop over layers",
+}
+
+
+def _names(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> set[str]:
+    """Names given in equations and their bodies, those of checkpoints too or not."""
     found: set[str] = set()
     for eqn in eqns:
         if eqn.primitive.name == "name":
             found.add(eqn.params["name"])
-        for body in subjaxprs(eqn):
-            found |= _names(body.eqns)
+        if own_checkpoints or eqn.primitive.name not in CHECKPOINTS:
+            found = found.union(*(_names(body.eqns, own_checkpoints=own_checkpoints) for body in subjaxprs(eqn)))
+    return found
+
+
+def _obeyed(eqns: Iterable[Any], keep: Callable[..., Any] | None) -> set[str]:
+    """Names given inside checkpoints that have this policy."""
+    found: set[str] = set()
+    for eqn in eqns:
+        ours = eqn.primitive.name in CHECKPOINTS and eqn.params.get("policy") is keep
+        found = found.union(*(_names(body.eqns) if ours else _obeyed(body.eqns, keep) for body in subjaxprs(eqn)))
     return found

@@ -35,6 +35,7 @@ class ActivePolicy:
         defer: Called where such a loss is traced, by who will have it compared before anything runs; None where nobody will.
         shards: Devices that the step runs on, for the comparisons.
         checked: Losses that were compared where the gradient was taken.
+        notes: What the policy left as it was, a sentence each, in the order of their first meeting.
     """
 
     def __init__(self, policy: StepPolicy, survey: Callable[[list[Share]], None] | None = None) -> None:
@@ -45,6 +46,7 @@ class ActivePolicy:
         self.defer: Callable[[], None] | None = None
         self.shards = 1
         self.checked: set[Any] = set()
+        self.notes: dict[str, None] = {}
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,21 +18,24 @@ import numpy as np
 from jaxmem_callbacks._compat.jaxprs import evaluate
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
-from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside
+from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
+from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_mesh
 from jaxmem_callbacks.transforms.held import Held, held, held_by_body
-from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_two_levels
-from jaxmem_callbacks.transforms.names import checkpoint_policy, require_names
+from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
+from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import (
     residual_bytes,
     scan_carry_bytes,
-    scan_chunk,
     sink,
 )
-from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
+from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping, steps_together
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
@@ -60,7 +64,8 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
             those first that save most operations a byte. 1 computes hardly more than cheap elementwise operations again.
         save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
-        offload: Such names that wait in host memory.
+        offload: Such names that wait in host memory; ``cuts`` and ``kept`` mean what the library stores of loops over layers:
+            what each step hands to the next, and what ``keep`` keeps of each.
 
     Returns:
         A function with the same arguments and results; ``loss`` itself for ``none``.
@@ -76,8 +81,16 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
     return rematerialised(loss, chosen)
 
 
-def rematerialised(loss: Callable[..., Any], policy: StepPolicy) -> Callable[..., Any]:
-    """``loss`` under the remat part of a policy; see `remat`."""
+def rematerialised(
+    loss: Callable[..., Any], policy: StepPolicy, weights: Callable[[tuple[Any, ...]], Any] | None = None
+) -> Callable[..., Any]:
+    """``loss`` under the remat part of a policy; see `remat`.
+
+    Args:
+        loss: The function.
+        policy: What is done to it.
+        weights: From the positional arguments to those that are differentiated, which ``fsdp`` divides.
+    """
     if policy.remat == "none":
         return loss
 
@@ -93,7 +106,9 @@ def rematerialised(loss: Callable[..., Any], policy: StepPolicy) -> Callable[...
                 return result.split(loss(*inner_args, **inner_kwargs))
 
         flat = flatten(jax.make_jaxpr(traced)(*arrays))
-        jaxpr = cut_equations(flat, policy)
+        divided = set() if weights is None else {id(leaf) for leaf in jax.tree.leaves(weights(args))}
+        mine = zip(flat.invars[len(flat.consts) :], arrays, strict=True)
+        jaxpr = cut_equations(flat, policy, frozenset(var for var, array in mine if id(array) in divided))
         return result.join(evaluate(jaxpr, [*flat.consts, *arrays]))
 
     return cheaper_loss
@@ -114,36 +129,131 @@ def refuse_framework_objects(*trees: Any) -> None:
         raise LossRefusedError(msg)
 
 
-def cut_equations(flat: Equations, policy: StepPolicy) -> Any:
+def cut_equations(flat: Equations, policy: StepPolicy, weights: frozenset[Any] = frozenset()) -> Any:
     """The function as an open jaxpr, cut and checkpointed as the policy says.
+
+    Args:
+        flat: The function; its equations are used up.
+        policy: What is done to it.
+        weights: Those of its variables that are differentiated arguments.
 
     Raises:
         LossRefusedError: effects that a recomputation would repeat, or nothing that could be cut.
         PolicyError: a name that the loss does not have, or too many segments.
     """
     refuse_effects(flat.eqns)
+    policy = named_by_the_loss(policy, flat.eqns)
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
+    active = active_policy()
+    notes, survey = ({}, None) if active is None else (active.notes, active.survey)
+    told = _Told(notes=notes, survey=survey, weights=weights)
+    jaxpr = _cut(flat, policy, keep, told)
+    _require_checkpoint(jaxpr, flat, policy)
+    require_offloaded(policy, jaxpr, keep)
+    return jaxpr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """Who hears what while a function is cut.
+
+    Attributes:
+        notes: What stays as it is; see `ActivePolicy`.
+        survey: Told what other shares of ``keep`` would keep; see `ActivePolicy`.
+        copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
+        weights: Variables that ``fsdp`` divides; none inside a `shard_map`, where everything is local.
+    """
+
+    notes: dict[str, None]
+    survey: Callable[[list[Share]], None] | None
+    copies: int = 0
+    weights: frozenset[Any] = frozenset()
+
+    def inside(self, eqn: Any) -> _Told:
+        """The same for the body of a `shard_map`, whose figures are those of one device."""
+        parts, survey = copies(eqn), self.survey
+
+        def of_all(found: list[Share]) -> None:
+            assert survey is not None
+            survey([Share(one.share, one.bytes * parts, one.flops * parts) for one in found])
+
+        return replace(self, copies=parts, weights=frozenset(), survey=None if survey is None else of_all)
+
+
+def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
+    """A function, or the body of a `shard_map`, as an open jaxpr with checkpoints."""
     sunk = sink(flat.eqns, flat.invars)
     flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
     resident = set(sunk.origins)
-    enough = int(residual_bytes(flat.eqns, resident).sum() * _SMALL_SHARE)
+    residuals = residual_bytes(flat.eqns, resident)
+    enough = int(residuals.sum() * _SMALL_SHARE)
+    mapped = [index for index, eqn in enumerate(flat.eqns) if _is_worth_opening(eqn, int(residuals[index]), residuals)]
+    for index in mapped:
+        flat.eqns[index] = _with_cut_body(flat.eqns[index], policy, keep, told)
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
-    land = _landscape(flat, held(flat.eqns, resident), loops, own)
+    mesh = gathering_mesh(policy)
+    for index in loops if mesh is not None else ():
+        flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh)
+    # Inside a shard_map a loop is not traced anew: its collectives have no axis to speak of there.
+    together = {index: 1 if told.copies else steps_together(flat.eqns[index], policy.offloaded) for index in loops}
+    land = _landscape(flat, held(flat.eqns, resident), together, own)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
-    twice = policy.levels > 1
+    twice = policy.levels > 1 and not told.copies
+    if policy.levels > 1 and told.copies:
+        told.notes["Inside a shard_map there is one level of checkpoints: levels=2 acts on the rest of the loss."] = (
+            None
+        )
+    told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
     cuts = Cuts(
         places=places,
         loops=frozenset(loops),
         whole=frozenset(own.difference(loops)),
-        loop=loop_in_two_levels if twice else loop_in_chunks,
+        loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
+        offload=policy.offloaded,
     )
-    active = active_policy()
-    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, active.survey if active is not None else None))
-    _require_checkpoint(jaxpr, flat, policy)
+    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey))
     return grouped(flat, jaxpr) if twice else jaxpr
+
+
+def _is_worth_opening(eqn: Any, kept: int, residuals: np.ndarray) -> bool:
+    """Whether a `shard_map` is cut inside: it holds loops over layers, or most of what the function keeps.
+
+    A smaller one, such as one layer's experts, is computed again as a whole with the segment that it is in.
+    """
+    if eqn.primitive.name != "shard_map" or has_own_checkpoint(eqn) or reports_inside(eqn):
+        return False
+    enough = int(residuals.sum() * _SMALL_SHARE)
+    body = flatten(eqn.params["jaxpr"], hoist_constants=False)
+    has_layers = any(is_layer_scan(inner, enough // copies(eqn)) for inner in body.eqns)
+    return has_layers or 2 * kept > int(residuals.sum()) > 0
+
+
+def _with_cut_body(eqn: Any, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
+    """A `shard_map` with checkpoints in its body; the equation itself where the body cannot be cut."""
+    body = flatten(eqn.params["jaxpr"], hoist_constants=False)
+    jaxpr = _cut(body, replace(policy, segments=None), keep, told.inside(eqn))
+    return eqn.replace(params={**eqn.params, "jaxpr": jaxpr}) if any(map(has_own_checkpoint, jaxpr.eqns)) else eqn
+
+
+def _left_whole(eqns: Sequence[Any], own: Sequence[int], residuals: np.ndarray) -> list[str]:
+    """What stays as it is and could be thought to be cut: loops and branches that report, and the user's own checkpoints."""
+    reporting = [index for index in own if reports_inside(eqns[index])]
+    told = [
+        f"A `{eqns[index].primitive.name}` stays as it is and keeps about {format_bytes(int(residuals[index]))} for the backward "
+        f"pass: it reports from inside a loop or branch, and recomputed it would report twice{where(eqns[index])}. Move its "
+        "jax.debug calls into the body of the outermost loop, or out of it."
+        for index in reporting
+    ]
+    checkpointed = len(own) - len(reporting)
+    if checkpointed:
+        told.append(
+            f"{checkpointed} of the loss's loops and blocks have checkpoints of their own (jax.checkpoint, nn.remat, nnx.remat) "
+            "and stay as you wrote them; the policy acts on the rest. Remove yours to let it choose there too."
+        )
+    return told
 
 
 def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None:
@@ -161,11 +271,10 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, found: Held, loops: Sequence[int], own: set[int]) -> Landscape:
+def _landscape(flat: Equations, found: Held, loops: Mapping[int, int], own: set[int]) -> Landscape:
     stored = np.zeros(len(flat.eqns), np.int64)
     rows = found.rows[~np.isin(found.rows[:, 1], list(own))]
-    for index in loops:
-        chunk = 1 if flat.eqns[index].effects else scan_chunk(flat.eqns[index])
+    for index, chunk in loops.items():
         rows = np.vstack([rows, (chunk * held_by_body(flat.eqns[index]), index, index)])
         stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
     return Landscape(

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
 from jaxmem_callbacks.transforms.equations import flatten, is_variable, variables
+from jaxmem_callbacks.transforms.flops import copies
 
 # Same elements, other shape or order: keeping the result and keeping the operand is the same thing.
 _VIEWS = set(
@@ -220,8 +221,8 @@ def inner_residual_bytes(eqn: Any) -> int:
         return int(eqn.params["length"]) * scan_step_bytes(eqn) + scan_carry_bytes(eqn)
     if name == "cond":
         return max((_body_bytes(body) for body in subjaxprs(eqn)), default=0)
-    if name in {"jit", "pjit", "closed_call", "core_call"}:
-        return sum(_body_bytes(body) for body in subjaxprs(eqn))
+    if name in {"jit", "pjit", "closed_call", "core_call", "shard_map"}:
+        return copies(eqn) * sum(_body_bytes(body) for body in subjaxprs(eqn))
     return 0
 
 

@@ -8,7 +8,7 @@ what brings its own checkpoint (a scan over layers, the user's own remat) and th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ from jaxmem_callbacks._compat.jaxprs import (
     close,
     derive,
     name_template,
+    scan_arity,
     subjaxprs,
 )
+from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT
 from jaxmem_callbacks.transforms.equations import (
     Equations,
     flatten,
@@ -33,16 +35,17 @@ from jaxmem_callbacks.transforms.equations import (
     variables,
 )
 from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier, keep_within, shares
-from jaxmem_callbacks.transforms.names import KEPT
-from jaxmem_callbacks.transforms.residuals import Sunk, scan_chunk, scan_step_bytes
+from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
+from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_chunk, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
-_CHECKPOINTS = {"checkpoint", "remat", "remat2"}
+# Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
+_WORTH_MOVING = 0.05
 
 
 def has_own_checkpoint(eqn: Any) -> bool:
     """Whether an equation is checkpointed by its author, or is a loop whose body is."""
-    if eqn.primitive.name in _CHECKPOINTS:
+    if eqn.primitive.name in CHECKPOINTS:
         return True
     return any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
 
@@ -59,48 +62,81 @@ def is_layer_scan(eqn: Any, enough: int) -> bool:
     return int(eqn.params["length"]) * scan_step_bytes(eqn) >= max(enough, 1)
 
 
+def steps_together(eqn: Any, offload: Collection[str] = ()) -> int:
+    """How many steps of a loop one checkpoint is put around.
+
+    Args:
+        eqn: The scan.
+        offload: What waits in host memory, in the policy's words.
+    """
+    # What reports stays in a loop of its own: two loops would not change its order, but its place in the trace. What a step
+    # itself sends to the host stays there too: XLA for GPUs fails at a loop in a loop that stacks host memory.
+    return 1 if eqn.effects or set(offload) - {OFFLOAD_CUTS} else scan_chunk(eqn)
+
+
 class Loop:
     """A `scan` whose body is to keep only its inputs, and what is worth keeping in every step.
 
     Args:
         eqn: The scan.
+        offload: The policy's words for what waits in host memory.
     """
 
-    def __init__(self, eqn: Any) -> None:
+    def __init__(self, eqn: Any, offload: Collection[str] = ()) -> None:
         self._eqn = eqn
+        self._kept_name = ON_HOST[OFFLOAD_KEPT] if OFFLOAD_KEPT in offload else KEPT
+        self.moved = _worth_moving(eqn) if OFFLOAD_CUTS in offload else frozenset[int]()
         self._flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
         refuse_effects(self._flat.eqns)
         self._inner = Segment([inner for inner in self._flat.eqns if not is_movable(inner)], Sunk({}, {}), frozenset())
-        # What reports stays in a loop of its own: two loops would not change its order, but its place in the trace.
-        self.chunk = 1 if eqn.effects else scan_chunk(eqn)
+        self.chunk = steps_together(eqn, offload)
         self.trips = int(eqn.params["length"])
 
     def frontier(self, known: Known) -> list[Kept]:
         """What each step may keep; ``known`` as in `keeping.frontier`."""
         return self._inner.frontier(known)
 
-    def checkpointed(self, policy: Callable[..., Any] | None, kept: frozenset[Any]) -> Any:
-        """The loop with a checkpointed body. Inside a loop nothing merges the recomputation with the original: no barrier."""
+    def checkpointed(
+        self, policy: Callable[..., Any] | None, kept: frozenset[Any], moved: frozenset[int] = frozenset()
+    ) -> Any:
+        """The loop with a checkpointed body. Inside a loop nothing merges the recomputation with the original: no barrier.
+
+        Args:
+            policy: What the body keeps, as JAX's checkpoint policy.
+            kept: Values of the body that it keeps.
+            moved: Which of the carried values wait in host memory.
+        """
         flat = self._flat
+        consts, _ = scan_arity(self._eqn)
+        names = dict.fromkeys(kept, self._kept_name)
+        names |= {flat.invars[consts + place]: ON_HOST[OFFLOAD_CUTS] for place in moved}
         reports = [inner for inner in flat.eqns if is_movable(inner)]
         # JAX (to 0.12 at least) cannot differentiate a scan whose report uses a checkpoint's result: what a report needs is
         # computed beside the checkpoint, where XLA merges it with the same values inside.
         beside = unused_dropped(flat.eqns, [var for report in reports for var in report.invars])
         self._inner.results = frozenset(variables(flat.outvars))
         template = checkpoint_template(policy, prevent_cse=False)
-        eqns = [*_renamed(beside), *self._inner.checkpointed(flat, template, kept, Sharing())]
+        eqns = [*_renamed(beside), *self._inner.checkpointed(flat, template, names, Sharing())]
         derived = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
         return self._with_body(derived)
 
     def named(self, kept: frozenset[Any]) -> Any:
         """The loop as it is, its kept values named: for a checkpoint around several of its steps."""
         flat = self._flat
-        eqns, names = _named(flat.eqns, kept)
+        eqns, names = _named(flat.eqns, dict.fromkeys(kept, self._kept_name))
         outvars = [names.get(var, var) if is_variable(var) else var for var in flat.outvars]
         return self._with_body(derive(flat.template, invars=flat.invars, outvars=outvars, eqns=eqns))
 
     def _with_body(self, body: Any) -> Any:
         return self._eqn.replace(params={**self._eqn.params, "jaxpr": close(body)})
+
+
+def _worth_moving(eqn: Any) -> frozenset[int]:
+    """Places among a loop's carried values of those that hold most of the bytes it stores between its steps."""
+    consts, count = scan_arity(eqn)
+    carried = eqn.invars[consts : consts + count]
+    least = _WORTH_MOVING * sum(map(nbytes, carried))
+    return frozenset(place for place, atom in enumerate(carried) if is_inexact(atom) and nbytes(atom) >= least)
 
 
 def _renamed(eqns: Sequence[Any]) -> list[Any]:
@@ -143,13 +179,13 @@ class Segment:
         """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
         return frontier(self._eqns, self.results, known)
 
-    def checkpointed(self, flat: Equations, template: Any, kept: frozenset[Any], sharing: Sharing) -> list[Any]:
+    def checkpointed(self, flat: Equations, template: Any, kept: Mapping[Any, str], sharing: Sharing) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
 
         Args:
             flat: The function being cut.
             template: A checkpoint equation to fill in.
-            kept: Values that it keeps.
+            kept: Values that it keeps, inputs too, and the names by which its policy knows them.
             sharing: The segments made before, for one that is equal.
         """
         made = dict.fromkeys(var for eqn in self._eqns for var in eqn.outvars)
@@ -164,18 +200,19 @@ class Segment:
         return [one, *self._report_makers, *self._reports]
 
 
-def _named(eqns: Sequence[Any], kept: frozenset[Any]) -> tuple[list[Any], dict[Any, Any]]:
+def _named(eqns: Sequence[Any], kept: Mapping[Any, str]) -> tuple[list[Any], dict[Any, Any]]:
     """The equations with the kept values named for the checkpoint's policy, and those values' new variables."""
     if not kept:
         return list(eqns), {}
-    template = name_template(KEPT)
-    names: dict[Any, Any] = {}
-    found: list[Any] = []
+    made = {var for eqn in eqns for var in eqn.outvars}
+    templates = {name: name_template(name) for name in dict.fromkeys(kept.values())}
+    names: dict[Any, Any] = {var: new_variable(var) for var in kept if var not in made}
+    found: list[Any] = [templates[kept[var]].replace(invars=[var], outvars=[named]) for var, named in names.items()]
     for eqn in eqns:
         found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
         for var in [var for var in eqn.outvars if var in kept]:  # in order: every process traces the same program
             names[var] = new_variable(var)
-            found.append(template.replace(invars=[var], outvars=[names[var]]))
+            found.append(templates[kept[var]].replace(invars=[var], outvars=[names[var]]))
     return found, names
 
 
@@ -196,12 +233,14 @@ class Cuts:
         loops: Equations whose bodies are checkpointed.
         whole: Equations that are left as they are.
         loop: What is put in a loop's place: its checkpointed form, for a policy and what it keeps.
+        offload: The policy's words for what waits in host memory.
     """
 
     places: Sequence[int]
     loops: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
     loop: Callable[[Loop, Policy, frozenset[Any]], list[Any]]
+    offload: Sequence[str] = ()
 
 
 Keep = Callable[[Sequence["Segment | Loop"]], Sequence[frozenset[Any]]]
@@ -249,7 +288,7 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         start, end = bounds[position : position + 2]
         segments.append(Segment(flat.eqns[start:end], sunk, results))
         if start in cuts.loops:
-            pieces[position] = Loop(flat.eqns[start])
+            pieces[position] = Loop(flat.eqns[start], cuts.offload)
         elif start not in cuts.whole and end < len(flat.eqns):
             pieces[position] = segments[-1]
     kept = dict(zip(pieces, keep(list(pieces.values())), strict=True))
@@ -260,7 +299,7 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         if isinstance(piece, Loop):
             segment = Segment(cuts.loop(piece, policy, kept[position]), sunk, segment.results)  # noqa: PLW2901 - itself
         if isinstance(piece, Segment):
-            eqns += piece.checkpointed(flat, template, kept[position], sharing)
+            eqns += piece.checkpointed(flat, template, dict.fromkeys(kept[position], KEPT), sharing)
         else:
             eqns += segment.eqns
     eqns += sunk.equations_for(variables(flat.outvars))

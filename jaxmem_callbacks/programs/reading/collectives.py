@@ -21,6 +21,7 @@ _TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.-]+)")
 _TRIPS = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
 _GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BITS = re.compile(r"\d+")
+_COMMENT = re.compile(r"/\*.*?\*/")  # in long tuples, such as /*index=5*/
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def collectives_of(hlo_text: str, device_count: int) -> Collectives:
                 computation = header["name"]
                 entry = computation if header["entry"] else entry
             continue
-        found = _COLLECTIVE.search(line)
+        found = _COLLECTIVE.search(_COMMENT.sub("", line))
         if found:
             own.setdefault(computation, []).append(_moved(found, _group(line, device_count)))
         if _CALLER.search(line):
@@ -110,12 +111,20 @@ def _width(kind: str) -> int:
 
 
 def _result_bytes(found: re.Match[str]) -> int:
-    """Bytes of the results. The start of an asynchronous gather or permute has its operands before them."""
-    sizes = [
-        math.prod(int(n) for n in dims.split(",") if n) * _width(kind) for kind, dims in _SHAPE.findall(found["type"])
-    ]
-    if found["start"] and found["op"] == "collective-permute":
-        return sum(sizes[1:2])  # behind the result come two numbers of the runtime's
-    if found["start"] and found["op"] == "all-gather":
-        return sum(sizes[len(sizes) // 2 :])
-    return sum(sizes)
+    """Bytes of the results. An asynchronous start has its operands before them, except a reduction to all, which has none."""
+    text = found["type"]
+    if found["start"] and found["op"] != "all-reduce":
+        text = _parts(text[1:-1])[1]
+    return sum(math.prod(int(n) for n in dims.split(",") if n) * _width(kind) for kind, dims in _SHAPE.findall(text))
+
+
+def _parts(text: str) -> list[str]:
+    """A tuple's parts, which may be tuples themselves and have commas in their shapes and layouts."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

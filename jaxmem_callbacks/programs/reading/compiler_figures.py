@@ -45,6 +45,5 @@ def program_memory(
         hlo_text: ``compiled.as_text()`` where the caller has it already.
     """
     figures = memory_figures(compiled)
-    figures.pop("host_temp_bytes")
     remat = count_compiler_remat(compiled.as_text() if hlo_text is None else hlo_text)
     return ProgramMemory(name=name, platform=platform, target=target, compiler_remat=remat, **figures)  # type: ignore[arg-type]

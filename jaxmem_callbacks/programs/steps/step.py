@@ -213,6 +213,11 @@ class JitStep:
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the policy left as it was in what has been traced so far, a sentence each."""
+        return tuple(self._active.notes)
+
     def without_policy(self) -> JitStep | None:
         """The same step without remat and without donation by this library, to compare with; None where it has neither."""
         if self._own_jit is not None:

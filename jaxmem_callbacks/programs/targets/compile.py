@@ -237,7 +237,6 @@ def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
     """What the worker compiled."""
     text = without_export_prefix((job.folder / "optimised.hlo").read_text("utf-8"))
     figures = dict(answer["figures"])
-    host = figures.pop("host_temp_bytes")
     memory = ProgramMemory(
         name=job.flat.name,
         platform="gpu" if job.target.platform == "cuda" else job.target.platform,
@@ -253,7 +252,7 @@ def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
         fits=None if limit is None else memory.step_bytes <= limit,
         needed_bytes=memory.step_bytes,
         limit_bytes=limit,
-        host_temp_bytes=host,
+        host_temp_bytes=memory.host_temp_bytes,
         hlo_text=text if job.keep_hlo else None,
         compile_seconds=answer["compile_seconds"],
         compiler_options=job.options,
@@ -286,6 +285,7 @@ def _compile_here(job: _Job) -> TargetCompilation:
         fits=None,
         needed_bytes=memory.step_bytes,
         limit_bytes=None,
+        host_temp_bytes=memory.host_temp_bytes,
         hlo_text=text if job.keep_hlo else None,
         compile_seconds=seconds,
         compiler_options=job.options,

@@ -1,0 +1,207 @@
+"""Offloading what loops store: the same numbers, what crosses the host's link, what compilers say, and when it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.modelled import host_bytes, modelled_seconds
+from jaxmem_callbacks.planning.offloading import offloading_policies, with_offload
+from jaxmem_callbacks.planning.speeds import Speed
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.transforms.residuals import scan_chunk
+from tests.comparisons import assert_close, stored_bytes
+from tests.target_step import needs_compiler
+
+LAYERS, ROWS, WIDTH = 8, 256, 16
+CARRY = ROWS * WIDTH * 4
+
+
+def layer(x: Any, w: Any) -> tuple[Any, Any]:
+    hidden = jnp.tanh(x @ w[0])
+    mean = hidden.mean()
+    for _ in range(3):
+        hidden = jnp.tanh(hidden @ w[1])
+    return x + hidden @ w[2], mean
+
+
+def looped(weights: Any, x: Any) -> Any:
+    count = jnp.zeros((), jnp.int32)  # carried too, and not worth a transfer
+
+    def step(carry: Any, w: Any) -> tuple[Any, Any]:
+        x, mean = layer(carry[0], w)
+        return (x, carry[1] + 1), mean
+
+    (x, count), means = jax.lax.scan(step, (x, count), weights)
+    return (x**2).mean() + means.sum() * count
+
+
+def recurrent(weights: Any, x: Any) -> Any:
+    """Carries outweigh what a step keeps of itself: several steps share a checkpoint."""
+    return (jax.lax.scan(lambda c, w: (c + jnp.sin(c[0, 0] * w[0, 0] @ w[1, 0]), None), x, weights)[0] ** 2).mean()
+
+
+def unrolled(weights: Any, x: Any) -> Any:
+    for index in range(LAYERS):
+        x, _ = layer(x, weights[index])
+    return (x**2).mean()
+
+
+def arguments() -> tuple[Any, Any]:
+    draw = np.random.default_rng(0).standard_normal
+    return jnp.asarray(draw((LAYERS, 3, WIDTH, WIDTH)) / 4, "float32"), jnp.asarray(draw((ROWS, WIDTH)), "float32")
+
+
+def crossing(loss: Any) -> int:
+    return host_bytes(jax.make_jaxpr(jax.value_and_grad(loss))(*arguments()))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("options", "values"), [
+    ({"offload": ("cuts",)}, LAYERS), ({"keep": 1.0, "offload": ("kept",)}, 4 * LAYERS),
+    ({"keep": 1.0, "offload": ("cuts", "kept")}, 5 * LAYERS), ({"levels": 2, "offload": ("cuts",)}, 4),
+], ids=str)  # fmt: skip
+def test_the_numbers_stay_and_exactly_what_is_stored_crosses_the_link_twice(
+    options: dict[str, Any], values: int
+) -> None:
+    args = arguments()
+    cheaper = jm.remat(looped, **options)
+    ours, theirs = (jax.jit(jax.value_and_grad(loss, (0, 1)))(*args) for loss in (cheaper, looped))
+    assert_close(ours, theirs)
+    assert crossing(cheaper) == 2 * values * CARRY
+    assert crossing(jm.remat(looped, **options | {"offload": ()})) == 0
+    there = stored_bytes(cheaper, *args)
+    assert there == stored_bytes(jm.remat(looped, **options | {"offload": ()}), *args)  # the same values, elsewhere
+
+
+def test_several_steps_under_one_checkpoint_hand_on_through_the_host() -> None:
+    args = arguments()
+    scan = next(eqn for eqn in jax.make_jaxpr(recurrent)(*args).eqns if eqn.primitive.name == "scan")
+    assert scan_chunk(scan) == LAYERS // 2
+    cheaper = jm.remat(recurrent, offload=("cuts",))
+    assert crossing(cheaper) == 2 * 2 * CARRY
+    assert_close(jax.grad(cheaper)(*args), jax.grad(recurrent)(*args))
+
+
+def test_on_eight_devices_the_numbers_stay() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        weights, x = arguments()
+        args = jax.device_put(weights, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("data")))
+        ours, theirs = (
+            jax.jit(jax.value_and_grad(loss))(*args) for loss in (jm.remat(looped, offload=("cuts",)), looped)
+        )
+    assert_close(ours, theirs)
+
+
+@pytest.mark.core
+def test_what_would_move_nothing_is_refused() -> None:
+    args = arguments()
+    words = r"'cuts' moves what a loop over layers hands .* no loop .* an H100 and a v5e .* Write the layers as one jax.lax.scan"
+    with pytest.raises(PolicyError, match=words):
+        jax.grad(jm.remat(unrolled, offload=("cuts",)))(*args)
+    with pytest.raises(PolicyError, match=r"'kept' moves what keep keeps of each step"):
+        jax.grad(jm.remat(unrolled, keep=1.0, offload=("kept",)))(*args)
+    for options in ({}, {"keep": 0.5, "levels": 2}):
+        with pytest.raises(
+            PolicyError, match=r"offload=\('kept',\) moves .* it would do nothing. Use keep=1.0 and levels=1"
+        ):
+            jm.remat(looped, offload=("kept",), **options)
+    with pytest.raises(PolicyError, match=r"'cuts' means what the library stores of loops.*another name"):
+        jax.grad(jm.remat(lambda w, x: looped(w, checkpoint_name(x, "cuts")), offload=("cuts",)))(*args)
+
+
+def train_step(weights: Any, x: Any) -> tuple[Any, Any]:
+    loss, gradients = jm.value_and_grad(looped)(weights, x)
+    return weights - gradients, loss
+
+
+def test_a_cpu_says_that_it_moves_nothing() -> None:
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full", offload=("cuts",)))
+    told = [line for line in jm.step_memory(step, *arguments()).warnings if "offload" in line]
+    assert len(told) == 1
+    assert (
+        "nothing waits in host memory here: a CPU's device memory is the host's. Leave offload out, or name" in told[0]
+    )
+
+
+@pytest.mark.targets
+@pytest.mark.timeout(300)
+def test_a_gpus_compiler_needs_fewer_bytes_by_what_is_offloaded() -> None:
+    needs_compiler("h100_sxm")
+    rows, width = 8192, 128
+    args = jax.ShapeDtypeStruct((LAYERS, 3, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
+    carries = LAYERS * rows * width * 4
+    there, kept_there = (
+        jm.step_memory(jm.jit_step(train_step, jm.StepPolicy(remat="full", **options)), *args, target="h100_sxm")
+        for options in ({"offload": ("cuts",)}, {"keep": 1.0, "offload": ("cuts", "kept")})
+    )
+    here = jm.step_memory(jm.jit_step(train_step, jm.StepPolicy(remat="full")), *args, target="h100_sxm")
+    assert (here.program.host_temp_bytes, there.program.host_temp_bytes) == (0, carries)
+    assert here.step_bytes - there.step_bytes >= 0.8 * carries
+    # Nothing dear is computed again, and yet the device holds less than under full remat.
+    assert kept_there.program.host_temp_bytes == 5 * carries
+    assert kept_there.step_bytes < here.step_bytes
+    assert "on the host" in str(there)
+    assert "on the host" not in str(here)
+    assert not [line for line in there.warnings if "offload" in line]
+
+
+def test_time_counts_the_way_to_the_host_and_back() -> None:
+    jaxprs = [
+        jax.make_jaxpr(jax.value_and_grad(jm.remat(looped, offload=words)))(*arguments()) for words in ((), ("cuts",))
+    ]
+    fast, silent = (Speed(1e12, 1e12, 1e12, 1.0, host) for host in (1e9, None))
+    here, there = (modelled_seconds(jaxpr, fast, 2) for jaxpr in jaxprs)
+    assert here is not None
+    assert there is not None
+    assert there - here == pytest.approx(2 * LAYERS * CARRY / 1e9 / 2, rel=1e-2)
+    assert modelled_seconds(jaxprs[0], silent) is not None
+    assert modelled_seconds(jaxprs[1], silent) is None
+
+
+def candidate(*, fits: bool, seconds: float | None, host: int = 0) -> Candidate:
+    words = ("cuts",) if host else ()
+    policy = jm.StepPolicy(remat="full", offload=words)
+    return Candidate(
+        policy=policy, step_bytes=5, fits=fits, flops=1, extra_flops=0, modelled_s=seconds, host_bytes=host
+    )
+
+
+def test_offload_is_used_where_it_is_faster_or_all_that_fits() -> None:
+    here, slower, faster = (candidate(fits=True, seconds=s, host=h) for s, h in ((2.0, 0), (3.0, 1), (1.0, 1)))
+    assert with_offload(here, []) == (here, None)
+    assert with_offload(here, [slower]) == (here, None)
+    best, why = with_offload(here, [slower, faster])
+    assert best is faster
+    assert why is not None
+    assert "sooner" in why
+    too_much = candidate(fits=False, seconds=1.0)
+    best, why = with_offload(too_much, [slower])
+    assert best is slower
+    assert why is not None
+    assert "nothing else fits" in why
+    # Nobody knows the link's speed, it does not fit, or nothing was moved: no reason to use it.
+    unknown, large, unmoved = (
+        candidate(fits=True, seconds=None, host=1),
+        candidate(fits=False, seconds=0.1, host=1),
+        here,
+    )
+    assert with_offload(here, [unknown, large, unmoved]) == (here, None)
+
+
+def test_policies_worth_trying_say_what_they_move() -> None:
+    tried = offloading_policies(jm.StepPolicy(sharding="fsdp", microbatches=2))
+    assert {(each.keep, each.offload) for each in tried} == {
+        (0.0, ("cuts",)), (1.0, ("cuts",)), (1.0, ("kept",)), (1.0, ("cuts", "kept")),
+    }  # fmt: skip
+    assert {(each.sharding, each.microbatches, each.remat) for each in tried} == {("fsdp", 2, "full")}

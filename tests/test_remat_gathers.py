@@ -1,0 +1,114 @@
+"""Under fsdp a loop gathers its slice of the weights, again where a step is computed again; nothing is divided by features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
+from jaxmem_callbacks.programs.reading.collectives import collectives_of
+from tests.comparisons import assert_close
+
+LAYERS, WIDTH, ROWS = 6, 64, 1024
+WHOLE = LAYERS * 2 * WIDTH * WIDTH * 2  # the looped weights in bfloat16, bytes
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    def layer(carry: Any, slices: Any) -> tuple[Any, None]:
+        w, noise = slices
+        narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
+        hidden = jax.nn.gelu(carry @ narrow["up"])
+        return carry + hidden @ narrow["down"] + w["bias"].astype(jnp.bfloat16) + noise.astype(jnp.bfloat16), None
+
+    x = batch["x"].astype(jnp.bfloat16)
+    x, _ = jax.lax.scan(layer, x, (params, batch["noise"]))
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    loss, gradients = jm.value_and_grad(loss_fn)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def arguments() -> tuple[Any, Any]:
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape) / 8, "float32")
+
+    weights = {"up": draw(LAYERS, WIDTH, WIDTH), "down": draw(LAYERS, WIDTH, WIDTH), "bias": draw(LAYERS, WIDTH)}
+    return weights, {"x": draw(ROWS, WIDTH), "noise": draw(LAYERS, ROWS, WIDTH)}
+
+
+def placed(policy: jm.StepPolicy, axes: str, **options: Any) -> tuple[Any, Any, Any]:
+    mesh = jm.make_mesh(axes, **options)
+    params, batch = arguments()
+    rows = {"x": P(mesh.axis_names), "noise": P(None, mesh.axis_names)}
+    batch = {name: jax.device_put(value, NamedSharding(mesh, rows[name])) for name, value in batch.items()}
+    return mesh, jax.device_put(params, jm.infer_shardings(params, mesh, policy)), batch
+
+
+def gathers(policy: jm.StepPolicy, axes: str, **options: Any) -> list[str]:
+    """Dtypes and shapes of what loops gather, by the traced step."""
+    mesh, params, batch = placed(policy, axes, **options)
+
+    def constraints(jaxpr: Any) -> Any:
+        for eqn in open_jaxpr(jaxpr).eqns:
+            if eqn.primitive.name == "sharding_constraint" and len(eqn.outvars[0].aval.shape) < 3:
+                yield f"{eqn.outvars[0].aval.dtype}{list(eqn.outvars[0].aval.shape)}"
+            for body in subjaxprs(eqn):
+                yield from constraints(body)
+
+    with jax.set_mesh(mesh):
+        return list(constraints(jax.make_jaxpr(jm.apply_policy(train_step, policy))(params, batch)))
+
+
+FULL = jm.StepPolicy(remat="full", sharding="fsdp")
+
+
+@pytest.mark.core
+def test_weights_are_gathered_behind_their_casts_and_the_batch_is_not() -> None:
+    found = gathers(FULL, "fsdp=8")
+    assert set(found) == {"bfloat16[64, 64]", "bfloat16[64]"}  # neither the noise of the batch nor anything in float32
+    assert set(gathers(FULL, "data=2,fsdp=4")) == set(found)
+
+
+@pytest.mark.parametrize(("policy", "axes"), [
+    (jm.StepPolicy(remat="full", sharding="zero1"), "fsdp=8"),
+    (jm.StepPolicy(remat="full", sharding="fsdp_tensor"), "fsdp=4,tensor=2"),
+    (FULL, "fsdp=4,tensor=2"), (jm.StepPolicy(sharding="fsdp"), "fsdp=8"),
+], ids=str)  # fmt: skip
+def test_only_fsdp_gathers_and_only_where_a_slice_is_then_whole(policy: jm.StepPolicy, axes: str) -> None:
+    assert gathers(policy, axes) == []
+
+
+def test_on_explicit_axes_the_users_types_decide() -> None:
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        text = str(jax.make_jaxpr(jm.apply_policy(train_step, FULL))(*arguments()))
+    assert "sharding_constraint" not in text
+
+
+@pytest.mark.core
+def test_the_numbers_stay_and_only_weights_and_their_gradients_travel() -> None:
+    mesh, params, batch = placed(FULL, "fsdp=8")
+    wanted = jax.jit(jm.apply_policy(train_step, jm.StepPolicy(remat="full")))(*arguments())
+    step = jm.jit_step(train_step, FULL, donate_argnames=())
+    with jax.set_mesh(mesh):
+        compiled = step.lower(params, batch).compile()
+        updated, loss = step(params, batch)
+    assert_close(jax.device_get(loss), jax.device_get(wanted[1]))
+    change = jax.tree.map(
+        lambda new, old: np.asarray(new) - np.asarray(old), (updated, wanted[0]), (params, arguments()[0])
+    )
+    for ours, theirs in zip(*map(jax.tree.leaves, change), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 2e-2 * np.linalg.norm(theirs)  # bfloat16 sums in another order
+    hlo = compiled.as_text()
+    assert "all-to-all" not in hlo
+    # Gathered for the forward pass and for the recomputation, and gradients summed once; a CPU computes bfloat16 in float32.
+    assert collectives_of(hlo, 8).moved_bytes < 1.2 * (2 * 2 * WHOLE + 2 * 2 * WHOLE)
