@@ -14,10 +14,14 @@ from jaxmem_callbacks.cli.script import ScriptFailedError, add_script_arguments,
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import MIB
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
+
+_PRESETS, _PICTURES = (".yaml", ".yml"), (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxmemError: as `reach_step` and `jm.plan`; the command line turns it into exit code 2.
     """
+    _require_places(args)
+    budget = _budget(args.budget)
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output:
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         _without_gradient_policy(reached.step),
         *reached.args,
         target=args.target,
-        budget=_budget(args.budget),
+        budget=budget,
         resident=args.resident,
         search=search_of(args.search),
         progress=True,
@@ -83,13 +89,42 @@ def _without_gradient_policy(step: Any) -> Any:
     return JitStep(step.__wrapped__, policy)
 
 
+def _require_places(args: argparse.Namespace) -> None:
+    """Refuse, before anything is compiled, files that could not be written or read again afterwards.
+
+    Raises:
+        PlanError: which is the command line's exit code 2.
+    """
+    for option, path, endings in (("--save", args.save, _PRESETS), ("--figure", args.figure, _PICTURES)):
+        if path is None:
+            continue
+        if path.suffix not in endings:
+            msg = f"{option} {path}: expected a name that ends in {' or '.join(endings)}. Type {option} {path.stem}{endings[0]}."
+            raise PlanError(msg)
+        if not path.parent.is_dir():
+            msg = f"{option} {path}: there is no folder {path.parent}. Make it first: mkdir -p {path.parent}."
+            raise PlanError(msg)
+
+
 def _budget(text: str | None) -> str | float | None:
-    """A share where the text is a number in (0, 1], else a size as it is."""
+    """A share where the text is a number in (0, 1], else a size as it is.
+
+    Raises:
+        PlanError: a number that is neither.
+    """
     try:
-        share = float(text) if text is not None else 0.0
+        number = float(text) if text is not None else 0.5
     except ValueError:
         return text
-    return share if text is not None and 0 < share <= 1 else text
+    if text is None or 0 < number <= 1:
+        return None if text is None else number
+    if number < MIB:
+        msg = (
+            f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
+            f"such as 0.9. Type --budget {text.strip('-')}GiB."
+        )
+        raise PlanError(msg)
+    return text
 
 
 def _text(plan: Plan, saved: Path | None) -> str:
@@ -97,11 +132,23 @@ def _text(plan: Plan, saved: Path | None) -> str:
     if plan.peak is not None:
         lines += ["", str(plan.peak)]
     if plan.chosen.fits is not False and plan.policy != StepPolicy():
-        said = ", ".join(
-            f"{field.name}={getattr(plan.policy, field.name)!r}"
-            for field in dataclasses.fields(StepPolicy)
-            if getattr(plan.policy, field.name) != field.default
-        )
-        use = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
-        lines += ["", "To train so:", f"    step = jm.jit_step(train_step, {use})"]
+        lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved))]
     return "\n".join(lines)
+
+
+def lines_to_train(plan: Plan, saved: Path | None) -> list[str]:
+    """The lines to paste."""
+    said = ", ".join(
+        f"{field.name}={getattr(plan.policy, field.name)!r}"
+        for field in dataclasses.fields(StepPolicy)
+        if getattr(plan.policy, field.name) != field.default
+    )
+    policy = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
+    if not plan.record.mesh or plan.policy.sharding is None:
+        return [f"step = jm.jit_step(train_step, {policy})"]
+    return [
+        f"policy = {policy}",
+        f"jax.set_mesh(jm.make_mesh({dict(plan.record.mesh)}))",
+        "state = jax.device_put(state, jm.infer_shardings(state, jax.sharding.get_mesh(), policy))  # each that is updated",
+        "step = jm.jit_step(train_step, policy)",
+    ]

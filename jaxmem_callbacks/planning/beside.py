@@ -21,7 +21,7 @@ from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.targets.step_on_target import compile_traced_for, compile_traced_here
+from jaxmem_callbacks.programs.targets.step_on_target import compile_traced_here, lower_traced_for
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -191,6 +191,6 @@ def _compiled(problem: Problem, traced: Traced, name: str, ledger: Ledger) -> in
         compiled = compile_traced_here(traced, name)
         ledger.beside_compiled += 1
         return program_memory(compiled, name=name, platform=jax.default_backend(), target="attached").step_bytes
-    answer = compile_traced_for(traced, name, problem.target.name)
+    answer = lower_traced_for(traced, name, problem.target.name)()
     ledger.beside_compiled += not answer.cached
     return answer.needed_bytes

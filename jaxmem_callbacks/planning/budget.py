@@ -61,6 +61,11 @@ def budget_for(asked: str | float | None, target: Target | None) -> Budget:
     except ValueError as error:
         msg = f"budget={asked!r}: {error} A float above 0 and up to 1 is a share of the usable memory."
         raise PlanError(msg) from None
+    if size <= 0:
+        msg = (
+            f"budget={asked!r} is nothing to plan for: expected bytes above 0, such as '72GiB', or a share such as 0.9."
+        )
+        raise PlanError(msg)
     return Budget(bytes=size, limit_bytes=usable, reason="as asked for")
 
 

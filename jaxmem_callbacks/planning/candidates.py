@@ -25,10 +25,9 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.step_on_target import (
-    compile_step_for,
-    compile_traced_for,
     compile_traced_here,
     described,
+    lower_traced_for,
     taken_inputs,
 )
 from jaxmem_callbacks.programs.targets.target import Target
@@ -167,20 +166,30 @@ class Compiler:
             unchecked=step.unchecked,
         )
 
-    def candidate(self, policy: StepPolicy) -> Candidate:
-        """The step under a policy, as the target's own compiler sees it.
+    def lowered(self, policy: StepPolicy) -> Callable[[], Candidate]:
+        """The step under a policy, lowered in the calling thread, whose settings (a mesh, ``enable_x64``) JAX obeys.
+
+        Returns:
+            The compile that is left to do, in any thread: the candidate as the target's own compiler sees it. It raises
+            CompileError where the compiler failed, crashed or took too long.
 
         Raises:
-            CompileError, TargetError: the compiler failed, crashed or took too long.
+            PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
+            CompileError, TargetError: the program cannot leave this process, or needs more devices than the target has.
         """
         problem = self.problem
         step = self._plain_step if policy == problem.base else problem.step(policy)
         facts = self.facts(policy, step)
         self.unchecked |= facts.unchecked
         if problem.target is None:
-            return self._attached(step, facts)
+            return self._lowered_here(step, facts)
         with problem.in_mesh():
-            answer, *_ = compile_step_for(step, problem.args, dict(problem.kwargs), problem.target.name, want_peak=True)
+            traced = step.traced(problem.args, dict(problem.kwargs))
+            compiling = lower_traced_for(traced, step.name, problem.target.name, want_buffers=True, need_lines=False)
+        return lambda: self._answered(policy, facts, compiling())
+
+    def _answered(self, policy: StepPolicy, facts: Facts, answer: TargetCompilation) -> Candidate:
+        problem = self.problem
         self.answers.append(answer)
         if answer.memory is not None:
             judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
@@ -215,14 +224,14 @@ class Compiler:
             step = problem.step(policy)
             traced = step.traced(problem.args, dict(problem.kwargs))
             if problem.target is not None:
-                answer = compile_traced_for(traced, step.name, problem.target.name, donate=names)
+                answer = lower_traced_for(traced, step.name, problem.target.name, donate=names)()
                 return answer.needed_bytes, answer.cached
             compiled = compile_traced_here(traced, step.name, donate=names)
         memory = program_memory(compiled, name="step", platform=jax.default_backend(), target="attached")
         return memory.step_bytes, False
 
-    def _attached(self, step: JitStep, facts: Facts) -> Candidate:
-        """Compiled for the devices of this process. Where JAX's own cache is on it may answer, and the peak is not told."""
+    def _lowered_here(self, step: JitStep, facts: Facts) -> Callable[[], Candidate]:
+        """For the devices of this process. Where JAX's own cache is on it may answer, and the peak is not told."""
         problem = self.problem
         arguments = Arguments(
             by_number=dict(enumerate(facts.arguments)), by_name={each.path: each for each in facts.arguments}
@@ -232,12 +241,18 @@ class Compiler:
                 lowered = step.lower(*problem.args, **problem.kwargs)
             else:  # `lower` would compare the loss on real rows, which was done once before
                 lowered = jax_traced(step.trace(*problem.args, **problem.kwargs)).lower()
-            compiled, peak = (lowered.compile(), None) if past_the_cache() else compiled_with_peak(lowered, arguments)
-        hlo = compiled.as_text() or ""
-        platform = jax.default_backend()
-        memory = program_memory(compiled, name="step", platform=platform, target="attached", hlo_text=hlo)
-        told = peak and with_total(peak, memory.total_bytes, UNPLACED).largest(_SHOWN)
-        return replace(self._judged(step.policy, facts, memory, hlo), peak=told)
+
+        def compiled() -> Candidate:
+            with problem.in_mesh():
+                program, peak = (
+                    (lowered.compile(), None) if past_the_cache() else compiled_with_peak(lowered, arguments)
+                )
+            hlo, platform = program.as_text() or "", jax.default_backend()
+            memory = program_memory(program, name="step", platform=platform, target="attached", hlo_text=hlo)
+            told = peak and with_total(peak, memory.total_bytes, UNPLACED).largest(_SHOWN)
+            return replace(self._judged(step.policy, facts, memory, hlo), peak=told)
+
+        return compiled
 
     def _judged(
         self,

@@ -89,10 +89,20 @@ class Ledger:
         if new:
             self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
         pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
-        waiting = {pool.submit(compiler.candidate, policy): (compiler, policy) for compiler, policy in new}
+        waiting: dict[concurrent.futures.Future[Candidate], tuple[Compiler, StepPolicy]] = {}
         try:
+            for (
+                compiler,
+                policy,
+            ) in new:  # JAX's part in this thread, whose settings it obeys; only compilers run in others
+                with self._told_if_it_fails(compiler, policy):
+                    waiting[pool.submit(compiler.lowered(policy))] = compiler, policy
             for done in concurrent.futures.as_completed(waiting):
-                self._keep(*waiting[done], done)
+                compiler, policy = waiting[done]
+                with self._told_if_it_fails(compiler, policy):
+                    found = self._known[compiler, policy] = done.result()
+                    self.entries.append(Entry(compiler, found))
+                self.tell(compiler.title(policy))
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(each.done() for each in waiting):
@@ -100,14 +110,13 @@ class Ledger:
                 time.sleep(0.05)
         return [self._known.get(one) for one in asked]
 
-    def _keep(self, compiler: Compiler, policy: StepPolicy, done: concurrent.futures.Future[Candidate]) -> None:
-        """One compile's answer; a policy that fails is no reason to plan nothing."""
+    @contextmanager
+    def _told_if_it_fails(self, compiler: Compiler, policy: StepPolicy) -> Generator[None]:
+        """One policy that fails is no reason to plan nothing."""
         try:
-            found = self._known[compiler, policy] = done.result()
-            self.entries.append(Entry(compiler, found))
+            yield
         except (CompileError, PolicyError, LossRefusedError) as error:
             self._known[compiler, policy] = None
             self.failed.append(error)
             self.asked -= not isinstance(error, CompileError)  # refused before any compiler saw it
             self.note(f"{compiler.title(policy)} was not compiled: {error}")
-        self.tell(compiler.title(policy))

@@ -26,11 +26,11 @@ from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
-from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.accumulation.multi_steps import accumulates_already
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
 
 _MARGINS = {
     "cuda": (
@@ -264,8 +264,8 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
 
 
 def _state_bytes(leaves: Sequence[Leaf]) -> int:
-    """What parameters and optimizer state alone take on one device."""
-    state = [leaf for leaf in leaves if leaf.kind in (PARAMETERS, OPTIMIZER)]
+    """What parameters, optimizer and other state alone take on one device: what is updated, whatever it is called."""
+    state = [leaf for leaf in leaves if leaf.kind in (PARAMETERS, OPTIMIZER, STATE) or leaf.donated]
     return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in state)
 
 
@@ -294,12 +294,16 @@ def _versions(answers: Sequence[TargetCompilation], hardware: Target | None) -> 
 def unfit_reason(record: PlanRecord) -> str:
     """What did not fit and by how much, for whoever is to run the policy all the same."""
     best = record.candidates[record.chosen]
-    need = best.need_bytes or (best.step_bytes or 0) + record.resident_bytes
-    over = need - (record.budget_bytes or 0)
-    peak = f" What makes its peak: {best.peak.words}." if best.peak else ""
     return (
         f"Nothing fits: {record.step} needs {format_bytes(best.step_bytes)} on {record.target} under the policy that came "
-        f"nearest, {format_bytes(over)} more than the budget of {format_bytes(record.budget_bytes)} allows (parameters and "
-        f"optimizer state alone are {format_bytes(record.least_bytes)}).{peak} Plan for more or larger devices, a larger "
-        "budget or a smaller batch."
+        f"nearest{_over(record, best)} (parameters and optimizer state alone are {format_bytes(record.least_bytes)})."
+        + (f" What makes its peak: {best.peak.words}." if best.peak else "")
+        + " Plan for more or larger devices, a larger budget or a smaller batch."
     )
+
+
+def _over(record: PlanRecord, best: Candidate) -> str:
+    budget = f"the budget of {format_bytes(record.budget_bytes)}"
+    if best.need_bytes is None:
+        return f"; by how much that is more than {budget} allows is unknown, because its compiler refused it without a figure"
+    return f", {format_bytes(best.need_bytes - (record.budget_bytes or 0))} more than {budget} allows"

@@ -65,16 +65,16 @@ def _shown(record: PlanRecord) -> list[Candidate]:
     """What has a place in the picture: the chosen one first, so that its label has the most room."""
     chosen = record.candidates[record.chosen]
     rest = [each for each in record.candidates if each is not chosen]
-    return [each for each in (chosen, *rest) if each.step_bytes is not None]
+    return [each for each in (chosen, *rest) if need_of(record, each) is not None]
 
 
 def _place(candidate: Candidate, record: PlanRecord, unit: int) -> tuple[float, float]:
-    return need_of(record, candidate) / unit, 100 * (extra_share(candidate, record) or 0.0)
+    return (need_of(record, candidate) or 0) / unit, 100 * (extra_share(candidate, record) or 0.0)
 
 
 def _needs(record: PlanRecord) -> list[int]:
     """What the device must hold under each candidate that is drawn: resident bytes and the largest program."""
-    return [need_of(record, each) for each in _shown(record)]
+    return [need_of(record, each) or 0 for each in _shown(record)]
 
 
 def _draw_frontier(axes: Any, line: Sequence[tuple[float, float]]) -> None:

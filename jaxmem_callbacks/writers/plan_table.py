@@ -100,15 +100,18 @@ def extra_text(candidate: Candidate, record: PlanRecord) -> str:
 
 
 def _share(candidate: Candidate, record: PlanRecord) -> str:
-    if record.budget_bytes is None or candidate.step_bytes is None:
+    need = need_of(record, candidate)
+    if record.budget_bytes is None or need is None:
         return "no budget" if record.budget_bytes is None else "unknown"
-    share = need_of(record, candidate) / max(record.budget_bytes, 1)
+    share = need / max(record.budget_bytes, 1)
     return f"{share:.0%}" + ("" if candidate.fits else ", too much")
 
 
-def need_of(record: PlanRecord, candidate: Candidate) -> int:
-    """What the device must hold: resident bytes and the largest program."""
-    return candidate.need_bytes or (candidate.step_bytes or 0) + record.resident_bytes
+def need_of(record: PlanRecord, candidate: Candidate) -> int | None:
+    """What the device must hold: resident bytes and the largest program; None where its compiler said no figure."""
+    if candidate.need_bytes is not None or candidate.step_bytes is None:
+        return candidate.need_bytes
+    return candidate.step_bytes + record.resident_bytes
 
 
 def _beside(chosen: Candidate) -> list[str]:
@@ -156,7 +159,8 @@ def _remarks(record: PlanRecord) -> list[str]:
 
 
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
-    over = need_of(record, chosen) - (record.budget_bytes or 0)
+    need = need_of(record, chosen)
+    over = None if need is None else need - (record.budget_bytes or 0)
     return (
         f"Nothing fits, by {format_bytes(over)}; {candidate_words(chosen)} comes nearest. Parameters and optimizer state "
         f"alone are {format_bytes(record.least_bytes)}."

@@ -7,6 +7,7 @@ The step is traced here (`exporting`), compiled in a worker process (`worker`, `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 
@@ -39,6 +40,7 @@ from jaxmem_callbacks.transforms.kinds import kind_of_path
 # Settings of the caller's JAX that the compiler, not the tracer, obeys.
 _COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
 _TRITON = "xla_gpu_enable_triton_gemm"
+_Options = ParamSpec("_Options")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +93,11 @@ class TargetCompilation:
         return None if self.peak is None else self.peak.buffers
 
 
-def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
+Compiling = Callable[[], TargetCompilation]
+_Lowered = Callable[[pathlib.Path], TargetCompilation]  # given a folder for its files
+
+
+def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
@@ -109,8 +115,8 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
     arguments: Sequence[Argument] | None = None,
     keep_hlo: bool = True,
     cache: bool = True,
-) -> TargetCompilation:
-    """Compile a function for hardware that need not be there.
+) -> Compiling:
+    """Lower a function for hardware that need not be there: all that is JAX's, which obeys settings of the calling thread.
 
     Args:
         function: Any function of pytrees, jitted or not. It is traced in this process and never run.
@@ -134,11 +140,12 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
             for the attached CPU, nor where your flags ask XLA for dumps.
 
     Returns:
-        What the compiler said. A program too large for a TPU is an answer (``fits=False``), not an error.
+        The compile that is left to do, in any thread; it gives what the compiler said. A program too large for a TPU is an
+        answer (``fits=False``), not an error. It raises CompileError where the compiler failed, crashed or took too long.
 
     Raises:
         TargetError: an unknown target, one whose compiler is not installed, or one with fewer devices than the shardings.
-        CompileError: the program cannot leave this process, or the compiler failed, crashed or took too long.
+        CompileError: the program cannot leave this process.
     """
     where = resolve_target(target) if isinstance(target, str) else target
     flat = flatten_program(
@@ -151,48 +158,63 @@ def compile_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target
         static_argnames=_several(static_argnames),
         out_shardings=out_shardings,
     )
-    with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
-        job = _Job(
-            flat=flat,
-            target=where,
-            options=_options(where, compiler_options or {}),
-            folder=pathlib.Path(place),
-            arguments=tuple(_described(flat) if arguments is None else arguments),
-            want_buffers=want_buffers,
-            need_lines=need_lines,
-            keep_hlo=keep_hlo,
-            cache=cache,
-        )
-        return _compile_here(job) if where.platform == "cpu" else _compile_there(job, timeout_s)
+    job = _Job(
+        flat=flat,
+        target=where,
+        options=_options(where, compiler_options or {}),
+        arguments=tuple(_described(flat) if arguments is None else arguments),
+        want_buffers=want_buffers,
+        need_lines=need_lines,
+        keep_hlo=keep_hlo,
+        cache=cache,
+    )
+    lowered = _lowered_here(job) if where.platform == "cpu" else _lowered_there(job, timeout_s)
+
+    def compiled() -> TargetCompilation:
+        with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
+            return lowered(pathlib.Path(place))
+
+    return compiled
+
+
+def _at_once(lower: Callable[_Options, Compiling]) -> Callable[_Options, TargetCompilation]:
+    @functools.wraps(lower)
+    def compiled(*args: _Options.args, **kwargs: _Options.kwargs) -> TargetCompilation:
+        return lower(*args, **kwargs)()
+
+    return compiled
+
+
+compile_for_target = _at_once(lower_for_target)
+"""The same, compiled at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """One compile: what, for which hardware, how, and where its files go."""
+    """One compile: what, for which hardware, and how."""
 
     flat: FlatProgram
     target: Target
     options: dict[str, Any]
-    folder: pathlib.Path
     arguments: tuple[Argument, ...]
     want_buffers: bool
     need_lines: bool
     keep_hlo: bool
     cache: bool
 
-    @property
-    def all_options(self) -> dict[str, Any]:
-        return self.options | (dump_options(self.folder / "dump") if self.want_buffers else {})
+    def all_options(self, folder: pathlib.Path) -> dict[str, Any]:
+        """Its options, with those that have the compiler write into a folder."""
+        return self.options | (dump_options(folder / "dump") if self.want_buffers else {})
 
-    def peak(self, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
+    def peak(self, folder: pathlib.Path, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
         """What makes the peak, where it was asked for: the same bytes as the runtime's own total, where it has one."""
         if not self.want_buffers:
             return None
-        return with_total(read_peak(self.folder / "dump", memory.platform, arguments), memory.total_bytes, UNPLACED)
+        return with_total(read_peak(folder / "dump", memory.platform, arguments), memory.total_bytes, UNPLACED)
 
 
-def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
-    """Compile in a worker and read its answer."""
+def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
+    """Export here; what is left compiles in a worker and reads its answer."""
     program = export_program(job.flat, job.target.platform)
     title = f"{job.flat.name} for {job.target.name}"
     if program.device_count > job.target.device_count:
@@ -206,16 +228,19 @@ def _compile_there(job: _Job, timeout_s: float) -> TargetCompilation:
     accelerator = "v5litepod-4" if job.target.platform == "tpu" else ""  # any; the topology asked for is what counts
     request = _request(program, job)
     known = cache_entry(program.blob, request, compiler, worker_environment(accelerator)) if job.cache else None
-    wanted = {"want_buffers": job.want_buffers, "need_lines": job.need_lines}
-    answer = known.load(job.folder, **wanted) if known else None
-    cached = answer is not None
-    if answer is None:
-        _write_request(program, request, job)
-        answer = run_worker(job.folder, name=title, accelerator_type=accelerator, timeout_s=timeout_s)
-    result = _refused(job, title, answer) if "error" in answer else _read_answer(job, answer)
-    if known and not cached and (result.memory or result.needed_bytes):
-        known.keep(job.folder, want_buffers=job.want_buffers)
-    return dataclasses.replace(result, compiler=compiler, cached=cached)
+
+    def compiled(folder: pathlib.Path) -> TargetCompilation:
+        answer = known.load(folder, want_buffers=job.want_buffers, need_lines=job.need_lines) if known else None
+        cached = answer is not None
+        if answer is None:
+            _write_request(program, request, job, folder)
+            answer = run_worker(folder, name=title, accelerator_type=accelerator, timeout_s=timeout_s)
+        result = _refused(job, title, answer) if "error" in answer else _read_answer(job, answer, folder)
+        if known and not cached and (result.memory or result.needed_bytes):
+            known.keep(folder, want_buffers=job.want_buffers)
+        return dataclasses.replace(result, compiler=compiler, cached=cached)
+
+    return compiled
 
 
 def _refused(job: _Job, title: str, answer: dict[str, Any]) -> TargetCompilation:
@@ -233,9 +258,9 @@ def _refused(job: _Job, title: str, answer: dict[str, Any]) -> TargetCompilation
     )
 
 
-def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
+def _read_answer(job: _Job, answer: dict[str, Any], folder: pathlib.Path) -> TargetCompilation:
     """What the worker compiled."""
-    text = without_export_prefix((job.folder / "optimised.hlo").read_text("utf-8"))
+    text = without_export_prefix((folder / "optimised.hlo").read_text("utf-8"))
     figures = dict(answer["figures"])
     memory = ProgramMemory(
         name=job.flat.name,
@@ -258,41 +283,47 @@ def _read_answer(job: _Job, answer: dict[str, Any]) -> TargetCompilation:
         compiler_options=job.options,
         paths=job.flat.paths,
         kept=tuple(answer["kept"]),
-        peak=job.peak(memory, arguments),
+        peak=job.peak(folder, memory, arguments),
         warnings=tuple(answer["warnings"]),
     )
 
 
-def _compile_here(job: _Job) -> TargetCompilation:
-    """Compile for the attached CPU, in this process."""
+def _lowered_here(job: _Job) -> _Lowered:
+    """Lower for the attached CPU; what is left compiles in this process."""
     flat = job.flat
     cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     spread = any(leaf.sharding is not None for leaf in flat.leaves)
     leaves = [leaf if spread else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=cpu) for leaf in flat.leaves]
     out: dict[str, Any] = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
-    start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lowered = jax.jit(flat.function, donate_argnums=flat.donated, **out).lower(*leaves)
-        options = job.all_options | (past_the_cache() if job.want_buffers else {})
-        compiled = lowered.compile(compiler_options=options or None)
-    seconds = time.monotonic() - start
-    text = compiled.as_text()
-    memory = program_memory(compiled, name=flat.name, platform="cpu", target="attached", hlo_text=text)
-    return TargetCompilation(
-        target=job.target,
-        memory=memory,
-        fits=None,
-        needed_bytes=memory.step_bytes,
-        limit_bytes=None,
-        host_temp_bytes=memory.host_temp_bytes,
-        hlo_text=text if job.keep_hlo else None,
-        compile_seconds=seconds,
-        compiler_options=job.options,
-        paths=flat.paths,
-        peak=job.peak(memory, Arguments(by_name={f"leaves[{i}]": each for i, each in enumerate(job.arguments)})),
-        warnings=tuple(str(warning.message) for warning in caught if warning.category is UserWarning),
-    )
+    told = tuple(str(warning.message) for warning in caught if warning.category is UserWarning)
+
+    def compiled(folder: pathlib.Path) -> TargetCompilation:
+        start = time.monotonic()
+        options = job.all_options(folder) | (past_the_cache() if job.want_buffers else {})
+        program = lowered.compile(compiler_options=options or None)
+        seconds = time.monotonic() - start
+        text = program.as_text()
+        memory = program_memory(program, name=flat.name, platform="cpu", target="attached", hlo_text=text)
+        named = Arguments(by_name={f"leaves[{i}]": each for i, each in enumerate(job.arguments)})
+        return TargetCompilation(
+            target=job.target,
+            memory=memory,
+            fits=None,
+            needed_bytes=memory.step_bytes,
+            limit_bytes=None,
+            host_temp_bytes=memory.host_temp_bytes,
+            hlo_text=text if job.keep_hlo else None,
+            compile_seconds=seconds,
+            compiler_options=job.options,
+            paths=flat.paths,
+            peak=job.peak(folder, memory, named),
+            warnings=told,
+        )
+
+    return compiled
 
 
 def _described(flat: FlatProgram) -> list[Argument]:
@@ -321,10 +352,10 @@ def _request(program: PortableProgram, job: _Job) -> dict[str, Any]:
     }
 
 
-def _write_request(program: PortableProgram, request: dict[str, Any], job: _Job) -> None:
-    whole = request | {"compiler_options": job.all_options, "folders": target_folders()}
-    (job.folder / "program.bin").write_bytes(program.blob)
-    (job.folder / "request.json").write_text(json.dumps(whole), "utf-8")
+def _write_request(program: PortableProgram, request: dict[str, Any], job: _Job, folder: pathlib.Path) -> None:
+    whole = request | {"compiler_options": job.all_options(folder), "folders": target_folders()}
+    (folder / "program.bin").write_bytes(program.blob)
+    (folder / "request.json").write_text(json.dumps(whole), "utf-8")
 
 
 def _options(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:

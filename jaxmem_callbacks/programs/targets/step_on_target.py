@@ -20,7 +20,7 @@ from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
+from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.kinds import OTHER, STATE
@@ -29,33 +29,20 @@ _UNSEEN = "the compiler refused the program before it placed its buffers"
 
 
 def compile_step_for(
-    step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str, *, want_peak: bool = False
+    step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str
 ) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], Peak]]:
     """Compile a step for hardware that need not be there.
-
-    Args:
-        step: The step.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        target: The hardware's name.
-        want_peak: Read in the same compile what makes the peak; from the disk cache its source lines can be missing.
 
     Returns:
         The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
         function that tells what makes the peak with its source lines, and compiles once more for that.
     """
     traced = step.traced(args, kwargs)
-
-    def compiled(*, want_buffers: bool, need_lines: bool) -> TargetCompilation:
-        return compile_traced_for(traced, step.name, target, want_buffers=want_buffers, need_lines=need_lines)
-
-    answer = compiled(want_buffers=want_peak, need_lines=False)
-    uses = _uses(traced.leaves, taken_inputs(traced.jaxpr), answer.hlo_text or "")
-    if answer.memory is None and answer.needed_bytes is not None:
-        answer = replace(answer, peak=_refused_peak(uses, traced.undonated, answer.needed_bytes))
+    answer = lower_traced_for(traced, step.name, target)()
+    uses = _uses(traced, answer)
 
     def peak() -> Peak:
-        found = compiled(want_buffers=True, need_lines=True).peak
+        found = lower_traced_for(traced, step.name, target, want_buffers=True)().peak
         assert found is not None  # a program that is refused has no memory, and nobody gets this far with it
         return found
 
@@ -92,7 +79,7 @@ def _refused_peak(uses: Sequence[LeafUse], updated: Sequence[str], needed_bytes:
     return with_total(peak_of(held, basis=REFUSED), needed_bytes, _UNSEEN)
 
 
-def compile_traced_for(  # noqa: PLR0913 - the compile's own options
+def lower_traced_for(  # noqa: PLR0913 - the compile's own options
     traced: Traced,
     name: str,
     target: str,
@@ -100,8 +87,8 @@ def compile_traced_for(  # noqa: PLR0913 - the compile's own options
     donate: Sequence[str] = (),
     want_buffers: bool = False,
     need_lines: bool = True,
-) -> TargetCompilation:
-    """Compile a traced step for hardware that need not be there.
+) -> Compiling:
+    """Lower a traced step for hardware that need not be there, in the calling thread.
 
     Args:
         traced: The step.
@@ -110,8 +97,11 @@ def compile_traced_for(  # noqa: PLR0913 - the compile's own options
         donate: Arguments that are donated besides those that the step donates.
         want_buffers: Also tell what makes the peak.
         need_lines: Whether a peak from the disk cache without source lines is no use.
+
+    Returns:
+        The compile that is left to do, in any thread. Of a program that is refused it tells what of the peak is known.
     """
-    return compile_for_target(
+    compiling = lower_for_target(
         _flat_function(traced.jaxpr, name),
         [_abstract(leaf) for leaf in traced.leaves],
         target=target,
@@ -121,6 +111,14 @@ def compile_traced_for(  # noqa: PLR0913 - the compile's own options
         need_lines=need_lines,
         arguments=described(traced.leaves, traced.undonated),
     )
+
+    def compiled() -> TargetCompilation:
+        answer = compiling()
+        if answer.memory is not None or answer.needed_bytes is None:
+            return answer
+        return replace(answer, peak=_refused_peak(_uses(traced, answer), traced.undonated, answer.needed_bytes))
+
+    return compiled
 
 
 def compile_traced_here(traced: Traced, name: str, *, donate: Sequence[str] = ()) -> jax.stages.Compiled:
@@ -170,13 +168,13 @@ def taken_inputs(jaxpr: Any) -> list[bool]:
     return [v in needed for v in jaxpr.invars]
 
 
-def _uses(leaves: Sequence[Leaf], taken: Sequence[bool], hlo_text: str) -> tuple[LeafUse, ...]:
+def _uses(traced: Traced, answer: TargetCompilation) -> tuple[LeafUse, ...]:
     """What the target's program does with each array; which are reused is unknown where JAX dropped yet others of them."""
-    header = read_header(hlo_text)
+    header, taken = read_header(answer.hlo_text or ""), taken_inputs(traced.jaxpr)
     known = header.parameters == sum(taken)
     numbers = iter(range(header.parameters))
     uses: list[LeafUse] = []
-    for leaf, is_taken in zip(leaves, taken, strict=True):
+    for leaf, is_taken in zip(traced.leaves, taken, strict=True):
         aliased = (is_taken and next(numbers) in header.reused) if known else None
         uses.append(
             replace(

@@ -1,0 +1,64 @@
+"""`jaxmem plan`: what it refuses before anything is compiled, and the lines that it says to paste."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.cli.plan import lines_to_train
+from tests import sample_plans as samples
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--save", "plan.txt"], "--save plan.txt: expected a name that ends in .yaml or .yml. Type --save plan.yaml."),
+        (["--save", "missing/plan.yaml"], "there is no folder missing. Make it first: mkdir -p missing."),
+        (["--figure", "plan.xyz"], "--figure plan.xyz: expected a name that ends in .png or .svg or .pdf."),
+        (["--budget", "1.5"], "--budget 1.5: expected a size with its unit, such as 72GiB, or a share"),
+        (["--budget", "0"], "Type --budget 0GiB."),
+    ],
+)
+def test_what_could_not_be_written_or_meant_is_refused_first(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "a_script_that_is_never_read.py", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def planned(policy: jm.StepPolicy, **record: Any) -> jm.Plan:
+    made = samples.record([dataclasses.replace(samples.candidate(5000, 0), policy=policy)], 0, None)
+    return jm.Plan(dataclasses.replace(made, **record))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jm.StepPolicy(remat="full", levels=2),
+        jm.StepPolicy(remat="full", keep=0.25, microbatches=4),
+        jm.StepPolicy(remat="full", segments=3, offload=("cuts",)),
+    ],
+)
+def test_the_line_to_paste_is_the_plans_policy(policy: jm.StepPolicy) -> None:
+    (line,) = lines_to_train(planned(policy), None)
+    said = line.removeprefix("step = jm.jit_step(train_step, ").removesuffix(")")
+    assert eval(said, {"jm": jm}) == policy  # noqa: S307 - a line of ours that people run
+
+
+def test_the_lines_to_paste_place_a_sharded_state() -> None:
+    plan = planned(jm.StepPolicy(sharding="fsdp"), mesh={"fsdp": 8}, device_count=8)
+    names: dict[str, Any] = {"jm": jm, "jax": jax, "state": {"w": jax.numpy.ones((512, 512))}}
+    names["train_step"] = lambda state: {"w": state["w"] + 1}
+    try:
+        exec("\n".join(lines_to_train(plan, None)), names)  # noqa: S102 - lines of ours that people run
+        assert names["step"](names["state"])["w"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
+    finally:
+        jax.set_mesh(None)
