@@ -154,6 +154,15 @@ def test_a_gpus_compiler_needs_fewer_bytes_by_what_is_offloaded() -> None:
     assert "on the host" in str(there)
     assert "on the host" not in str(here)
     assert not [line for line in there.warnings if "offload" in line]
+    plan = jm.plan(
+        train_step, *args, target="h100_sxm", budget=there.step_bytes + 2**20, search={"offload": True}, progress=False
+    )
+    assert plan.chosen.fits
+    moved = {each.policy.offload: each.host_bytes for each in plan.candidates if each.policy.keep == 0}
+    assert moved[("cuts",)] == carries
+    assert plan.chosen.policy.offload == ("cuts",) or (plan.chosen.modelled_s or 0) <= min(
+        each.modelled_s or 0 for each in plan.candidates if each.fits and each.host_bytes
+    )
 
 
 def test_time_counts_the_way_to_the_host_and_back() -> None:

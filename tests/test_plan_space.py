@@ -28,6 +28,7 @@ pytestmark = pytest.mark.core
         (None, Space()),
         ({}, Space()),
         ({"remat": False, "donate": True}, Space(remat=False, donate=True)),
+        ({"offload": True}, Space(offload=True)),
         ({"microbatches": [4, 1, 2, 4]}, Space(microbatches=(2, 4))),
         ({"microbatches": 8}, Space(microbatches=(8,))),
         ({"microbatches": True, "sharding": True}, Space(microbatches="all", sharding=SHARDINGS)),
@@ -43,7 +44,9 @@ pytestmark = pytest.mark.core
 )
 def test_what_search_means(said: Any, space: Space) -> None:
     assert parse_search(said) == space
-    assert space.is_wide == bool({"microbatches", "sharding", "batch"} & {k for k, v in (said or {}).items() if v})
+    assert space.is_wide == bool(
+        {"offload", "microbatches", "sharding", "batch"} & {k for k, v in (said or {}).items() if v}
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ def test_what_search_means(said: Any, space: Space) -> None:
             r"search has the key 'microbatch'. Did you mean `microbatches`\? Expected some of: remat, ",
         ),
         ({"remat": "full"}, r"search\[\"remat\"\]='full': expected True or False. Type search=\{\"remat\": False\}"),
+        ({"offload": True, "remat": False}, r"without it there is nothing to move. Type search=\{\"offload\": True\}"),
         ({"donate": 1}, r"search\[\"donate\"\]=1: expected True or False"),
         ({"microbatches": 0}, r"search\[\"microbatches\"\]=0: expected whole numbers of at least 1, or True"),
         ({"microbatches": [2, True]}, r"Type search=\{\"microbatches\": \[1, 2, 4\]\}"),

@@ -57,9 +57,10 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
             Arguments with shardings say themselves where they lie.
         resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
-        search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "microbatches": [2, 4], "donate": True,
-            "sharding": ["zero1", "fsdp"], "batch": {"multiple_of": 8, "at_most": 512}}``, of which any part may be left
-            out and most may be True; docs/plan.md has the words. The batch is changed only by ``"batch"``.
+        search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
+            "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of": 8,
+            "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan.md has the words. The
+            batch is changed only by ``"batch"``.
         beside: Other programs that must fit too, as pairs of a function and its arguments:
             ``[(eval_step, (state, batch))]``. Each is compiled once, and the largest program sets the need.
         progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on

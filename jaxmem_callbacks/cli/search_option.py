@@ -17,7 +17,7 @@ def add_search_argument(parser: argparse.ArgumentParser) -> None:
         metavar="KEY[=VALUE]",
         action="append",
         default=[],
-        help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  batch=largest  "
+        help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  offload  batch=largest  "
         "batch.multiple_of=8  batch.at_most=512  remat=no; a key alone means all of it; may be given several times",
     )
 

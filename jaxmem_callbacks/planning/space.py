@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.policies import SHARDING_SYNONYMS, ShardingRules, 
 
 # What is tried for `"sharding": True`; the last needs a second mesh axis.
 SHARDINGS = tuple(SHARDING_SYNONYMS)
-_KEYS = ("remat", "microbatches", "donate", "sharding", "batch")
+_KEYS = ("remat", "offload", "microbatches", "donate", "sharding", "batch")
 _BATCH_KEYS = ("multiple_of", "at_most", "argnames")
 _EXAMPLE = 'search={"microbatches": [1, 2, 4], "sharding": True, "batch": {"multiple_of": 8, "at_most": 512}}'
 
@@ -41,6 +41,7 @@ class Space:
 
     Attributes:
         remat: Whether remat is searched.
+        offload: Whether what waits between the passes may be moved into host memory.
         microbatches: Numbers to try besides 1, ascending; ``all`` for powers of two that divide the rows.
         donate: Whether the plan may donate what the step's own word does not.
         sharding: What to try for the state, in this order; None where nothing was said.
@@ -48,6 +49,7 @@ class Space:
     """
 
     remat: bool = True
+    offload: bool = False
     microbatches: tuple[int, ...] | Literal["all"] = ()
     donate: bool = False
     sharding: tuple[str | ShardingRules, ...] | None = None
@@ -56,23 +58,31 @@ class Space:
     @property
     def is_wide(self) -> bool:
         """Whether more than remat is searched by the user's wish."""
-        return bool(self.microbatches) or self.sharding is not None or self.batch is not None
+        return self.offload or bool(self.microbatches) or self.sharding is not None or self.batch is not None
 
 
 def parse_search(said: Any) -> Space:
     """What ``search=`` means.
 
     Args:
-        said: None, or a mapping with some of the keys ``remat``, ``microbatches``, ``donate``, ``sharding``, ``batch``.
+        said: None, or a mapping with some of the keys ``remat``, ``offload``, ``microbatches``, ``donate``, ``sharding``
+            and ``batch``.
 
     Raises:
-        PlanError: an unknown key (with the nearest), or a value that is none for its key.
+        PlanError: an unknown key (with the nearest), a value that is none for its key, or offload without remat.
     """
     if said is None:
         return Space()
     given = _mapping(said, "search", _KEYS, f"Type for example {_EXAMPLE}.")
+    if _switch(given, "offload", default=False) and not _switch(given, "remat", default=True):
+        msg = (
+            'search={"offload": True, "remat": False}: what is moved into host memory is what remat stores, so without it there '
+            'is nothing to move. Type search={"offload": True}.'
+        )
+        raise PlanError(msg)
     return Space(
         remat=_switch(given, "remat", default=True),
+        offload=_switch(given, "offload", default=False),
         microbatches=_microbatches(given.get("microbatches", ())),
         donate=_switch(given, "donate", default=False),
         sharding=_shardings(given.get("sharding")),
