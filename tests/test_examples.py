@@ -140,7 +140,7 @@ def test_a_pod_is_planned_on_a_laptop(tmp_path: Path):
 def test_a_pod_without_its_compiler_says_what_to_install(tmp_path: Path):
     """Compilers beside JAX cannot be hidden from it: there it is the name that is wrong."""
     beside = any(compiler_versions("tpu", sys.path).values())
-    target, words = ("v5q:4x4", "Did you mean `v5p`?") if beside else ("v5p:4x4x4", "pip install")
+    target, words = ("v5pp:4x4", "Did you mean `v5p`?") if beside else ("v5p:4x4x4", "pip install")
     command = [sys.executable, str(EXAMPLES / "plan_a_pod.py"), "--target", target]
     variables = ON_CPU | {"JAXMEM_TARGET_PATH": str(tmp_path)}
     answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)

@@ -109,8 +109,11 @@ def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     needs_compiler("h100_sxm")
     program = textwrap.dedent(
         """\
+        import signal
         import jaxmem_callbacks as jm
         from tests.test_plan import abstract, train_step
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
 
         def told(what, done, most):
             print("done", done, flush=True)

@@ -16,7 +16,7 @@ from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 MOST_BYTES, MOST_FLOPS = 1.10, 1.05
 CASES = {
     "llama": functools.partial(llama, batch=8, length=256, layers=4),
-    "nnx_scanned": functools.partial(nnx_scanned, batch=4, length=256),
+    "nnx_scanned": functools.partial(nnx_scanned, batch=8, length=256),
     "unet": functools.partial(unet, batch=8, size=32, channels=(32, 64)),
 }
 
