@@ -274,6 +274,32 @@ def test_by_keyword_a_program_beside_finds_the_state_where_the_plan_places_it() 
     assert plan.compiles == 2
 
 
+def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
+    """A survey's bytes are those of all devices: taken for those of one, so little is kept that compiles are wasted."""
+    widths = [16 * (2 + number % 7) for number in range(12)]
+
+    def narrowing(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def layer(h: Any, weights: Any) -> Any:
+                for into, out in weights:
+                    h = h + jnp.tanh(jnp.sin(h @ into) @ out)
+                return h, None
+
+            return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jm.grad(loss)(params))
+
+    params = [(jnp.ones((4, 32, width)) / 64, jnp.ones((4, width, 32)) / 64) for width in widths]
+    given, search = (params, jnp.ones((8 * 512, 32))), {"sharding": ["replicate"]}
+    ends = jm.plan(narrowing, *given, budget="1MiB", search=search)
+    sizes = {each.policy.remat: each.step_bytes or 0 for each in ends.candidates if each.policy.levels == 1}
+    budget = (sizes["none"] + 2 * sizes["full"]) // 3
+    plan = jm.plan(narrowing, *given, budget=budget, search=search)
+    assert plan.chosen.fits
+    assert (plan.chosen.step_bytes or 0) > 0.9 * budget
+    assert plan.compiles <= 6
+
+
 def test_what_would_split_nothing_is_noted() -> None:
     def without_optimizer(params: Any, batch: Any) -> Any:
         loss, grads = jm.value_and_grad(loss_fn)(params, batch)

@@ -24,6 +24,8 @@ _WORTH = 0.005
 _DIGITS = 10**5
 # The needs of policies between the ends lie less than this below those of the ends.
 _NEAR = 1.3
+# A modelled byte that seems to cost less than this is one that the peak does not see yet.
+_LEAST_PART = 0.05
 
 
 @final
@@ -136,14 +138,15 @@ class RematSearch:
         return sorted(curves[0], key=lambda point: point.share) if len(curves) == 1 else _joined(curves)
 
     def _corrected(self, least: int) -> float:
-        """What a modelled byte costs, by the points that were compiled."""
+        """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
+        part = 1 / self._compiler.problem.device_count
         modelled = {self._kept(share).keep: share.bytes for share in self._shares}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy.keep]
             for policy, candidate in self.found.items()
             if candidate.step_bytes is not None and modelled.get(policy.keep)
         ]
-        return max(max(ratios, default=1.0), 0.05)
+        return max(max(ratios, default=part), _LEAST_PART * part)
 
     def _kept(self, share: Share) -> StepPolicy:
         """A share as people can write it: rounded up, so that nothing of it is left out."""
