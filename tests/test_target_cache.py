@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.targets.cache import Entry, cache_entry, cache_folder, without_source_lines
+from jaxmem_callbacks.programs.targets.cache import Entry, cache_entry, without_source_lines
 from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program
 from jaxmem_callbacks.programs.targets.fingerprint import Fingerprint, program_fingerprint
 from jaxmem_callbacks.programs.targets.worker import worker_environment
@@ -197,21 +197,6 @@ def test_what_does_not_change_an_answer_does_not_change_its_key():
 )
 def test_flags_that_want_files_or_lie_in_one_want_a_real_compile(changed):
     assert key(**changed) is None
-
-
-def test_the_folder_is_the_users_cache_unless_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAXMEM_CACHE_DIR", str(tmp_path))
-    assert cache_folder() == tmp_path
-    for word in ("", "off", " OFF "):
-        monkeypatch.setenv("JAXMEM_CACHE_DIR", word)
-        assert cache_folder() is None
-        assert key() is None
-    monkeypatch.delenv("JAXMEM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "jaxmem_callbacks" / "compiles"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "jaxmem_callbacks" / "compiles"
 
 
 # How answers are kept.

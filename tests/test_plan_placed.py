@@ -1,0 +1,96 @@
+"""`jm.plan(search={"sharding": ...})`: where the plan places a state, a batch and what lies beside it, on eight CPU devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.errors import PlanError
+from tests.test_plan_search import OPTIMIZER, ROWS, abstract, forward, loss_fn, obeys, parameters, rows_of, train_step
+
+pytestmark = pytest.mark.core
+
+
+def test_shardings_of_the_attached_devices_when_asked() -> None:
+    search = {"sharding": ["replicate", "fsdp", "fsdp_tensor"], "remat": False}
+    params = parameters()
+    plan = jm.plan(train_step, params, OPTIMIZER.init(params), rows_of(ROWS), budget="1GiB", search=search)
+    obeys(plan)
+    held = {each.policy.sharding: each.argument_bytes for each in plan.candidates}
+    assert held["replicate"] > held["fsdp"]
+    meshes = {each.policy.sharding: each.mesh for each in plan.candidates}
+    assert meshes == {"replicate": {"fsdp": 8}, "fsdp": {"fsdp": 8}, "fsdp_tensor": {"fsdp": 4, "tensor": 2}}
+    assert plan.record.device_count == 8
+    assert plan.record.mesh == plan.chosen.mesh
+    place = jax.sharding.NamedSharding(jm.make_mesh({"fsdp": 8}), jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract())
+    with pytest.raises(
+        PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how .* the arguments carry shardings. Name one"
+    ):
+        jm.plan(train_step, *placed, search={"sharding": "fsdp"})
+
+
+def test_a_batch_by_keyword_is_divided_and_what_lies_beside_it_is_not() -> None:
+    def looked_up(params: Any, opt_state: Any, batch: Any, table: Any, key: Any) -> Any:
+        noise = jax.random.uniform(jax.random.wrap_key_data(key), batch.shape)
+        return train_step(params, opt_state, batch + table.sum() + noise)
+
+    params, table, key = parameters(), jnp.ones((16, 1024)), jax.random.key_data(jax.random.key(0))
+    plan = jm.plan(
+        looked_up, params, OPTIMIZER.init(params), batch=rows_of(ROWS), table=table, key=key,
+        budget="1GiB", search={"sharding": ["replicate"], "remat": False},
+    )  # fmt: skip
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves((params, OPTIMIZER.init(params))))
+    assert plan.chosen.argument_bytes == state + rows_of(ROWS).nbytes // 8 + table.nbytes + key.nbytes
+
+
+def test_by_keyword_a_program_beside_finds_the_state_where_the_plan_places_it() -> None:
+    params, opt_state, batch = abstract()
+    plan = jm.plan(
+        train_step, opt_state=opt_state, params=params, batch=batch,
+        budget="1GiB", search={"sharding": ["zero1"], "remat": False}, beside=[(forward, (params, batch))],
+    )  # fmt: skip
+    optimizer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state))
+    assert plan.chosen.beside[0].held_bytes == pytest.approx(optimizer / 8, rel=0.02)
+    assert plan.compiles == 2
+
+
+def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
+    """A survey's bytes are those of all devices: taken for those of one, so little is kept that compiles are wasted."""
+    widths = [16 * (2 + number) for number in range(5)]
+
+    def narrowing(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def layer(h: Any, weights: Any) -> Any:
+                for into, out in weights:
+                    h = h + jnp.tanh(jnp.sin(h @ into) @ out)
+                return h, None
+
+            return (jax.lax.scan(layer, batch, params)[0] ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jm.grad(loss)(params))
+
+    params = [(jnp.ones((4, 32, width)) / 64, jnp.ones((4, width, 32)) / 64) for width in widths]
+    given, search = (params, jnp.ones((8 * 512, 32))), {"sharding": ["replicate"]}
+    ends = jm.plan(narrowing, *given, budget="1MiB", search=search)
+    sizes = {each.policy.remat: each.step_bytes or 0 for each in ends.candidates if each.policy.levels == 1}
+    budget = (sizes["none"] + 2 * sizes["full"]) // 3
+    plan = jm.plan(narrowing, *given, budget=budget, search=search)
+    assert plan.chosen.fits
+    assert (plan.chosen.step_bytes or 0) > 0.9 * budget
+    assert plan.compiles <= 6
+
+
+def test_what_would_split_nothing_is_noted() -> None:
+    def without_optimizer(params: Any, batch: Any) -> Any:
+        loss, grads = jm.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params, _, batch = abstract()
+    plan = jm.plan(without_optimizer, params, batch, search={"sharding": ["zero1", "replicate"], "remat": False})
+    assert "zero1 was not tried: sharding='zero1' would do nothing on this mesh" in str(plan)
+    assert plan.policy.sharding == "replicate"
