@@ -17,9 +17,9 @@ from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
+from tests.target_step import needs_compiler
 
 pytestmark = pytest.mark.core
 
@@ -156,8 +156,7 @@ def test_collectives_count_all_their_results_among_the_devices_that_take_part() 
 
 @pytest.mark.targets
 def test_products_that_libraries_compute_are_counted() -> None:
-    if not compiler_versions("cuda"):
-        pytest.skip("targets: h100_sxm not proved (its compiler is not installed)")
+    needs_compiler("h100_sxm")
     rows, width, image, kernel = 64, 128, (8, 16, 16, 4), (3, 3, 4, 32)
 
     def step(x: jax.Array, w: jax.Array, images: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
