@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxmem_callbacks.answers.environment import apply_environment as apply_environment
     from jaxmem_callbacks.answers.plan import Plan as Plan
     from jaxmem_callbacks.answers.plan import plan as plan
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
@@ -44,6 +45,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ScriptedProbe": ("probes.scripted", "ScriptedProbe"),
     "StepMemory": ("programs.memory", "StepMemory"),
     "StepPolicy": ("records.policies", "StepPolicy"),
+    "apply_environment": ("answers.environment", "apply_environment"),
     "apply_policy": ("transforms.policy", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
     "grad": ("transforms.gradients", "grad"),
@@ -70,6 +72,7 @@ __all__ = [
     "ScriptedProbe",
     "StepMemory",
     "StepPolicy",
+    "apply_environment",
     "apply_policy",
     "as_writer",
     "grad",

@@ -13,7 +13,7 @@ from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_pre
 from jaxmem_callbacks.records.errors import PresetError
 
 GOLDEN = Path(__file__).parent / "golden"
-COMPOSED = ("donate+full_remat", "monitor_only+dots_remat+tight_headroom")
+COMPOSED = ("donate+full_remat", "monitor_only+dots_remat+tight_headroom", "fsdp+gpu_rocm+gpu_growth")
 MISTAKES = {
     "unknown key": "policy:\n  rematt: full\n",
     "wrong section": "policy:\n  every_steps: 10\n",
@@ -23,6 +23,9 @@ MISTAKES = {
     "YAML 1.1 boolean": "monitor:\n  tensorboard: yes\n",
     "not a size": "monitor:\n  limit: 12 parsec\n",
     "contradiction": "policy:\n  remat: none\n  segments: 4\n",
+    "contradiction of platform and setting": "environment:\n  platform: tpu\n  preallocate: false\n",
+    "misspelt allocator": "environment:\n  allocator: cuda_asinc\n",
+    "half a MiB": "environment:\n  collective_pool: 512KiB\n",
     "duplicate key": "policy:\n  remat: full\n  remat: none\n",
     "tab": "policy:\n\tremat: full\n",
     "object tag": "policy: !!python/object/apply:os.system [id]\n",

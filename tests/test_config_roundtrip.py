@@ -11,7 +11,7 @@ from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_pr
 from jaxmem_callbacks.config.schema import RANGES
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, SHARDING_SYNONYMS, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 pytestmark = pytest.mark.core
 NAMES = st.lists(
@@ -49,13 +49,27 @@ MONITORS = st.builds(
     jsonl=st.booleans(),
     on_error=st.sampled_from(["warn", "raise"]),
 )
+ENVIRONMENTS = st.builds(EnvironmentSettings, platform=st.sampled_from([None, "tpu"])) | st.builds(
+    EnvironmentSettings,
+    platform=st.sampled_from([None, "cuda"]),
+    allocator=st.sampled_from([None, "default", "bfc", "cuda_async", "vmm", "platform", "address"]),
+    preallocate=st.none() | st.booleans(),
+    fraction=st.none() | st.floats(0, 1, exclude_min=True),
+    collective_pool_bytes=st.none() | st.integers(1, 2**20).map(lambda mib: mib * 2**20),
+)
 
 
 @settings(deadline=None, max_examples=150)
-@given(description=st.text(max_size=200), policy=POLICIES, monitor=MONITORS, defaults=st.sampled_from(["omit", "show"]))
-def test_what_a_preset_says_survives_yaml(description, policy, monitor, defaults):
+@given(
+    description=st.text(max_size=200),
+    policy=POLICIES,
+    monitor=MONITORS,
+    environment=ENVIRONMENTS,
+    defaults=st.sampled_from(["omit", "show"]),
+)
+def test_what_a_preset_says_survives_yaml(description, policy, monitor, environment, defaults):
     description = description.strip()
-    preset = Preset(name="a", description=description, policy=policy, monitor=monitor)
+    preset = Preset(name="a", description=description, policy=policy, monitor=monitor, environment=environment)
     read = parse_preset(preset_to_yaml(preset, defaults=defaults), "a.yaml")
     assert dataclasses.replace(read, said=()) == preset
     assert set(read.said) >= {
@@ -88,6 +102,7 @@ def test_every_range_is_in_the_generated_records():
         "policy.segments",
         "policy.microbatches",
         "policy.keep",
+        "environment.fraction",
         *(
             f"monitor.{name}"
             for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")
@@ -102,6 +117,9 @@ KEYS = st.fixed_dictionaries(
             {}, optional={"remat": st.just("full"), "save": NAMES.map(tuple), "donate": DONATE}
         ),
         "monitor": st.fixed_dictionaries({}, optional={"every_steps": st.integers(1, 9), "jsonl": st.booleans()}),
+        "environment": st.fixed_dictionaries(
+            {}, optional={"preallocate": st.booleans(), "allocator": st.sampled_from(["bfc", "cuda_async"])}
+        ),
     },
 )
 

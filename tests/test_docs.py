@@ -15,7 +15,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.config.schema import short_key
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -153,4 +153,5 @@ def test_the_keys_of_presets_are_all_told() -> None:
     assert told == {
         "policy": [field.name for field in dataclasses.fields(jm.StepPolicy)],
         "monitor": [short_key(field.name) for field in dataclasses.fields(MonitorSettings)],
+        "environment": [short_key(field.name) for field in dataclasses.fields(EnvironmentSettings)],
     }

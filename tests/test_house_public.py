@@ -29,6 +29,7 @@ PUBLIC = [
     "ScriptedProbe",
     "StepMemory",
     "StepPolicy",
+    "apply_environment",
     "apply_policy",
     "as_writer",
     "grad",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import MonitorSettings
@@ -20,7 +21,7 @@ def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSetting
 
     Raises:
         TypeError: none of these.
-        ValueError: a number that makes no sense; a name that is no preset (``PresetError``).
+        ValueError: a number that makes no sense; a name that is no preset (``PresetError``); an environment that was not applied.
     """
     if preset is None:
         return MonitorSettings()
@@ -28,6 +29,7 @@ def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSetting
         from jaxmem_callbacks.config.presets import load_preset
 
         preset = load_preset(preset)
+    require_applied(preset)
     settings: Any = preset.monitor if isinstance(preset, Preset) else preset
     if not isinstance(settings, MonitorSettings):
         msg = (

@@ -14,6 +14,10 @@ from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": (
+        "jaxmem_callbacks.cli.doctor",
+        "this machine's memory settings, what is wrong with them, and which figures exist here",
+    ),
     "inspect": (
         "jaxmem_callbacks.cli.inspect",
         "what a training script's step needs, by argument, and what is donated",
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None for the process's own.
 
     Returns:
-        0; 2 where the library refused, with the reason on stderr and no traceback; 141 where the output's reader went away.
+        0; 1 where a script failed or `jaxmem doctor` found something; 2 where the library refused, with the reason on stderr and no traceback; 141 where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.

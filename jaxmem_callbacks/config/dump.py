@@ -38,10 +38,11 @@ def preset_to_yaml(preset: Preset, *, defaults: Literal["omit", "show"] = "omit"
             the defaults by a comment.
 
     Returns:
-        YAML; ``parse_preset`` gives the same description, policy and monitor settings.
+        YAML; ``parse_preset`` gives the same description, policy and settings.
     """
     lines = [f"description: {_paragraph(preset.description)}"] if preset.description else []
-    for section, record in (("policy", preset.policy), ("monitor", preset.monitor)):
+    for section in SECTIONS:
+        record = getattr(preset, section)
         written = [
             line
             for field in dataclasses.fields(SECTIONS[section])

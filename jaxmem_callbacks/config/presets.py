@@ -13,10 +13,10 @@ from jaxmem_callbacks.config.files import read_text
 from jaxmem_callbacks.config.locate import shipped_folder, shipped_names
 from jaxmem_callbacks.config.problems import Place, Problem, preset_error
 from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
-from jaxmem_callbacks.records.errors import PolicyError, PresetError, did_you_mean
+from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError, did_you_mean
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 DEFAULT = "monitor_only"
 
@@ -42,8 +42,8 @@ def load_preset(*names_or_paths: str | os.PathLike[str], **overrides: Any) -> Pr
     Args:
         *names_or_paths: Shipped names (``"full_remat"``) or YAML files (a ``Path``, or text that ends in ``.yaml`` or has a
             path separator). Without any: ``monitor_only``.
-        **overrides: ``policy={...}``, ``monitor={...}`` and ``description="..."`` with the keys of the YAML; they win over
-            every part.
+        **overrides: ``policy={...}``, ``monitor={...}``, ``environment={...}`` and ``description="..."`` with the keys of the
+            YAML; they win over every part.
 
     Returns:
         What the parts say together; lists are replaced, not joined.
@@ -76,10 +76,10 @@ def parse_preset(text: str, source: str = "text") -> Preset:
 
 
 def compose(parts: list[Part]) -> Preset:
-    """The parts as one preset; a contradiction between them is reported with the place of every policy key.
+    """The parts as one preset; a contradiction between them is reported with the place of every key of its section.
 
     Raises:
-        PresetError: the composed policy contradicts itself.
+        PresetError: the composed policy or environment contradicts itself.
     """
     merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for part in parts:
@@ -88,7 +88,11 @@ def compose(parts: list[Part]) -> Preset:
     try:
         policy = StepPolicy(**merged["policy"])
     except PolicyError as error:
-        raise _contradiction(parts, error) from None
+        raise _contradiction(parts, "policy", error) from None
+    try:
+        environment = EnvironmentSettings(**merged["environment"])
+    except EnvironmentSettingError as error:
+        raise _contradiction(parts, "environment", error) from None
     described = [part.values["description"].strip() for part in parts if part.values.get("description")]
     if parts[-1].name == "" and "description" in parts[-1].values:
         described = [parts[-1].values["description"]]
@@ -97,6 +101,7 @@ def compose(parts: list[Part]) -> Preset:
         description=" ".join(described),
         policy=policy,
         monitor=MonitorSettings(**merged["monitor"]),
+        environment=environment,
         said=tuple(f"{section}.{key}" for section in SECTIONS for key in sorted(merged[section])),
     )
 
@@ -104,7 +109,7 @@ def compose(parts: list[Part]) -> Preset:
 def _load_part(name_or_path: Any) -> Part:
     if not isinstance(name_or_path, str | os.PathLike) or isinstance(os.fspath(name_or_path), bytes):
         given = f"a preset is named by {type(name_or_path).__name__}."
-        expected = "Expected: a shipped name, a path, or policy={...} and monitor={...} as keyword arguments."
+        expected = "Expected: a shipped name, a path, or policy={...}, monitor={...} and environment={...} as keyword arguments."
         raise preset_error([Problem(place=Place(source="load_preset"), given=given, expected=expected)])
     path = os.fspath(name_or_path)
     if isinstance(name_or_path, str) and not _is_path(path):
@@ -190,13 +195,13 @@ def _with_full_keys(section: str, inner: Any, document: Document, problems: list
     return full
 
 
-def _contradiction(parts: list[Part], error: PolicyError) -> PresetError:
-    """A policy that contradicts itself, at the place of each key that was said last."""
+def _contradiction(parts: list[Part], section: str, error: PolicyError | EnvironmentSettingError) -> PresetError:
+    """A section that contradicts itself, at the place of each key that was said last."""
     last: dict[str, Place] = {}
     for part in parts:
-        last |= {key: part.keys["policy", key] for key in part.values.get("policy", {}) if ("policy", key) in part.keys}
+        last |= {key: part.keys[section, key] for key in part.values.get(section, {}) if (section, key) in part.keys}
     where = ", ".join(f"`{key}` at {place}" for key, place in last.items())
     place = list(last.values())[-1]
     return preset_error(
-        [Problem(place=place, given=f"this policy is refused. {error}", expected=f"Said here: {where}.")]
+        [Problem(place=place, given=f"this {section} is refused. {error}", expected=f"Said here: {where}.")]
     )

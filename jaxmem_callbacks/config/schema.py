@@ -1,6 +1,6 @@
 """What a preset may say: pydantic models derived from the records. Data in, checked data or problems out.
 
-Keys are the fields of ``StepPolicy`` and ``MonitorSettings``. A size is written ``limit: 700MiB``: the ending ``_bytes`` of the
+Keys are the fields of ``StepPolicy``, ``MonitorSettings`` and ``EnvironmentSettings``. A size is written ``limit: 700MiB``: the ending ``_bytes`` of the
 record's name may be left out, because the value carries its unit.
 """
 
@@ -34,12 +34,13 @@ from jaxmem_callbacks.records.policies import (
     canonical_remat,
     canonical_sharding,
 )
-from jaxmem_callbacks.records.settings import MonitorSettings
-from jaxmem_callbacks.records.units import parse_bytes
+from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.units import MIB, parse_bytes
 
-SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings}
+SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings, "environment": EnvironmentSettings}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _SHOWN = 60
+_CAMEL = {"multiple_of": "multipleOf"}
 _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 
 # What the records' types cannot say: the allowed range, and the same in words.
@@ -52,6 +53,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "monitor.scan_s": (Field(gt=0), " of seconds above 0"),
     "monitor.near_oom_headroom": (Field(ge=0, lt=1), " from 0 to below 1"),
     "monitor.fragmentation_share": (Field(gt=0, le=1), " above 0 and up to 1"),
+    "environment.fraction": (Field(gt=0, le=1), " above 0 and up to 1"),
 }
 
 
@@ -65,10 +67,11 @@ def _size(value: Any) -> int:
         raise ValueError(msg) from None
 
 
-def _size_type(minimum: int) -> Any:
-    """The pydantic type of a size of at least ``minimum`` bytes."""
-    schema = {"anyOf": [{"type": "integer", "minimum": minimum}, {"type": "string", "pattern": _SIZE_TEXT}]}
-    return Annotated[int, Field(ge=minimum), BeforeValidator(_size), WithJsonSchema(schema)]
+def _size_type(minimum: int, **more: int) -> Any:
+    """The pydantic type of a size of at least ``minimum`` bytes; ``more`` is what else an editor should know of whole numbers."""
+    whole = {"type": "integer", "minimum": minimum} | {_CAMEL[key]: value for key, value in more.items()}
+    schema = {"anyOf": [whole, {"type": "string", "pattern": _SIZE_TEXT}]}
+    return Annotated[int, Field(ge=minimum, **more), BeforeValidator(_size), WithJsonSchema(schema)]
 
 
 _REMAT_WORDS = sorted(
@@ -98,11 +101,13 @@ _TYPES: dict[str, Any] = {
     "policy.sharding": _SHARDING | None,
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
+    "environment.collective_pool_bytes": _size_type(MIB, multiple_of=MIB) | None,
 }
 _EXPECTED: dict[str, str] = {
     "description": "a text",
     "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
     "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
+    "environment.collective_pool_bytes": "a size in whole MiB, such as 512MiB, or null",
     "policy.donate": "auto, a list of argument names such as [state], or [] for none",
 }
 
@@ -237,7 +242,7 @@ def _suggestion(key: str, value: Any) -> str:
     if key in SECTIONS or not isinstance(value, str):
         return f" Delete the line or write `{key}: {{}}`." if key in SECTIONS and value is None else ""
     hint = expected(key)
-    if hint == "true or false" and value.lower() in {"yes", "on", "no", "off"}:
+    if hint.startswith("true or false") and value.lower() in {"yes", "on", "no", "off"}:
         return f" Write `{'true' if value.lower() in {'yes', 'on'} else 'false'}`."
     if value.strip().lower() == "auto" and "auto" in hint:
         return " Write `auto`."
@@ -261,8 +266,11 @@ def expected(key: str) -> str:
 def _type_words(hint: Any, *, is_size: bool) -> str:
     if is_size:
         return "a size such as 700MiB or a whole number of bytes"
+    inner = [part for part in get_args(hint) if part is not type(None)]
+    if get_origin(hint) is not Literal and len(inner) == 1:
+        return _type_words(inner[0], is_size=False)
     if get_origin(hint) is Literal:
         return f"one of: {', '.join(sorted(get_args(hint)))}"
-    plain = next((part for part in get_args(hint) if part is int), hint)
+    plain = next((part for part in inner if part is int), hint)
     words = {int: "a whole number", float: "a number", bool: "true or false"}
     return words.get(plain, "a list of names such as [context, out_proj]")

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION, as_fraction, fraction_said
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.units import format_bytes, parse_bytes
-
-# What JAX's allocator takes of a GPU unless told otherwise; the rest stays with CUDA, NCCL, cuDNN and other processes.
-_PREALLOCATED = 0.75
-_FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,15 +79,12 @@ def _usable(target: Target | None) -> tuple[int | None, str]:
 
 
 def _gpu_share() -> tuple[float, str]:
-    """The share of a GPU that JAX's allocator takes, as this process is set up."""
-    text = os.environ.get(_FRACTION_VARIABLE) or os.environ.get("XLA_CLIENT_MEM_FRACTION") or ""
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
+    """The share of a GPU that JAX's allocator takes, as this process is set up; the rest stays with CUDA, NCCL and cuDNN."""
+    name, text = fraction_said(os.environ) or ("", "")
+    share = as_fraction(text) or 0.0
     if 0 < share <= 1:
-        return share, f"{_FRACTION_VARIABLE}={text}"
-    return _PREALLOCATED, "JAX preallocates as much unless told otherwise"
+        return share, f"{name}={text}"
+    return DEFAULT_FRACTION, "JAX takes as much unless told otherwise"
 
 
 def _attached() -> tuple[int | None, str]:

@@ -48,7 +48,7 @@ class AllocatorProbe:
         """The raw statistics, one entry a device; empty once it is known that no device here reports any."""
         if not self.reports:
             return ()
-        taken = tuple(_stats(device) for device in self.devices)
+        taken = tuple(statistics_of(device) for device in self.devices)
         # An allocator that reports nothing at first never does; not asking again saves the hook those microseconds.
         self.reports = any(stats is not None for stats in taken)
         return taken if self.reports else ()
@@ -104,7 +104,8 @@ def _at_least(stats: Stats, key: str, least: int) -> int | None:
     return None if value is None or value < least else int(value)
 
 
-def _stats(device: Device) -> Stats | None:
+def statistics_of(device: Device) -> Stats | None:
+    """What the runtime says of a device's allocator, as it comes; None where it says nothing."""
     try:
         return device.memory_stats()
     except jax.errors.JaxRuntimeError:  # an allocator that refuses to answer is one that reports nothing

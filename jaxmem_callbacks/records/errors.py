@@ -6,6 +6,7 @@
     |-- PatternError          (ValueError)    a path pattern that matches no module
     |-- DonationError         (ValueError)    a donation that was asked for and is not happening
     |-- PresetError           (ValueError)    YAML that is not a preset
+    |-- EnvironmentSettingError (ValueError)  a setting of XLA's client that is wrong, contradicted, too late or read by nothing
     |-- PlanError             (ValueError)    what a plan was asked for makes no sense, or nothing fits and it is to run
     |-- ScriptError           (RuntimeError)  a script that never calls a step
     |-- TargetError           (RuntimeError)  a compile target that is unknown or not installed
@@ -42,6 +43,10 @@ class DonationError(JaxmemError, ValueError):
 
 class PresetError(JaxmemError, ValueError):
     """YAML that is not a preset; the message gives file, line, column and the nearest valid name."""
+
+
+class EnvironmentSettingError(JaxmemError, ValueError):
+    """A setting of XLA's client that is wrong, contradicts another, comes too late, or that nothing reads."""
 
 
 class PlanError(JaxmemError, ValueError):

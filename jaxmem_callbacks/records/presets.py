@@ -1,4 +1,4 @@
-"""Preset: a policy and the monitor's settings under one name. Read from YAML by the config room, pure data from there on."""
+"""Preset: a policy, the monitor's settings and the environment's under one name. Read from YAML by the config room, pure data from there on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +19,7 @@ class Preset:
         description: What it is for, from the YAML; the parts' descriptions joined by a space.
         policy: Applied to the step, before its first trace.
         monitor: How the run is watched.
+        environment: What XLA's client is told before it starts, by ``jm.apply_environment``.
         said: Dotted keys that the YAML spelled out (``policy.remat``); the others are defaults.
     """
 
@@ -26,6 +27,7 @@ class Preset:
     description: str = ""
     policy: StepPolicy = field(default_factory=StepPolicy)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     said: tuple[str, ...] = ()
 
 

@@ -1,9 +1,14 @@
-"""MonitorSettings: how often the monitor looks, what it calls an event, and where it writes. Presets fill it in."""
+"""MonitorSettings: how often the monitor looks, what it calls an event, where it writes. EnvironmentSettings: what XLA's client
+is told before it starts. Presets fill them in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from jaxmem_callbacks.records.errors import EnvironmentSettingError
+
+CUDA_ALLOCATORS = ("cuda_async", "vmm")  # compiled for NVIDIA only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,3 +38,45 @@ class MonitorSettings:
     tensorboard: bool = True
     jsonl: bool = True
     on_error: Literal["warn", "raise"] = "warn"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentSettings:
+    """What ``jm.apply_environment`` sets before JAX's backend starts; null leaves a setting as it is.
+
+    Attributes:
+        platform: The accelerator that this is for, which is verified after the start; null for any GPU.
+        allocator: The kind of GPU allocator (``XLA_PYTHON_CLIENT_ALLOCATOR``).
+        preallocate: Whether a GPU's pool is taken whole at the first allocation (``XLA_PYTHON_CLIENT_PREALLOCATE``).
+        fraction: The share of a GPU's memory that the pool may have (``XLA_CLIENT_MEM_FRACTION``).
+        collective_pool_bytes: A pool of its own for collectives, in whole MiB
+            (``XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB``).
+
+    Raises:
+        EnvironmentSettingError: settings that the platform does not have.
+    """
+
+    platform: Literal["cuda", "rocm", "tpu"] | None = None
+    allocator: Literal["default", "bfc", "cuda_async", "vmm", "platform", "address"] | None = None
+    preallocate: bool | None = None
+    fraction: float | None = None
+    collective_pool_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.platform == "tpu" and self.of_gpus():
+            msg = (
+                f"platform tpu with {', '.join(self.of_gpus())}: TPUs read no such setting. Leave out one of the two: a part "
+                "for GPUs, or tpu_default."
+            )
+            raise EnvironmentSettingError(msg)
+        if self.platform == "rocm" and self.allocator in CUDA_ALLOCATORS:
+            msg = (
+                f"platform rocm with the allocator {self.allocator}, which exists on NVIDIA GPUs only. Write `allocator: bfc`, "
+                "or leave out gpu_rocm."
+            )
+            raise EnvironmentSettingError(msg)
+
+    def of_gpus(self) -> tuple[str, ...]:
+        """The settings said that only GPUs have."""
+        names = ("allocator", "preallocate", "fraction", "collective_pool_bytes")
+        return tuple(name for name in names if getattr(self, name) is not None)

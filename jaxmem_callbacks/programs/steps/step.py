@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, final
 import jax
 from jax.core import Tracer
 
+from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
@@ -69,10 +70,12 @@ def jit_step(
         DonationError: ``donate_argnames`` for a step that is already jitted. At the first call: names that are no
             arguments, a donation that was asked for and that the compiled program does not make, one buffer in two
             donated places; nothing has run then, and the state is alive.
+        EnvironmentSettingError: a preset whose environment was not applied.
         PolicyError: at the first call, a policy for gradients on a step that takes none through this library; a loss whose
             gradient would be another one over microbatches, which is compared on a few rows of that call's batch.
     """
     policy = StepPolicy() if policy_or_preset is None else policy_of(policy_or_preset)
+    require_applied(policy_or_preset)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
     return JitStep(train_step, policy, donate_argnames=names, state_shardings=state_shardings)
 

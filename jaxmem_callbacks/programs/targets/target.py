@@ -101,6 +101,20 @@ def target_names() -> tuple[str, ...]:
     return (*_TPUS, *_gpu_figures(), "cpu")
 
 
+def memory_of_kind(device_kind: str) -> int | None:
+    """Memory of a GPU by the maker's name of it, such as ``NVIDIA H100 80GB HBM3``; None where the table does not say.
+
+    Args:
+        device_kind: ``Device.device_kind``, which may say less than the table does, as ``NVIDIA H200``.
+    """
+    sizes = {
+        figures["device_memory_size"]
+        for figures in _gpu_figures().values()
+        if f"{figures['device_description_str']} ".startswith(f"{device_kind} ")
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def resolve_target(text: str, *, require_installed: bool = True) -> Target:
     """The hardware that a name stands for.
 

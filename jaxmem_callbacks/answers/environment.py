@@ -1,0 +1,56 @@
+"""``jm.apply_environment``: a preset enters; this process's environment says it, before the backend starts, or there is an error.
+
+Imports no JAX, so that it may stand above ``import jax``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from jaxmem_callbacks._compat.backends import settings_were_read
+from jaxmem_callbacks.environment.choosing import choose
+from jaxmem_callbacks.environment.surroundings import surroundings
+from jaxmem_callbacks.environment.verifying import verify
+from jaxmem_callbacks.records.environment import AppliedEnvironment
+from jaxmem_callbacks.records.errors import EnvironmentSettingError
+from jaxmem_callbacks.records.presets import Preset
+
+
+def apply_environment(preset: Preset | str) -> AppliedEnvironment:
+    """Set what a preset says of XLA's client, before JAX's backend starts; the same call after the start verifies it.
+
+        jm.apply_environment("gpu_growth")      # above the first use of JAX
+
+    Args:
+        preset: A ``Preset`` or the name of one; its ``environment`` is what counts.
+
+    Returns:
+        What was set, what was so already, and, once the backend has started, what was verified by the runtime's own figures.
+
+    Raises:
+        EnvironmentSettingError: a preset without environment; a setting that JAX would misread, ignore or fail on; a value that
+            the user set and that differs, which is never overwritten; a backend that has started without these settings, or
+            that shows by its figures that it does not obey them. Nothing is set then.
+        TypeError: no preset.
+    """
+    if isinstance(preset, str):
+        from jaxmem_callbacks.config.presets import load_preset
+
+        preset = load_preset(preset)
+    if not isinstance(preset, Preset):
+        msg = f"Expected a Preset or its name, got {type(preset).__name__}. Write jm.apply_environment('gpu_growth')."
+        raise TypeError(msg)
+    seen = surroundings(started=settings_were_read())
+    chosen = choose(preset, seen)
+    os.environ.update(chosen.set)
+    if not seen.started:
+        return chosen
+    from jaxmem_callbacks.probes.devices import devices_here
+
+    checks = verify(preset.environment, devices_here(), seen)
+    broken = [str(check) for check in checks if check.outcome == "broken"]
+    if broken:
+        msg = f"{preset.name}: the backend does not obey.\n" + "\n".join(f"  {line}" for line in broken)
+        raise EnvironmentSettingError(msg)
+    return dataclasses.replace(chosen, checks=checks)

@@ -1,0 +1,159 @@
+"""``jaxmem doctor``: this machine enters; its settings, what is wrong with them and which figures exist here leave.
+
+Starts no backend unless asked. With ``--start`` it does, without taking a GPU's pool: it allocates nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+from typing import Any
+
+from jaxmem_callbacks._compat.backends import settings_were_read
+from jaxmem_callbacks.cli.exits import FINDINGS, OK
+from jaxmem_callbacks.environment.figures import figures_here, in_effect, platform_to_come
+from jaxmem_callbacks.environment.surroundings import surroundings
+from jaxmem_callbacks.environment.traps import findings
+from jaxmem_callbacks.environment.variables import OLD_FRACTION, OPTIONS, PREALLOCATE
+from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, Surroundings
+from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.units import format_bytes
+
+_WIDTH, _NAMES, _TOLD = 80, 23, 600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help=f"start JAX's backend and ask its devices, with {PREALLOCATE}=false in this one process",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.epilog = "Exit code: 0 where nothing is wrong, 1 where something is, 2 for wrong arguments."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, judge, print.
+
+    Returns:
+        0, or 1 where there are findings.
+    """
+    seen = surroundings(started=settings_were_read())
+    devices, failed = _started() if args.start else (None, None)
+    report = _Report(seen=seen, findings=(*findings(seen), *([failed] if failed else [])), devices=devices)
+    sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
+    return FINDINGS if report.findings else OK
+
+
+def _started() -> tuple[tuple[DeviceFacts, ...] | None, Finding | None]:
+    """The devices of a backend that takes nothing before it must, or what JAX says where it does not start."""
+    said = os.environ.get(PREALLOCATE)
+    os.environ[PREALLOCATE] = "false"
+    try:
+        from jaxmem_callbacks.probes.devices import devices_here
+
+        return devices_here(), None
+    except (RuntimeError, AssertionError) as error:  # JAX raises either, by what is missing
+        told = (str(error) or "its own assertion failed: the platforms that are named give no device")[:_TOLD]
+        line = 'JAX_PLATFORMS="" jaxmem doctor --start   # lets JAX choose'
+        return None, Finding(kind="no start", given="JAX does not start.", why=f"It says: {told}", type_next=line)
+    finally:
+        if said is None:
+            del os.environ[PREALLOCATE]
+        else:
+            os.environ[PREALLOCATE] = said
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """What is printed."""
+
+    seen: Surroundings
+    findings: tuple[Finding, ...]
+    devices: tuple[DeviceFacts, ...] | None
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        host = HostProbe().read(0)[0]
+        return figures_here(
+            self.seen,
+            self.devices,
+            compilers={platform: compiler_versions(platform) for platform in ("cuda", "tpu")},
+            resident_bytes=host.resident_bytes if isinstance(host, Reading) else None,
+            has_driver=ctypes.util.find_library("nvidia-ml") is not None,
+        )
+
+    def as_text(self) -> str:
+        wrong = [line for finding in self.findings for line in _told(finding)]
+        verdict = _section(f"Wrong: {len(self.findings)}", wrong) if wrong else "Nothing is wrong with these settings."
+        effect = [(setting, value, f"({source})") for setting, value, source in in_effect(self.seen)]
+        others = self._others()
+        parts = [
+            _section("JAX here", columns(self._machine(), ("left", "left"))),
+            _section("What a GPU is told at the start", columns(effect, ("left", "left", "left"))),
+            *([_section("Also set", columns(others, ("left", "left")))] if others else []),
+            verdict,
+            _section("Figures that exist here", [line for figure in self.figures for line in _row(figure)]),
+        ]
+        return "\n\n".join(parts)
+
+    def _machine(self) -> list[tuple[str, str]]:
+        seen = self.seen
+        coming = platform_to_come(seen)
+        runs = f"the {coming.upper()}, by the settings and plugins" if coming else "unknown before a start (--start)"
+        if self.devices:
+            runs = ", ".join(f"{device.label} ({device.kind})" for device in self.devices)
+        return [
+            ("jax, jaxlib", f"{seen.jax or 'not installed'}, {'.'.join(map(str, seen.jaxlib or ())) or 'not installed'}"),
+            ("plugins", ", ".join(seen.plugins.values()) or "none"),
+            ("hardware seen", ", ".join(seen.hardware) or "no accelerator"),
+            ("JAX runs on", runs),
+            *((device.label, _memory(device)) for device in self.devices or ()),
+        ]
+
+    def _others(self) -> list[tuple[str, str]]:
+        seen = self.seen
+        rows = [(name, value) for name, value in seen.variables.items() if name not in (*OPTIONS.values(), OLD_FRACTION)]
+        rows += [("flag", flag) for flag in seen.memory_flags]
+        return rows + [(name, "read by nothing") for name in seen.unread]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, under the names of the records' fields."""
+        return {
+            "surroundings": dataclasses.asdict(self.seen),
+            "devices": None if self.devices is None else [dataclasses.asdict(device) for device in self.devices],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "figures": [dataclasses.asdict(figure) for figure in self.figures],
+        }
+
+
+def _memory(device: DeviceFacts) -> str:
+    statistics = device.statistics
+    if statistics is None:
+        return "reports no allocator statistics"
+    in_use, limit = statistics.get("bytes_in_use"), statistics.get("bytes_limit") or None
+    return f"{format_bytes(in_use)} in use, limit {format_bytes(limit)}"
+
+
+def _row(figure: Figure) -> list[str]:
+    words = {True: f"yes: {figure.told}", False: f"no: {figure.told}", None: f"unknown, because {figure.told}"}
+    first = f"  {figure.name:<{_NAMES}}"
+    return textwrap.wrap(words[figure.exists], _WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
+
+
+def _told(finding: Finding) -> list[str]:
+    said = textwrap.wrap(f"{finding.given} {finding.why}", _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return [*(f"  {line}" for line in said), f"      {finding.type_next}"]
+
+
+def _section(title: str, lines: list[str]) -> str:
+    return "\n".join([title, *lines])

@@ -1,0 +1,119 @@
+"""What was seen of a process enters; which figures of memory exist here leaves, with "unknown, because ..." for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxmem_callbacks.environment.variables import ALLOCATOR, DEFAULT_FRACTION, OPTIONS, as_preallocate, fraction_said
+from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Platform, Surroundings
+from jaxmem_callbacks.records.units import format_bytes
+
+_TELLS_LARGEST = (0, 11, 0)  # before, BFC's largest_free_block_bytes is always 0
+_SILENT = ("platform", "address", "vmm")
+_UNDECIDED = "JAX was not started; jaxmem doctor --start asks it"
+
+
+def platform_to_come(seen: Surroundings) -> Platform | None:
+    """What JAX will run on, where the settings and the installed plugins decide it without a start; else None."""
+    wanted = [platform for platform in seen.platforms if platform != "cpu"]
+    return None if wanted or (seen.plugins and not seen.platforms) else "cpu"
+
+
+def in_effect(seen: Surroundings) -> tuple[tuple[str, str, str], ...]:
+    """What a GPU's client is told: setting, value, and what says so. A text that JAX cannot read stands as it is."""
+    defaults = {"allocator": "default (BFC)", "memory_fraction": f"{DEFAULT_FRACTION:.0%} of the GPU"}
+    defaults |= {"preallocate": "yes, at the first allocation", "collective_memory_size": "none of its own"}
+    words = {"memory_fraction": "fraction", "collective_memory_size": "pool for collectives"}
+    rows: list[tuple[str, str, str]] = []
+    for key, variable in OPTIONS.items():
+        name, text = (fraction_said(seen.variables) if key == "memory_fraction" else None) or (variable, seen.variables.get(variable, ""))
+        if key in seen.options:
+            value, source = str(seen.options[key]), f"jax_pjrt_client_create_options[{key!r}]"
+        elif text:
+            value, source = _meaning(key, text), f"{name}={text}"
+        else:
+            value, source = defaults[key], "JAX's default"
+        rows.append((words.get(key, key), value, source))
+    return tuple(rows)
+
+
+def _meaning(key: str, text: str) -> str:
+    if key == "preallocate":
+        return "yes, at the first allocation" if as_preallocate(text) else "no, grows with need"
+    return f"{text} MiB" if key == "collective_memory_size" else text
+
+
+def figures_here(
+    seen: Surroundings,
+    devices: Sequence[DeviceFacts] | None,
+    *,
+    compilers: Mapping[str, Mapping[str, str]],
+    resident_bytes: int | None,
+    has_driver: bool,
+) -> tuple[Figure, ...]:
+    """Each figure that the library can show, and whether it exists here.
+
+    Args:
+        seen: The process and the machine.
+        devices: The local devices, or None before the start.
+        compilers: Platform -> package -> version, of the compilers of absent hardware.
+        resident_bytes: What this process takes of the host's memory, or None where the system refuses.
+        has_driver: Whether NVIDIA's management library (NVML) is installed.
+    """
+    platform = devices[0].platform if devices else platform_to_come(seen)
+    absent = [f"{name} ({', '.join(f'{p} {v}' for p, v in found.items())})" for name, found in compilers.items() if found]
+    lacking = [name for name, found in compilers.items() if not found]
+    compiled = f"of the attached device, and of absent ones: {', '.join(absent) or 'none'}" + (
+        f"; no compiler for absent {' or '.join(lacking)} (docs/targets.md)" if lacking else ""
+    )
+    host = f"resident {format_bytes(resident_bytes)}" if resident_bytes is not None else "the operating system refuses"
+    return (
+        _statistics(seen, devices, platform),
+        _largest_block(seen, devices, platform),
+        Figure(name="live arrays", exists=True, told="jax.live_arrays(), on every platform"),
+        Figure(name="compile-time analysis", exists=True, told=compiled),
+        _driver(platform, has_driver=has_driver),
+        Figure(name="host memory", exists=resident_bytes is not None, told=host),
+    )
+
+
+def _statistics(seen: Surroundings, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
+    name = "allocator statistics"
+    if platform == "cpu":
+        return Figure(name=name, exists=False, told="JAX's CPU client keeps none")
+    if not devices:
+        return Figure(name=name, exists=None, told=_UNDECIDED)
+    silent = [device.label for device in devices if device.statistics is None]
+    if silent:
+        allocator = seen.variables.get(ALLOCATOR, "").lower()
+        why = f"the allocator {allocator} reports none" if allocator in _SILENT else "the runtime reports none"
+        return Figure(name=name, exists=False, told=f"{', '.join(silent)}: {why}; {ALLOCATOR}=default (BFC) does")
+    keys = sorted({key for device in devices for key in device.statistics or ()})
+    return Figure(name=name, exists=True, told=f"of {len(devices)} local: {', '.join(keys)}")
+
+
+def _largest_block(seen: Surroundings, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
+    name = "largest free block"
+    if platform == "cpu":
+        return Figure(name=name, exists=False, told="no allocator statistics, so no fragmentation either")
+    if platform != "tpu" and seen.jaxlib is not None and seen.jaxlib < _TELLS_LARGEST:
+        told = "jaxlib before 0.11 reports 0 on GPUs, which means unknown; fragmentation is unknown too"
+        return Figure(name=name, exists=False, told=told)
+    if not devices:
+        return Figure(name=name, exists=None, told=_UNDECIDED)
+    told = [device.statistics for device in devices if device.statistics is not None]
+    if any(each.get("largest_free_block_bytes", 0) > 0 for each in told):
+        return Figure(name=name, exists=True, told="largest_free_block_bytes, and fragmentation of the pool by it")
+    if told and all(each.get("pool_bytes") == 0 for each in told):
+        return Figure(name=name, exists=None, told="nothing was allocated yet, so the pool is empty")
+    return Figure(name=name, exists=False, told="this allocator reports none: BFC and TPUs do")
+
+
+def _driver(platform: Platform | None, *, has_driver: bool) -> Figure:
+    name = "memory by the driver"
+    if has_driver:
+        told = "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took (nvidia-smi)"
+        return Figure(name=name, exists=True, told=told)
+    if platform == "cpu":
+        return Figure(name=name, exists=False, told="JAX runs on the CPU, where host memory is all")
+    return Figure(name=name, exists=False, told="NVIDIA's management library (libnvidia-ml) is not installed")

@@ -1,0 +1,101 @@
+"""This process and this machine, read without starting a backend: variables, versions, plugins, hardware, JAX's configuration.
+
+Values are taken of the variables that JAX reads only. JAX itself is not imported: where the user has, its configuration counts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from jaxmem_callbacks.environment.variables import OPTIONS, SHOWN, memory_flags, unread_names
+from jaxmem_callbacks.records.environment import Platform, Surroundings, Version
+
+_PLUGINS: dict[Platform, str] = {"cuda": r"jax-cuda\d+-plugin", "rocm": r"jax-rocm\d+-plugin", "tpu": r"libtpu"}
+_NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is Windows' subsystem for Linux
+_AMD = ("/dev/kfd",)
+_GOOGLE = "0x1ae0"  # also the vendor of network cards, so that the device is looked at too
+_TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c"}
+
+
+def surroundings(*, started: bool) -> Surroundings:
+    """What decides how JAX treats this process's device memory.
+
+    Args:
+        started: Whether JAX has read the settings (``_compat.backends.settings_were_read``).
+    """
+    options, are_text = _options()
+    flags = (memory_flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    jaxlib = _version("jaxlib")
+    return Surroundings(
+        variables={name: os.environ[name] for name in SHOWN if name in os.environ},
+        unread=unread_names(os.environ),
+        memory_flags=tuple(flag for several in flags for flag in several),
+        options=options,
+        options_are_text=are_text,
+        jax=_version("jax"),
+        jaxlib=None if jaxlib is None else version_numbers(jaxlib),
+        platforms=tuple(part.strip() for part in str(_configured("jax_platforms") or "").split(",") if part.strip()),
+        plugins=_plugins(),
+        hardware=_hardware(),
+        started=started,
+    )
+
+
+def version_numbers(text: str) -> Version:
+    """The first three numbers of a version; what it lacks is 0."""
+    first, second, third, *_ = [*(int(part) for part in re.findall(r"\d+", text)), 0, 0, 0]
+    return first, second, third
+
+
+def _options() -> tuple[dict[str, Any], bool]:
+    """The options that win over the variables, of those that concern memory; and whether they came as text."""
+    said = _configured("jax_pjrt_client_create_options")
+    if isinstance(said, str):
+        pairs = (part.partition(":") for part in said.split(";"))
+        return {key.strip(): value.strip() for key, _, value in pairs if key.strip() in OPTIONS}, True
+    mapping = cast("Mapping[str, Any]", said if isinstance(said, Mapping) else {})
+    return {key: mapping[key] for key in OPTIONS if key in mapping}, False
+
+
+def _configured(name: str) -> Any:
+    """A setting of JAX: as the imported JAX has it, else as its variable will make it."""
+    jax = sys.modules.get("jax")
+    return getattr(jax.config, name, None) if jax is not None else os.environ.get(name.upper())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plugins() -> dict[Platform, str]:
+    installed = {str(each.name).lower().replace("_", "-"): each.version for each in importlib.metadata.distributions()}
+    return {
+        platform: f"{name} {installed[name]}"
+        for platform, pattern in _PLUGINS.items()
+        for name in sorted(installed)
+        if re.fullmatch(pattern, name)
+    }
+
+
+def _hardware() -> tuple[Platform, ...]:
+    found: list[Platform] = []
+    found += ["cuda"] if any(Path(path).exists() for path in _NVIDIA) else []
+    found += ["rocm"] if any(Path(path).exists() for path in _AMD) else []
+    found += ["tpu"] if any(map(_is_tpu, Path("/sys/bus/pci/devices").glob("*"))) else []
+    return tuple(found)
+
+
+def _is_tpu(folder: Path) -> bool:
+    try:
+        return (folder / "vendor").read_text().strip() == _GOOGLE and (folder / "device").read_text().strip() in _TPUS
+    except OSError:
+        return False

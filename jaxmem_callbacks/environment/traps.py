@@ -1,0 +1,229 @@
+"""What was seen of a process enters; what is wrong with its settings leaves, each with what JAX makes of it and what to type.
+
+Where a text makes the GPU plugin fail, JAX logs it and goes on without the plugin: the run is then on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxmem_callbacks.environment.variables import (
+    ALLOCATOR,
+    ALLOCATORS,
+    COLLECTIVE_POOL,
+    FRACTION,
+    OLD_FRACTION,
+    OPTIONS,
+    PREALLOCATE,
+    SWITCHES,
+    TENSORFLOW_ALLOCATOR,
+    UNIFIED,
+    as_fraction,
+    as_preallocate,
+    as_whole,
+    fraction_said,
+    nearest,
+)
+from jaxmem_callbacks.records.environment import Finding, Surroundings
+from jaxmem_callbacks.records.errors import did_you_mean
+from jaxmem_callbacks.records.settings import CUDA_ALLOCATORS
+
+_ON_THE_CPU = "JAX then logs an error, loses the GPU plugin and runs on the CPU, unless JAX_PLATFORMS names the GPU."
+_MEANT_FALSE = {"false", "no", "off", "n", "f", "none", "disable", "disabled", "0.0"}
+_PLATFORM_WAS_BFC = ((0, 10, 1), (0, 10, 2))
+_UPDATE_MODE = "xla_gpu_command_buffer_update_mode="
+_PERCENT = 100
+_INSTALL = {
+    "cuda": ("an NVIDIA GPU", 'pip install "jax[cuda12]"'),
+    "rocm": ("an AMD GPU", 'pip install "jax[rocm7-local]"'),
+    "tpu": ("a TPU", 'pip install "jax[tpu]"'),
+}
+
+
+def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
+    """What is wrong with the settings themselves, whatever the machine has."""
+    return tuple(finding for trap in _TRAPS for finding in trap(seen))
+
+
+def findings(seen: Surroundings) -> tuple[Finding, ...]:
+    """What is wrong with the settings, and with how they meet this machine."""
+    return (*settings_findings(seen), *_missing_plugin(seen), *_platform_without_plugin(seen))
+
+
+def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
+    if seen.variables.get(FRACTION) and seen.variables.get(OLD_FRACTION):
+        yield Finding(
+            kind="both fractions",
+            given=f"{FRACTION}={seen.variables[FRACTION]} and {OLD_FRACTION}={seen.variables[OLD_FRACTION]} are both set.",
+            why=f"JAX takes one, and fails on two even where they agree. {_ON_THE_CPU}",
+            type_next=f"unset {OLD_FRACTION}   # the old name",
+        )
+
+
+def _fraction(seen: Surroundings) -> Iterator[Finding]:
+    said = fraction_said(seen.variables)
+    if said is None:
+        return
+    name, text = said
+    share = as_fraction(text)
+    bare = as_fraction(text.strip().removesuffix("%"))
+    example = bare / _PERCENT if bare is not None and 1 < bare <= _PERCENT else 0.9
+    if share is None:
+        why = f"It is read as a number, and this is none. {_ON_THE_CPU}"
+        yield Finding(kind="no fraction", given=f"{name}={text}.", why=why, type_next=f"export {name}={example:g}")
+    elif not 0 < share <= 1 and not (share > 1 and seen.variables.get(UNIFIED)):
+        why = f"It is a share of the GPU's memory: above 0 and up to 1 (above 1 only with {UNIFIED}=1)."
+        given = f"{name}={text} is out of range."
+        yield Finding(kind="fraction out of range", given=given, why=why, type_next=f"export {name}={example:g}")
+
+
+def _allocator(seen: Surroundings) -> Iterator[Finding]:
+    text = seen.variables.get(ALLOCATOR, "")
+    name, given = text.lower(), f"{ALLOCATOR}={text}."
+    if not text:
+        return
+    known = [each for each, since in ALLOCATORS.items() if seen.jaxlib is None or seen.jaxlib >= since]
+    if name not in ALLOCATORS:
+        why = f"There is no such allocator.{did_you_mean(name, known)} {_ON_THE_CPU}"
+        near = did_you_mean(name, known).partition("`")[2].partition("`")[0] or "default"
+        yield Finding(kind="unknown allocator", given=given, why=why, type_next=f"export {ALLOCATOR}={near}")
+    elif name not in known and seen.jaxlib is not None:
+        since, here = (".".join(map(str, version)) for version in (ALLOCATORS[name], seen.jaxlib))
+        why = f"It exists since jaxlib {since}, and this is {here}; here are: {', '.join(known)}. {_ON_THE_CPU}"
+        yield Finding(kind="allocator of a later version", given=given, why=why, type_next=f"unset {ALLOCATOR}")
+    elif name == "platform" and seen.jaxlib in _PLATFORM_WAS_BFC:
+        why = "In jaxlib 0.10.1 and 0.10.2 it silently runs the default pool (BFC); 0.11 runs it again."
+        nexts = f'pip install "jax>=0.11", or unset {ALLOCATOR}'
+        yield Finding(kind="platform that is not", given=given, why=why, type_next=nexts)
+    elif name in CUDA_ALLOCATORS and "rocm" in seen.plugins and "cuda" not in seen.plugins:
+        why = "It is compiled for NVIDIA GPUs only, and the plugin here is ROCm's."
+        yield Finding(kind="allocator of CUDA", given=given, why=why, type_next=f"export {ALLOCATOR}=bfc")
+
+
+def _preallocate(seen: Surroundings) -> Iterator[Finding]:
+    text = seen.variables.get(PREALLOCATE, "")
+    if as_preallocate(text) and text.strip().lower() in {*_MEANT_FALSE, "0"}:
+        yield Finding(
+            kind="false that is true",
+            given=f"{PREALLOCATE}={text} counts as true.",
+            why="JAX takes false, False and 0 for false and every other text for true: the GPU's pool is taken whole.",
+            type_next=f"export {PREALLOCATE}=false",
+        )
+
+
+def _whole_numbers(seen: Surroundings) -> Iterator[Finding]:
+    for name in (COLLECTIVE_POOL, *SWITCHES):
+        text = seen.variables.get(name, "")
+        number = as_whole(text) if text else 0
+        if number is None:
+            example, what = ("512", "a number of MiB") if name == COLLECTIVE_POOL else ("1", "0 or 1")
+            why = f"It is read as a whole number, {what}. {_ON_THE_CPU}"
+            yield Finding(kind="no whole number", given=f"{name}={text}.", why=why, type_next=f"export {name}={example}")
+        elif number < 0 and name == COLLECTIVE_POOL:
+            why = "It is the size of a pool in MiB, and no size is negative."
+            yield Finding(kind="negative size", given=f"{name}={text}.", why=why, type_next=f"export {name}=512")
+
+
+def _tensorflow_allocator(seen: Surroundings) -> Iterator[Finding]:
+    text = seen.variables.get(TENSORFLOW_ALLOCATOR, "")
+    allocator = seen.options.get("allocator") or seen.variables.get(ALLOCATOR, "")
+    if text == "cuda_malloc_async" and str(allocator).lower() != "cuda_async":
+        yield Finding(
+            kind="read by nothing",
+            given=f"{TENSORFLOW_ALLOCATOR}={text} changes nothing.",
+            why="JAX's documents and its out-of-memory texts name it, but only TensorFlow reads it.",
+            type_next=f"export {ALLOCATOR}=cuda_async   # and unset {TENSORFLOW_ALLOCATOR}, unless TensorFlow is to obey it",
+        )
+
+
+def _unread(seen: Surroundings) -> Iterator[Finding]:
+    for name in seen.unread:
+        meant = nearest(name)
+        yield Finding(
+            kind="read by nothing",
+            given=f"{name} is set.",
+            why=f"Nothing in JAX reads it. Did you mean `{meant}`?",
+            type_next=f'export {meant}="${name}"; unset {name}',
+        )
+
+
+def _options(seen: Surroundings) -> Iterator[Finding]:
+    where = "jax_pjrt_client_create_options"
+    texts = sorted(key for key in seen.options if key != "allocator")
+    if seen.options_are_text and texts:
+        yield Finding(
+            kind="options as text",
+            given=f"{where} says {', '.join(texts)} as text.",
+            why=f"A text's values stay texts, and the GPU plugin wants numbers and booleans: it refuses them. {_ON_THE_CPU}",
+            type_next=f'jax.config.update("{where}", {{"memory_fraction": 0.9, "preallocate": False}})   # before the first use',
+        )
+    judged = {key: name for key, name in OPTIONS.items() if key == "allocator" or not seen.options_are_text}
+    for key, variable in judged.items():
+        said = fraction_said(seen.variables) if variable == FRACTION else None
+        name, text = said or (variable, seen.variables.get(variable, ""))
+        if key in seen.options and text and not same(variable, text, seen.options[key]):
+            yield Finding(
+                kind="overridden",
+                given=f"{name}={text}, and {where} says {key}={seen.options[key]!r}.",
+                why="JAX hands the option over last: the variable changes nothing.",
+                type_next=f"unset {name}   # or leave {key} out of the option",
+            )
+
+
+def _replaced_by_vmm(seen: Surroundings) -> Iterator[Finding]:
+    for flag in seen.memory_flags:
+        _, found, mode = flag.partition(_UPDATE_MODE)
+        allocator = seen.variables.get(ALLOCATOR, "").lower()
+        if found and mode.upper() != "ALWAYS_UPDATE" and allocator != "vmm":
+            yield Finding(
+                kind="allocator replaced",
+                given=f"XLA_FLAGS has {flag}.",
+                why="With it XLA takes the allocator vmm, whatever else is said; vmm reports no statistics.",
+                type_next=f"export {ALLOCATOR}=vmm   # to say so, or leave the flag out",
+            )
+
+
+def _missing_plugin(seen: Surroundings) -> Iterator[Finding]:
+    for platform in seen.hardware:
+        if not seen.platforms and platform in _INSTALL and platform not in seen.plugins and seen.jax is not None:
+            what, line = _INSTALL[platform]
+            why = "JAX has no plugin for it and runs on the CPU."
+            yield Finding(kind="no plugin", given=f"This machine has {what}.", why=why, type_next=line)
+
+
+def _platform_without_plugin(seen: Surroundings) -> Iterator[Finding]:
+    for platform in seen.platforms:
+        if platform in _INSTALL and platform not in seen.plugins and seen.jax is not None:
+            silent = platform == "cuda" and "cuda" not in seen.hardware
+            yield Finding(
+                kind="no plugin",
+                given=f"JAX_PLATFORMS={','.join(seen.platforms)}, and JAX has no plugin for {platform} here.",
+                why="JAX sees no NVIDIA GPU and goes on without a word." if silent else "JAX fails at its first use.",
+                type_next=f"{_INSTALL[platform][1]}   # or leave {platform} out",
+            )
+
+
+def same(variable: str, text: str, value: Any) -> bool:
+    """Whether a variable's text means to JAX what the value says: a name, a share, a switch, or bytes of a pool."""
+    if variable == ALLOCATOR:
+        return text.lower() == str(value).lower()
+    if variable == PREALLOCATE:
+        return as_preallocate(text) == value
+    number = as_fraction(text) if variable in (FRACTION, OLD_FRACTION) else as_whole(text)
+    if number is None:
+        return False
+    return number == value if variable in (FRACTION, OLD_FRACTION) else number * 2**20 == value
+
+
+_TRAPS: tuple[Callable[[Surroundings], Iterator[Finding]], ...] = (
+    _both_fractions,
+    _fraction,
+    _allocator,
+    _preallocate,
+    _whole_numbers,
+    _tensorflow_allocator,
+    _unread,
+    _options,
+    _replaced_by_vmm,
+)

@@ -1,0 +1,104 @@
+"""The environment variables that JAX reads for a GPU's memory, and what it makes of their texts. Texts in, meanings out.
+
+As `jaxlib.xla_client.generate_pjrt_gpu_plugin_options` reads them in jaxlib 0.10 to 0.12, once, at the first use of a backend.
+ROCm's plugin calls the same function. TPUs and CPUs read none of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+COLLECTIVE_POOL = "XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB"
+SWITCHES = ("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT")
+READ_BY_JAX = (ALLOCATOR, PREALLOCATE, FRACTION, OLD_FRACTION, COLLECTIVE_POOL, *SWITCHES)
+UNIFIED = "TF_FORCE_UNIFIED_MEMORY"
+TENSORFLOW_ALLOCATOR = "TF_GPU_ALLOCATOR"
+# Variables whose values may be shown. Everything else in an environment may be a secret.
+SHOWN = (
+    *READ_BY_JAX,
+    UNIFIED,
+    TENSORFLOW_ALLOCATOR,
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+    "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
+    "JAX_PLATFORMS",
+    "CUDA_VISIBLE_DEVICES",
+    "JAX_CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "JAX_ROCM_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
+)
+# Key of jax_pjrt_client_create_options -> the variable that it wins over.
+OPTIONS = {
+    "allocator": ALLOCATOR,
+    "memory_fraction": FRACTION,
+    "preallocate": PREALLOCATE,
+    "collective_memory_size": COLLECTIVE_POOL,
+}
+# Allocator -> the first jaxlib that knows it.
+ALLOCATORS = {
+    "default": (0, 0, 0),
+    "bfc": (0, 0, 0),
+    "cuda_async": (0, 0, 0),
+    "platform": (0, 0, 0),
+    "vmm": (0, 10, 0),
+    "address": (0, 11, 0),
+}
+DEFAULT_FRACTION = 0.75
+_FALSE = ("false", "False", "0")
+_PREFIXES = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
+_MEMORY_WORDS = ("memory", "remat", "alloc", "hbm", "command_buffer_update_mode")
+_ALIKE = 0.85
+
+
+def fraction_said(variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """The variable that gives the fraction, and its text; None where neither does. The new name wins, as nothing reads both."""
+    found = [(name, variables[name]) for name in (FRACTION, OLD_FRACTION) if variables.get(name)]
+    return found[0] if found else None
+
+
+def as_fraction(text: str) -> float | None:
+    """The number that JAX reads, or None where it is none and JAX fails."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def as_whole(text: str) -> int | None:
+    """The whole number that JAX reads, or None where it is none and JAX fails."""
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def as_preallocate(text: str) -> bool:
+    """What JAX makes of the text: everything but three words is true."""
+    return text not in _FALSE
+
+
+def unread_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that look like a variable of `READ_BY_JAX` and that nothing reads."""
+    return tuple(sorted(name for name in names if name not in SHOWN and _looks_like_one(name)))
+
+
+def nearest(name: str) -> str:
+    """The variable that was probably meant."""
+    return difflib.get_close_matches(name.upper(), READ_BY_JAX, n=1, cutoff=0)[0]
+
+
+def memory_flags(text: str) -> tuple[str, ...]:
+    """The flags of ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` that concern memory; paths and others are left out."""
+    words = [word for word in text.split() if word.startswith("--")]
+    return tuple(word for word in words if any(mark in word.partition("=")[0] for mark in _MEMORY_WORDS))
+
+
+def _looks_like_one(name: str) -> bool:
+    upper = name.upper()
+    return upper.startswith(_PREFIXES) or bool(difflib.get_close_matches(upper, READ_BY_JAX, n=1, cutoff=_ALIKE))

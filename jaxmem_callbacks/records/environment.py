@@ -1,0 +1,137 @@
+"""What the environment room takes and gives: what was seen of a process, what is wrong with it, what was set, what was verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Platform = Literal["cpu", "cuda", "rocm", "tpu"]
+Version = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What decides how JAX will treat this process's device memory; reading it starts no backend.
+
+    Attributes:
+        variables: Environment variables that JAX and XLA read, with their values; no other variable's value is ever kept.
+        unread: Names of variables that look like one of these and that nothing reads.
+        memory_flags: The flags of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` that concern memory.
+        options: What ``jax_pjrt_client_create_options`` says of the GPU's memory; JAX lets it win over the variables.
+        options_are_text: Whether that came as text, whose values are texts too.
+        jax: JAX's version, or None where it is not installed.
+        jaxlib: jaxlib's version as three numbers, or None where it is not installed.
+        platforms: What ``JAX_PLATFORMS`` or the configuration says, such as ``("cuda", "cpu")``; empty: JAX chooses.
+        plugins: Accelerators whose JAX plugin is installed, with the package's version.
+        hardware: Accelerators that the operating system shows.
+        started: Whether JAX has read these settings; it reads them once.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    memory_flags: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    options_are_text: bool = False
+    jax: str | None = None
+    jaxlib: Version | None = None
+    platforms: tuple[str, ...] = ()
+    plugins: Mapping[Platform, str] = field(default_factory=dict)
+    hardware: tuple[Platform, ...] = ()
+    started: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is wrong with the settings.
+
+    Attributes:
+        kind: A short name for programs, such as ``both fractions``.
+        given: What was found.
+        why: What JAX makes of it.
+        type_next: What to type.
+    """
+
+    kind: str
+    given: str
+    why: str
+    type_next: str
+
+    def __str__(self) -> str:
+        return f"{self.given} {self.why}\n    Type: {self.type_next}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """One local device after the start.
+
+    Attributes:
+        label: Such as ``gpu:0``.
+        platform: What it is.
+        kind: The maker's name of it.
+        statistics: ``Device.memory_stats()`` as it came, or None.
+        total_bytes: The memory of such a device by the table of targets, or None where it is not in it.
+    """
+
+    label: str
+    platform: Platform
+    kind: str
+    statistics: Mapping[str, int] | None
+    total_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One setting, verified after the start.
+
+    Attributes:
+        setting: Which.
+        outcome: ``held``, ``broken``, or ``unknown`` where the runtime tells nothing of it.
+        told: By which figure, or why it is unknown.
+    """
+
+    setting: str
+    outcome: Literal["held", "broken", "unknown"]
+    told: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.outcome}, {self.told}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppliedEnvironment:
+    """What ``jm.apply_environment`` did.
+
+    Attributes:
+        preset: The preset's name.
+        set: Variables that it set, with their values.
+        already: Variables, or keys of ``jax_pjrt_client_create_options``, that said the same before.
+        checks: What was verified; empty before the backend starts. The same call afterwards verifies.
+    """
+
+    preset: str
+    set: Mapping[str, str]
+    already: Mapping[str, str]
+    checks: tuple[Check, ...] = ()
+
+    def __str__(self) -> str:
+        def listed(said: Mapping[str, str]) -> str:
+            return ", ".join(f"{name}={value}" for name, value in said.items()) or "nothing"
+
+        lines = [f"{self.preset}: set {listed(self.set)}; already so: {listed(self.already)}"]
+        return "\n".join([*lines, *(f"  {check}" for check in self.checks)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A figure that the library can show, and whether it exists on this machine.
+
+    Attributes:
+        name: Such as ``largest free block``.
+        exists: True, False, or None where that is unknown.
+        told: Where it comes from, or why it does not exist or is unknown.
+    """
+
+    name: str
+    exists: bool | None
+    told: str

@@ -1,0 +1,256 @@
+"""Each trap among the settings of XLA's client is found and explained, and what is right is left alone; pure data in and out."""
+
+import contextlib
+import importlib.metadata
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxlib import xla_client
+
+from jaxmem_callbacks.config.presets import list_presets, load_preset
+from jaxmem_callbacks.environment.choosing import choose, wanted_variables
+from jaxmem_callbacks.environment.surroundings import version_numbers
+from jaxmem_callbacks.environment.traps import findings, settings_findings
+from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names
+from jaxmem_callbacks.records.environment import Surroundings
+from jaxmem_callbacks.records.errors import EnvironmentSettingError
+from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.settings import EnvironmentSettings
+
+pytestmark = pytest.mark.core
+NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+ALLOCATOR, PREALLOCATE = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PREALLOCATE"
+POOL = "XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB"
+TFRT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+
+
+def seen(variables=None, *, jaxlib=(0, 12, 0), **more):
+    return Surroundings(variables=variables or {}, jax="0.12.0", jaxlib=jaxlib, **more)
+
+
+TRAPS = [
+    ({NEW: "0.9", OLD: "0.9"}, {}, "both fractions", r"fails on two even where they agree", f"unset {OLD}"),
+    ({NEW: "90%"}, {}, "no fraction", r"read as a number.*runs on the CPU", f"export {NEW}=0.9"),
+    ({OLD: "75"}, {}, "fraction out of range", r"above 0 and up to 1", f"export {OLD}=0.75"),
+    ({NEW: "0"}, {}, "fraction out of range", r"above 0", f"export {NEW}=0.9"),
+    ({NEW: "nan"}, {}, "fraction out of range", r"above 0", f"export {NEW}=0.9"),
+    ({ALLOCATOR: "BCF"}, {}, "unknown allocator", r"Did you mean `bfc`\?.*runs on the CPU", f"export {ALLOCATOR}=bfc"),
+    ({ALLOCATOR: "address"}, {"jaxlib": (0, 10, 2)}, "allocator of a later version", r"since jaxlib 0\.11\.0", "unset"),
+    ({ALLOCATOR: "platform"}, {"jaxlib": (0, 10, 2)}, "platform that is not", r"silently runs the default", "jax>=0.11"),
+    ({ALLOCATOR: "platform"}, {"jaxlib": (0, 10, 1)}, "platform that is not", r"silently runs the default", "jax>=0.11"),
+    ({ALLOCATOR: "vmm"}, {"plugins": {"rocm": "x 1"}}, "allocator of CUDA", r"NVIDIA GPUs only", "bfc"),
+    *(
+        ({PREALLOCATE: word}, {}, "false that is true", r"every other text for true", f"export {PREALLOCATE}=false")
+        for word in ("FALSE", "no", "off", "No", " false", "0 ")
+    ),
+    ({POOL: "512MiB"}, {}, "no whole number", r"a number of MiB\. .*runs on the CPU", f"export {POOL}=512"),
+    ({POOL: "-1"}, {}, "negative size", r"no size is negative", f"export {POOL}=512"),
+    ({TFRT: "true"}, {}, "no whole number", r"0 or 1\. .*runs on the CPU", f"export {TFRT}=1"),
+    ({"TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {}, "read by nothing", r"only TensorFlow reads it", f"{ALLOCATOR}=cuda_async"),
+    ({}, {"unread": ("XLA_PYTHON_CLIENT_ALOCATOR",)}, "read by nothing", r"Did you mean `\w+_ALLOCATOR`", ALLOCATOR),
+    ({}, {"options": {"preallocate": "false"}, "options_are_text": True}, "options as text", r"wants numbers", "False"),
+    ({NEW: "0.9"}, {"options": {"memory_fraction": 0.5}}, "overridden", r"the variable changes nothing", f"unset {NEW}"),
+    ({OLD: "0.9"}, {"options": {"memory_fraction": 0.5}}, "overridden", r"hands the option over last", f"unset {OLD}"),
+    ({PREALLOCATE: "false"}, {"options": {"preallocate": True}}, "overridden", r"changes nothing", "unset"),
+    ({POOL: "1"}, {"options": {"collective_memory_size": 1}}, "overridden", r"changes nothing", "unset"),
+    (
+        {},
+        {"memory_flags": ("--xla_gpu_command_buffer_update_mode=CAPTURE_CMD_NEVER_UPDATE",)},
+        "allocator replaced",
+        r"takes the allocator vmm",
+        f"export {ALLOCATOR}=vmm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "more", "kind", "why", "line"), TRAPS, ids=lambda value: str(value)[:40])
+def test_each_trap_is_found_explained_and_refused(variables, more, kind, why, line):
+    surroundings = seen(variables, **more)
+    (found,) = findings(surroundings)
+    assert found.kind == kind
+    assert line in found.type_next
+    for name, value in variables.items():
+        assert f"{name}={value}" in found.given or name not in found.given
+    preset = Preset(name="mine", environment=EnvironmentSettings(collective_pool_bytes=2**29))
+    with pytest.raises(EnvironmentSettingError, match=r"(?s)^mine: nothing was set\..*" + why):
+        choose(preset, surroundings)
+
+
+FATAL = {"both fractions", "no fraction", "unknown allocator", "allocator of a later version", "no whole number"}
+HERE = version_numbers(importlib.metadata.version("jaxlib"))
+
+
+@pytest.mark.parametrize(("variables", "kind"), [(said, kind) for said, more, kind, *_ in TRAPS if said and not more.get("options")])
+def test_jax_itself_fails_where_we_say_so_and_nowhere_else(variables, kind, monkeypatch):
+    """The function of the installed jaxlib that reads the variables, GPU or not."""
+    fails = kind in FATAL and (kind != "allocator of a later version" or HERE < (0, 11, 0))
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=".") if fails else contextlib.nullcontext():
+        xla_client.generate_pjrt_gpu_plugin_options()
+    assert fails == bool(FATAL & {found.kind for found in settings_findings(seen(variables, jaxlib=HERE))})
+
+
+def test_jax_itself_reads_what_a_preset_sets(monkeypatch):
+    settings = EnvironmentSettings(allocator="cuda_async", preallocate=False, fraction=0.83, collective_pool_bytes=2**29)
+    for name, text in choose(Preset(name="all", environment=settings), seen()).set.items():
+        monkeypatch.setenv(name, text)
+    read = xla_client.generate_pjrt_gpu_plugin_options()
+    assert (read["allocator"], read["preallocate"], read["memory_fraction"]) == ("cuda_async", False, 0.83)
+    assert read["collective_memory_size"] == 2**29
+
+
+RIGHT = [
+    ({}, {}),
+    ({NEW: ".9", PREALLOCATE: "false", ALLOCATOR: "BFC", POOL: "0"}, {}),
+    ({OLD: "0.9", PREALLOCATE: "False", ALLOCATOR: "cuda_async", "TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {}),
+    ({NEW: "1.5", "TF_FORCE_UNIFIED_MEMORY": "1", PREALLOCATE: "0"}, {}),
+    ({PREALLOCATE: "true", ALLOCATOR: "address"}, {}),
+    ({PREALLOCATE: "1", ALLOCATOR: "vmm"}, {"jaxlib": (0, 10, 2)}),
+    ({ALLOCATOR: "platform"}, {"jaxlib": (0, 11, 0)}),
+    ({ALLOCATOR: "vmm"}, {"plugins": {"rocm": "x 1", "cuda": "y 1"}}),
+    ({PREALLOCATE: "", ALLOCATOR: "", NEW: "", OLD: "0.5", POOL: "", TFRT: ""}, {}),
+    ({NEW: "0.50", PREALLOCATE: "0"}, {"options": {"memory_fraction": 0.5, "preallocate": False}}),
+    ({POOL: "512"}, {"options": {"collective_memory_size": 2**29}}),
+    ({ALLOCATOR: "bfc"}, {"options": {"allocator": "bfc"}, "options_are_text": True}),
+    ({"TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {"options": {"allocator": "cuda_async"}}),
+    ({}, {"hardware": ("cuda",), "plugins": {"cuda": "jax-cuda12-plugin 0.12"}, "platforms": ("cuda", "cpu")}),
+    ({}, {"hardware": ("cuda",), "platforms": ("cpu",)}),
+    ({}, {"memory_flags": ("--xla_gpu_command_buffer_update_mode=ALWAYS_UPDATE", "--xla_gpu_memory_limit_slop_factor=9")}),
+]
+
+
+@pytest.mark.parametrize(("variables", "more"), RIGHT)
+def test_what_is_right_is_left_alone(variables, more):
+    assert findings(seen(variables, **more)) == ()
+
+
+def test_an_accelerator_without_its_plugin_is_a_finding_of_the_machine_only():
+    for more, why in [
+        ({"hardware": ("cuda",)}, "JAX has no plugin for it and runs on the CPU."),
+        ({"platforms": ("cuda", "cpu")}, "JAX sees no NVIDIA GPU and goes on without a word."),
+        ({"platforms": ("rocm",)}, "JAX fails at its first use."),
+    ]:
+        (found,) = findings(seen(**more))
+        assert (found.kind, found.why) == ("no plugin", why)
+        assert settings_findings(seen(**more)) == ()
+
+
+def test_variables_that_nothing_reads_are_told_from_others():
+    spelt = ["XLA_PYTHON_CLIENT_PREALOCATE", "XLA_CLIENT_MEMORY_FRACTION", "xla_python_client_allocator"]
+    others = ["XLA_FLAGS", "JAX_PLATFORMS", "HF_TOKEN", "XLA_PYTHON", "PYTHONPATH", "CLIENT_SECRET", *SHOWN]
+    assert unread_names([*others, *spelt]) == tuple(sorted(spelt))
+
+
+def test_flags_are_shown_where_they_concern_memory_and_paths_are_not():
+    text = "--xla_dump_to=/secret/memory --xla_gpu_memory_limit_slop_factor=90 word --xla_tpu_rematerialization_algo=x"
+    assert memory_flags(text) == ("--xla_gpu_memory_limit_slop_factor=90", "--xla_tpu_rematerialization_algo=x")
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("0.10.2", (0, 10, 2)), ("0.12", (0, 12, 0)), ("0.11.1.dev3+g5", (0, 11, 1))])
+def test_versions(text, numbers):
+    assert version_numbers(text) == numbers
+
+
+# choosing
+def test_a_value_of_the_users_is_never_overwritten():
+    user = {NEW: "0.4", PREALLOCATE: "false", ALLOCATOR: "cuda_async", POOL: "64"}
+    preset = load_preset("gpu_preallocate", environment={"allocator": "bfc", "collective_pool": "512MiB"})
+    with pytest.raises(EnvironmentSettingError) as caught:
+        choose(preset, seen(user))
+    told = str(caught.value)
+    for name, value, wanted in [(NEW, "0.4", "0.9"), (PREALLOCATE, "false", "true"), (ALLOCATOR, "cuda_async", "bfc")]:
+        assert f"{name} is {value}, and the preset says {wanted}." in told
+    kept = "{'allocator': 'cuda_async', 'preallocate': False, 'fraction': 0.4, 'collective_pool': '64MiB'}"
+    assert f"jm.apply_environment(jm.load_preset('gpu_preallocate', environment={kept}))" in told
+    # What it says to type works.
+    mine = load_preset("gpu_preallocate", environment=eval(kept))  # noqa: S307 - our own text
+    assert choose(mine, seen(user)).set == {}
+
+
+def test_the_old_name_and_the_options_count_as_said():
+    done = choose(load_preset("gpu_preallocate"), seen({OLD: ".90"}, options={"preallocate": True}))
+    assert (done.set, done.already) == ({}, {OLD: ".90", "jax_pjrt_client_create_options['preallocate']": "True"})
+    with pytest.raises(EnvironmentSettingError, match=r"options\['memory_fraction'\] is 0.5, and the preset says 0.9"):
+        choose(load_preset("gpu_preallocate"), seen(options={"memory_fraction": 0.5}))
+
+
+def test_a_preset_whose_own_allocator_is_a_trap_here_is_refused():
+    with pytest.raises(EnvironmentSettingError, match=r"gpu_platform_debug: nothing was set\.\n.*silently runs"):
+        choose(load_preset("gpu_platform_debug"), seen(jaxlib=(0, 10, 2)))
+    assert choose(load_preset("gpu_platform_debug"), seen()).set == {ALLOCATOR: "platform"}
+
+
+def test_too_late_says_that_what_started_it_is_unknown_and_what_to_type():
+    with pytest.raises(EnvironmentSettingError, match="too late for") as caught:
+        choose(load_preset("donate", "gpu_shared"), seen({NEW: "0.4"}, started=True))
+    assert "what started it is unknown" in str(caught.value)
+    assert "jm.apply_environment(jm.load_preset('donate', 'gpu_shared'))" in str(caught.value)
+    assert f"{PREALLOCATE}=true python" in str(caught.value)
+    assert f"{NEW}=0.4" not in str(caught.value)
+
+
+def test_a_preset_without_environment_is_refused():
+    with pytest.raises(EnvironmentSettingError, match=r"donate says nothing of the environment.*'donate', 'gpu_growth'"):
+        choose(load_preset("donate"), seen())
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (("gpu_growth", "tpu_default"), r"tpu_default.yaml:7:3.*TPUs read no such setting(.|\n)*`preallocate` at gpu_growth"),
+        (("gpu_rocm", "gpu_async"), r"gpu_async.yaml.*exists on NVIDIA GPUs only"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused_where_they_stand(parts, words):
+    with pytest.raises(ValueError, match=words):
+        load_preset(*parts)
+
+
+VALUES = {
+    "allocator": st.sampled_from(["default", "bfc", "cuda_async", "vmm", "platform", "address"]),
+    "preallocate": st.booleans(),
+    "fraction": st.floats(0.001, 1),
+    "collective_pool_bytes": st.integers(1, 10**6).map(lambda mib: mib * 2**20),
+}
+SETTINGS = st.fixed_dictionaries({}, optional=VALUES).filter(bool).map(lambda said: EnvironmentSettings(**said))
+
+
+@given(first=SETTINGS, second=SETTINGS)
+def test_applied_twice_changes_nothing_and_another_preset_never_overwrites(first, second):
+    variables = dict(choose(Preset(name="first", environment=first), seen()).set)
+    again = choose(Preset(name="first", environment=first), seen(variables, started=True))
+    assert (again.set, again.already) == ({}, variables)
+    try:
+        done = choose(Preset(name="second", environment=second), seen(variables))
+    except EnvironmentSettingError as error:
+        assert "says otherwise already" in str(error)
+        wanted = wanted_variables(second)
+        assert any(wanted[name] != value for name, value in variables.items() if name in wanted)
+    else:
+        assert not set(done.set) & set(variables)
+        assert {**variables, **done.set} == {**wanted_variables(first), **wanted_variables(second)}
+
+
+@pytest.mark.parametrize("text", ["false", "False", "0", "FALSE", "no", "true", "True", "1", "off", " 0"])
+def test_what_counts_as_false_is_what_jax_counts(text, monkeypatch):
+    monkeypatch.setenv(PREALLOCATE, text)
+    assert as_preallocate(text) == xla_client.generate_pjrt_gpu_plugin_options()["preallocate"]
+
+
+def test_any_two_parts_of_the_environment_compose_or_are_refused():
+    parts = [name for name in list_presets() if load_preset(name).environment != EnvironmentSettings()]
+    assert len(parts) == 7
+    for first, second in itertools.permutations(parts, 2):
+        alone = [load_preset(name).environment for name in (first, second)]
+        try:
+            both = load_preset("fsdp", first, second)
+        except ValueError as error:
+            assert "this environment is refused" in str(error)
+            continue
+        assert both.policy.sharding == "fsdp"
+        for name in ("platform", *VALUES):
+            values = [getattr(environment, name) for environment in alone]
+            assert getattr(both.environment, name) == (values[0] if values[1] is None else values[1])
