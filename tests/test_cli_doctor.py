@@ -124,7 +124,9 @@ def test_a_figure_exists_or_not_or_is_unknown_with_the_reason(seen, devices, sta
 
 def test_compilers_the_driver_and_the_host_are_told_as_they_are():
     told = figures(GPU, has_driver=True, resident_bytes=None)
-    assert told["compile-time analysis"][1].startswith("of the attached device, and of absent ones: tpu (libtpu 0.1); no comp")
+    assert told["compile-time analysis"][1].startswith(
+        "of the attached device, and of absent ones: tpu (libtpu 0.1); no comp"
+    )
     assert told["memory by the driver"][0] is True
     assert told["host memory"] == (False, "the operating system refuses")
     silent = Surroundings(variables={"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}, jaxlib=(0, 12, 0))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,8 @@ plan = jm.Plan(dataclasses.replace(plan.record, candidates=(sharded,), chosen=0,
 state, batch = new_state(), dict(batch)
 """,
 }
+# Documents whose Python begins before JAX does: run in a process of their own.
+FRESH = {"environment.md"}
 # What a reader does next with what a document defines.
 AFTERWARDS = {
     "plan.md": "state, metrics = step(state, batch)",
@@ -89,6 +94,13 @@ def with_python() -> list[Path]:
 @pytest.mark.parametrize("path", with_python(), ids=lambda path: path.name)
 def test_the_python_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if path.name in FRESH:
+        code = "\n".join(blocks(path.read_text(), "python"))
+        kept = {name: text for name, text in os.environ.items() if not name.startswith("XLA_")}
+        variables = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return
     world: dict[str, Any] = {"__name__": "__main__"}
     exec(WORLD, world)  # noqa: S102 - what the document's reader has
     before = jax.sharding.get_mesh()
@@ -105,7 +117,7 @@ def test_blocks_are_found_and_can_fail() -> None:
     text = "a\n```python\nx = 1\n```\n1. b\n   ```python\n   if x:\n       y = 2\n   ```\n```sh\nls\n```\n"
     assert blocks(text, "python") == ["x = 1\n", "if x:\n    y = 2\n"]
     assert blocks(text, "sh") == ["ls\n"]
-    assert {"README.md", "accumulation.md", "plan.md", "presets.md", "sharding.md", "targets.md"} == {
+    assert {"README.md", "accumulation.md", "environment.md", "plan.md", "presets.md", "sharding.md", "targets.md"} == {
         path.name for path in with_python()
     }
     bare = [re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL) for path in DOCUMENTS]

@@ -127,12 +127,36 @@ def test_settings_of_the_shell_and_of_jax_are_met_as_they_are():
         XLA_PYTHON_CLIENT_ALOCATOR="hidden-value",
         JAX_PJRT_CLIENT_CREATE_OPTIONS="preallocate:false",
     )
-    assert "XLA_PYTHON_CLIENT_ALOCATOR is set. Nothing in JAX reads it. Did you mean `XLA_PYTHON_CLIENT_ALLOCATOR`?" in told["trap"]
+    assert (
+        "XLA_PYTHON_CLIENT_ALOCATOR is set. Nothing in JAX reads it. Did you mean `XLA_PYTHON_CLIENT_ALLOCATOR`?"
+        in told["trap"]
+    )
     assert "hidden-value" not in json.dumps(told)
     assert "says preallocate as text" in told["options of the shell"]
     assert told["options"] == "gpu_growth: set nothing; already so: jax_pjrt_client_create_options['preallocate']=False"
     assert "jax_pjrt_client_create_options['memory_fraction'] is 0.4, and the preset says 0.9" in told["conflict"]
     assert "too late for XLA_PYTHON_CLIENT_PREALLOCATE" in told["plugins loaded"]
+
+
+def test_a_backend_that_fell_back_to_the_cpu_is_an_error_after_the_start(tmp_path):
+    """The metadata of a plugin stands there, and JAX starts without it: what a broken installation looks like."""
+    plugin = tmp_path / "jax_cuda12_plugin-0.12.0.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.12.0\n")
+    told = process(
+        f"""
+        sys.path.append({str(tmp_path)!r})
+        tried("set", lambda: jm.apply_environment("gpu_growth"))
+        import jax
+        jax.devices()
+        tried("verified", lambda: jm.apply_environment("gpu_growth"))
+        """,
+        JAX_PLATFORMS="",
+    )
+    assert told["set"].startswith("gpu_growth: set XLA_PYTHON_CLIENT_PREALLOCATE=false")
+    assert told["verified"].startswith(
+        "EnvironmentSettingError: gpu_growth: the backend does not obey.\n  platform: broken"
+    )
 
 
 # verification, of statistics in the shapes that the runtimes give
@@ -163,7 +187,11 @@ def outcomes(device, **settings):
         (BFC | {"pool_bytes": 2 * GIB}, {"preallocate": False}, {"preallocate": "held"}),
         (BFC | {"peak_bytes_in_use": 40 * GIB}, {"preallocate": False}, {"preallocate": "unknown"}),
         (BFC | {"pool_bytes": 0}, {"preallocate": True}, {"preallocate": "unknown"}),
-        (BFC, {"allocator": "bfc", "collective_pool_bytes": 2**20}, {"allocator": "held", "collective_pool": "unknown"}),
+        (
+            BFC,
+            {"allocator": "bfc", "collective_pool_bytes": 2**20},
+            {"allocator": "held", "collective_pool": "unknown"},
+        ),
         (BFC, {"allocator": "platform"}, {"allocator": "broken"}),
         (BFC, {"allocator": "cuda_async"}, {"allocator": "broken"}),
         (ASYNC, {"allocator": "cuda_async", "fraction": 0.9}, {"allocator": "held", "fraction": "unknown"}),
@@ -195,7 +223,10 @@ def test_the_platform_is_verified():
         ("tpu", cpu, machine, "unknown"),
         ("tpu", cpu, Surroundings(plugins={"tpu": "libtpu 1"}), "broken"),
     ]:
-        assert verify(EnvironmentSettings(platform=wanted), [device], seen)[0].outcome == outcome, (wanted, device.platform)
+        assert verify(EnvironmentSettings(platform=wanted), [device], seen)[0].outcome == outcome, (
+            wanted,
+            device.platform,
+        )
 
 
 def test_the_memory_of_a_gpu_by_its_makers_name():

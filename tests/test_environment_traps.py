@@ -38,8 +38,20 @@ TRAPS = [
     ({NEW: "nan"}, {}, "fraction out of range", r"above 0", f"export {NEW}=0.9"),
     ({ALLOCATOR: "BCF"}, {}, "unknown allocator", r"Did you mean `bfc`\?.*runs on the CPU", f"export {ALLOCATOR}=bfc"),
     ({ALLOCATOR: "address"}, {"jaxlib": (0, 10, 2)}, "allocator of a later version", r"since jaxlib 0\.11\.0", "unset"),
-    ({ALLOCATOR: "platform"}, {"jaxlib": (0, 10, 2)}, "platform that is not", r"silently runs the default", "jax>=0.11"),
-    ({ALLOCATOR: "platform"}, {"jaxlib": (0, 10, 1)}, "platform that is not", r"silently runs the default", "jax>=0.11"),
+    (
+        {ALLOCATOR: "platform"},
+        {"jaxlib": (0, 10, 2)},
+        "platform that is not",
+        r"silently runs the default",
+        "jax>=0.11",
+    ),
+    (
+        {ALLOCATOR: "platform"},
+        {"jaxlib": (0, 10, 1)},
+        "platform that is not",
+        r"silently runs the default",
+        "jax>=0.11",
+    ),
     ({ALLOCATOR: "vmm"}, {"plugins": {"rocm": "x 1"}}, "allocator of CUDA", r"NVIDIA GPUs only", "bfc"),
     *(
         ({PREALLOCATE: word}, {}, "false that is true", r"every other text for true", f"export {PREALLOCATE}=false")
@@ -48,10 +60,22 @@ TRAPS = [
     ({POOL: "512MiB"}, {}, "no whole number", r"a number of MiB\. .*runs on the CPU", f"export {POOL}=512"),
     ({POOL: "-1"}, {}, "negative size", r"no size is negative", f"export {POOL}=512"),
     ({TFRT: "true"}, {}, "no whole number", r"0 or 1\. .*runs on the CPU", f"export {TFRT}=1"),
-    ({"TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {}, "read by nothing", r"only TensorFlow reads it", f"{ALLOCATOR}=cuda_async"),
+    (
+        {"TF_GPU_ALLOCATOR": "cuda_malloc_async"},
+        {},
+        "read by nothing",
+        r"only TensorFlow reads it",
+        f"{ALLOCATOR}=cuda_async",
+    ),
     ({}, {"unread": ("XLA_PYTHON_CLIENT_ALOCATOR",)}, "read by nothing", r"Did you mean `\w+_ALLOCATOR`", ALLOCATOR),
     ({}, {"options": {"preallocate": "false"}, "options_are_text": True}, "options as text", r"wants numbers", "False"),
-    ({NEW: "0.9"}, {"options": {"memory_fraction": 0.5}}, "overridden", r"the variable changes nothing", f"unset {NEW}"),
+    (
+        {NEW: "0.9"},
+        {"options": {"memory_fraction": 0.5}},
+        "overridden",
+        r"the variable changes nothing",
+        f"unset {NEW}",
+    ),
     ({OLD: "0.9"}, {"options": {"memory_fraction": 0.5}}, "overridden", r"hands the option over last", f"unset {OLD}"),
     ({PREALLOCATE: "false"}, {"options": {"preallocate": True}}, "overridden", r"changes nothing", "unset"),
     ({POOL: "1"}, {"options": {"collective_memory_size": 1}}, "overridden", r"changes nothing", "unset"),
@@ -82,7 +106,9 @@ FATAL = {"both fractions", "no fraction", "unknown allocator", "allocator of a l
 HERE = version_numbers(importlib.metadata.version("jaxlib"))
 
 
-@pytest.mark.parametrize(("variables", "kind"), [(said, kind) for said, more, kind, *_ in TRAPS if said and not more.get("options")])
+@pytest.mark.parametrize(
+    ("variables", "kind"), [(said, kind) for said, more, kind, *_ in TRAPS if said and not more.get("options")]
+)
 def test_jax_itself_fails_where_we_say_so_and_nowhere_else(variables, kind, monkeypatch):
     """The function of the installed jaxlib that reads the variables, GPU or not."""
     fails = kind in FATAL and (kind != "allocator of a later version" or HERE < (0, 11, 0))
@@ -94,7 +120,9 @@ def test_jax_itself_fails_where_we_say_so_and_nowhere_else(variables, kind, monk
 
 
 def test_jax_itself_reads_what_a_preset_sets(monkeypatch):
-    settings = EnvironmentSettings(allocator="cuda_async", preallocate=False, fraction=0.83, collective_pool_bytes=2**29)
+    settings = EnvironmentSettings(
+        allocator="cuda_async", preallocate=False, fraction=0.83, collective_pool_bytes=2**29
+    )
     for name, text in choose(Preset(name="all", environment=settings), seen()).set.items():
         monkeypatch.setenv(name, text)
     read = xla_client.generate_pjrt_gpu_plugin_options()
@@ -118,7 +146,15 @@ RIGHT = [
     ({"TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {"options": {"allocator": "cuda_async"}}),
     ({}, {"hardware": ("cuda",), "plugins": {"cuda": "jax-cuda12-plugin 0.12"}, "platforms": ("cuda", "cpu")}),
     ({}, {"hardware": ("cuda",), "platforms": ("cpu",)}),
-    ({}, {"memory_flags": ("--xla_gpu_command_buffer_update_mode=ALWAYS_UPDATE", "--xla_gpu_memory_limit_slop_factor=9")}),
+    (
+        {},
+        {
+            "memory_flags": (
+                "--xla_gpu_command_buffer_update_mode=ALWAYS_UPDATE",
+                "--xla_gpu_memory_limit_slop_factor=9",
+            )
+        },
+    ),
 ]
 
 
@@ -149,7 +185,9 @@ def test_flags_are_shown_where_they_concern_memory_and_paths_are_not():
     assert memory_flags(text) == ("--xla_gpu_memory_limit_slop_factor=90", "--xla_tpu_rematerialization_algo=x")
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("0.10.2", (0, 10, 2)), ("0.12", (0, 12, 0)), ("0.11.1.dev3+g5", (0, 11, 1))])
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("0.10.2", (0, 10, 2)), ("0.12", (0, 12, 0)), ("0.11.1.dev3+g5", (0, 11, 1))]
+)
 def test_versions(text, numbers):
     assert version_numbers(text) == numbers
 
@@ -193,14 +231,19 @@ def test_too_late_says_that_what_started_it_is_unknown_and_what_to_type():
 
 
 def test_a_preset_without_environment_is_refused():
-    with pytest.raises(EnvironmentSettingError, match=r"donate says nothing of the environment.*'donate', 'gpu_growth'"):
+    with pytest.raises(
+        EnvironmentSettingError, match=r"donate says nothing of the environment.*'donate', 'gpu_growth'"
+    ):
         choose(load_preset("donate"), seen())
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (("gpu_growth", "tpu_default"), r"tpu_default.yaml:7:3.*TPUs read no such setting(.|\n)*`preallocate` at gpu_growth"),
+        (
+            ("gpu_growth", "tpu_default"),
+            r"tpu_default.yaml:7:3.*TPUs read no such setting(.|\n)*`preallocate` at gpu_growth",
+        ),
         (("gpu_rocm", "gpu_async"), r"gpu_async.yaml.*exists on NVIDIA GPUs only"),
     ],
 )

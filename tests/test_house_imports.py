@@ -80,7 +80,7 @@ def test_rooms_that_need_no_jax_have_no_effect_either():
     """Records, presets and their schema are read by editors and launchers, before anybody decided on a backend."""
     seen = effects("""
         import jaxmem_callbacks as jm
-        jm.StepPolicy, jm.Preset, jm.load_preset, jm.list_presets, jm.CollectingWriter
+        jm.StepPolicy, jm.Preset, jm.load_preset, jm.list_presets, jm.CollectingWriter, jm.apply_environment
     """)
     assert set(seen["changed"]) <= {"recursion"}
 

@@ -20,8 +20,8 @@ ORDER = [
 FRAMEWORKS = {"flax", "keras", "orbax", "equinox", "tensorflow", "haiku", "penzai"}
 JAX = {"jax", "jaxlib"}
 # Rooms that may import these third parties and no others; the rest of the rooms choose freely beside the frameworks.
-ONLY = {"records": set(), "simulator": set(), "analysis": {"numpy"}}
-NEVER = {"config": JAX | FRAMEWORKS, "environment": JAX | FRAMEWORKS, "writers": JAX | FRAMEWORKS}
+ONLY = {"records": set(), "environment": set(), "simulator": set(), "analysis": {"numpy"}}
+NEVER = {"config": JAX | FRAMEWORKS, "writers": JAX | FRAMEWORKS}
 # One public door to each framework by name: the registry that loads an integration when its objects arrive.
 LAZY_DOORS = {"transforms/frameworks.py"}
 LINES, FUNCTION_LINES = 400, 50

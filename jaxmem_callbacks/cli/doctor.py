@@ -113,7 +113,10 @@ class _Report:
         if self.devices:
             runs = ", ".join(f"{device.label} ({device.kind})" for device in self.devices)
         return [
-            ("jax, jaxlib", f"{seen.jax or 'not installed'}, {'.'.join(map(str, seen.jaxlib or ())) or 'not installed'}"),
+            (
+                "jax, jaxlib",
+                f"{seen.jax or 'not installed'}, {'.'.join(map(str, seen.jaxlib or ())) or 'not installed'}",
+            ),
             ("plugins", ", ".join(seen.plugins.values()) or "none"),
             ("hardware seen", ", ".join(seen.hardware) or "no accelerator"),
             ("JAX runs on", runs),
@@ -122,7 +125,9 @@ class _Report:
 
     def _others(self) -> list[tuple[str, str]]:
         seen = self.seen
-        rows = [(name, value) for name, value in seen.variables.items() if name not in (*OPTIONS.values(), OLD_FRACTION)]
+        rows = [
+            (name, value) for name, value in seen.variables.items() if name not in (*OPTIONS.values(), OLD_FRACTION)
+        ]
         rows += [("flag", flag) for flag in seen.memory_flags]
         return rows + [(name, "read by nothing") for name in seen.unread]
 

@@ -85,7 +85,7 @@ def require_said(preset: Preset) -> None:
     if preset.environment == EnvironmentSettings():
         msg = (
             f"The preset {preset.name or 'given'} says nothing of the environment, so there is nothing to apply. Add a part that "
-            f'does: jm.apply_environment(jm.load_preset({", ".join([*_parts(preset), repr("gpu_growth")])})). '
+            f"does: jm.apply_environment(jm.load_preset({', '.join([*_parts(preset), repr('gpu_growth')])})). "
             "`jaxmem presets` lists them: gpu_..., tpu_default."
         )
         raise EnvironmentSettingError(msg)
@@ -103,7 +103,9 @@ def wanted_variables(settings: EnvironmentSettings) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _compared(wanted: Mapping[str, str], seen: Surroundings) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+def _compared(
+    wanted: Mapping[str, str], seen: Surroundings
+) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
     """Of the variables wanted, those that are so already and those that say something else: wanted name -> what says so."""
     already: dict[str, tuple[str, str]] = {}
     different: dict[str, tuple[str, str]] = {}
@@ -139,9 +141,18 @@ def _conflicts(preset: Preset, wanted: Mapping[str, str], different: Mapping[str
     lines = [f"{preset.name}: nothing was set, because this process says otherwise already."]
     for name, (said, value) in different.items():
         lines.append(f"  {said} is {value}, and the preset says {wanted[name]}.")
-    clearing = "; ".join(f"leave {said} out" if said.startswith(_OPTION) else f"unset {said}" for said, _ in different.values())
-    lines.append(f"    To take the preset's: {clearing}   # in the shell; os.environ.pop(...) above this call does it too")
-    fields = {ALLOCATOR: "allocator", PREALLOCATE: "preallocate", FRACTION: "fraction", COLLECTIVE_POOL: "collective_pool"}
+    clearing = "; ".join(
+        f"leave {said} out" if said.startswith(_OPTION) else f"unset {said}" for said, _ in different.values()
+    )
+    lines.append(
+        f"    To take the preset's: {clearing}   # in the shell; os.environ.pop(...) above this call does it too"
+    )
+    fields = {
+        ALLOCATOR: "allocator",
+        PREALLOCATE: "preallocate",
+        FRACTION: "fraction",
+        COLLECTIVE_POOL: "collective_pool",
+    }
     kept = ", ".join(f"{fields[name]!r}: {_typed(name, value)}" for name, (_, value) in different.items())
     parts = ", ".join(_parts(preset)) or "..."
     lines.append(f"    To keep yours: jm.apply_environment(jm.load_preset({parts}, environment={{{kept}}}))")
@@ -176,5 +187,3 @@ def _call(preset: Preset) -> str:
 
 def _parts(preset: Preset) -> list[str]:
     return [repr(part) for part in preset.name.split("+") if part]
-
-

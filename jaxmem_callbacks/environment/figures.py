@@ -26,7 +26,10 @@ def in_effect(seen: Surroundings) -> tuple[tuple[str, str, str], ...]:
     words = {"memory_fraction": "fraction", "collective_memory_size": "pool for collectives"}
     rows: list[tuple[str, str, str]] = []
     for key, variable in OPTIONS.items():
-        name, text = (fraction_said(seen.variables) if key == "memory_fraction" else None) or (variable, seen.variables.get(variable, ""))
+        name, text = (fraction_said(seen.variables) if key == "memory_fraction" else None) or (
+            variable,
+            seen.variables.get(variable, ""),
+        )
         if key in seen.options:
             value, source = str(seen.options[key]), f"jax_pjrt_client_create_options[{key!r}]"
         elif text:
@@ -61,7 +64,9 @@ def figures_here(
         has_driver: Whether NVIDIA's management library (NVML) is installed.
     """
     platform = devices[0].platform if devices else platform_to_come(seen)
-    absent = [f"{name} ({', '.join(f'{p} {v}' for p, v in found.items())})" for name, found in compilers.items() if found]
+    absent = [
+        f"{name} ({', '.join(f'{p} {v}' for p, v in found.items())})" for name, found in compilers.items() if found
+    ]
     lacking = [name for name, found in compilers.items() if not found]
     compiled = f"of the attached device, and of absent ones: {', '.join(absent) or 'none'}" + (
         f"; no compiler for absent {' or '.join(lacking)} (docs/targets.md)" if lacking else ""
@@ -112,7 +117,9 @@ def _largest_block(seen: Surroundings, devices: Sequence[DeviceFacts] | None, pl
 def _driver(platform: Platform | None, *, has_driver: bool) -> Figure:
     name = "memory by the driver"
     if has_driver:
-        told = "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took (nvidia-smi)"
+        told = (
+            "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took (nvidia-smi)"
+        )
         return Figure(name=name, exists=True, told=told)
     if platform == "cpu":
         return Figure(name=name, exists=False, told="JAX runs on the CPU, where host memory is all")

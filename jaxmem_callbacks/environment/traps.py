@@ -119,7 +119,9 @@ def _whole_numbers(seen: Surroundings) -> Iterator[Finding]:
         if number is None:
             example, what = ("512", "a number of MiB") if name == COLLECTIVE_POOL else ("1", "0 or 1")
             why = f"It is read as a whole number, {what}. {_ON_THE_CPU}"
-            yield Finding(kind="no whole number", given=f"{name}={text}.", why=why, type_next=f"export {name}={example}")
+            yield Finding(
+                kind="no whole number", given=f"{name}={text}.", why=why, type_next=f"export {name}={example}"
+            )
         elif number < 0 and name == COLLECTIVE_POOL:
             why = "It is the size of a pool in MiB, and no size is negative."
             yield Finding(kind="negative size", given=f"{name}={text}.", why=why, type_next=f"export {name}=512")

@@ -92,7 +92,9 @@ def _fraction(settings: EnvironmentSettings, device: DeviceFacts) -> Check:
     if limit <= 0:
         told = f"{device.label}: this allocator reports no limit"
     elif device.total_bytes is None:
-        told = f"{device.label}: its limit is {format_bytes(limit)}, and the memory of a {device.kind} is in no table here"
+        told = (
+            f"{device.label}: its limit is {format_bytes(limit)}, and the memory of a {device.kind} is in no table here"
+        )
     else:
         wanted = DEFAULT_FRACTION if settings.fraction is None else settings.fraction
         share = limit / device.total_bytes
