@@ -28,7 +28,8 @@ def typed(*arguments, then="", **variables):
     """Exit code, stdout and stderr of the command in a process with these variables and no others of XLA's."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("XLA_", "JAX_", "TF_"))}
     environment = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
-    code = f"import sys\nfrom jaxmem_callbacks.cli.main import main\ncode = main({['doctor', *arguments]!r})\n{then}\nsys.exit(code)"
+    call = f"import sys\nfrom jaxmem_callbacks.cli.main import main\ncode = main({['doctor', *arguments]!r})"
+    code = f"{call}\n{then}\nsys.exit(code)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

@@ -1,4 +1,4 @@
-"""`jm.apply_environment` in real processes: before and after the backend, beside the user's own settings, and what it verifies."""
+"""`jm.apply_environment` in real processes: before and after the backend, beside the user's settings, and what it verifies."""
 
 from __future__ import annotations
 

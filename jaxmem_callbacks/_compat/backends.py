@@ -18,7 +18,7 @@ def settings_were_read() -> bool:
         from jax._src import xla_bridge
 
         bridge: Any = xla_bridge
-        return bool(bridge.backends_are_initialized() or bridge._plugins_registered)
+        return bool(bridge.backends_are_initialized() or bridge._plugins_registered)  # noqa: SLF001 - there is no public one
     except (ImportError, AttributeError):
         return backend_refuses_settings()
 

@@ -1,7 +1,7 @@
 """What a preset may say: pydantic models derived from the records. Data in, checked data or problems out.
 
-Keys are the fields of ``StepPolicy``, ``MonitorSettings`` and ``EnvironmentSettings``. A size is written ``limit: 700MiB``: the ending ``_bytes`` of the
-record's name may be left out, because the value carries its unit.
+Keys are the fields of ``StepPolicy``, ``MonitorSettings`` and ``EnvironmentSettings``. A size is written ``limit: 700MiB``: the
+ending ``_bytes`` of the record's name may be left out, because the value carries its unit.
 """
 
 from __future__ import annotations

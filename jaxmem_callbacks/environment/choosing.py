@@ -51,7 +51,7 @@ def choose(preset: Preset, seen: Surroundings) -> AppliedEnvironment:
         raise EnvironmentSettingError(_conflicts(preset, wanted, different))
     if missing and seen.started:
         raise EnvironmentSettingError(_too_late(preset, missing))
-    return AppliedEnvironment(preset=preset.name, set=missing, already={said: text for said, text in already.values()})
+    return AppliedEnvironment(preset=preset.name, set=missing, already=dict(already.values()))
 
 
 def require_applied(preset: Any) -> None:

@@ -46,8 +46,8 @@ def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: Surro
         yield Check(
             setting="platform",
             outcome="broken",
-            told=f"JAX runs on {device.label} although this machine has {here[0]} hardware or its plugin; JAX's own log lines say "
-            f"why it was given up. Type JAX_PLATFORMS={here[0]},cpu before python to make that an error",
+            told=f"JAX runs on {device.label} although this machine has {here[0]} hardware or its plugin; JAX's own "
+            f"log lines say why it was given up. Type JAX_PLATFORMS={here[0]},cpu before python to make that an error",
         )
     elif device.platform == "cpu":
         told = "JAX runs on the CPU here, whose client has none of these settings: nothing to verify"

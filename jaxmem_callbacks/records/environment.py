@@ -1,4 +1,4 @@
-"""What the environment room takes and gives: what was seen of a process, what is wrong with it, what was set, what was verified."""
+"""What the environment room takes and gives: what was seen of a process, what is wrong with it, what was set and verified."""
 
 from __future__ import annotations
 

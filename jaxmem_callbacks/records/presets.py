@@ -1,4 +1,4 @@
-"""Preset: a policy, the monitor's settings and the environment's under one name. Read from YAML by the config room, pure data from there on."""
+"""Preset: a policy, settings of the monitor and of the environment under one name. Read from YAML, pure data from there on."""
 
 from __future__ import annotations
 

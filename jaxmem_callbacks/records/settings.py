@@ -1,5 +1,4 @@
-"""MonitorSettings: how often the monitor looks, what it calls an event, where it writes. EnvironmentSettings: what XLA's client
-is told before it starts. Presets fill them in."""
+"""MonitorSettings: how often the monitor looks and where it writes; EnvironmentSettings: what XLA's client is told. In presets."""
 
 from __future__ import annotations
 
