@@ -40,7 +40,6 @@ from jaxmem_callbacks.records.units import MIB, parse_bytes
 SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings, "environment": EnvironmentSettings}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _SHOWN = 60
-_CAMEL = {"multiple_of": "multipleOf"}
 _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 
 # What the records' types cannot say: the allowed range, and the same in words.
@@ -67,11 +66,11 @@ def _size(value: Any) -> int:
         raise ValueError(msg) from None
 
 
-def _size_type(minimum: int, **more: int) -> Any:
-    """The pydantic type of a size of at least ``minimum`` bytes; ``more`` is what else an editor should know of whole numbers."""
-    whole = {"type": "integer", "minimum": minimum} | {_CAMEL[key]: value for key, value in more.items()}
+def _size_type(minimum: int, *, of: int = 1) -> Any:
+    """The pydantic type of a size of at least ``minimum`` bytes that is a multiple of ``of``."""
+    whole = {"type": "integer", "minimum": minimum} | ({"multipleOf": of} if of > 1 else {})
     schema = {"anyOf": [whole, {"type": "string", "pattern": _SIZE_TEXT}]}
-    return Annotated[int, Field(ge=minimum, **more), BeforeValidator(_size), WithJsonSchema(schema)]
+    return Annotated[int, Field(ge=minimum, multiple_of=of), BeforeValidator(_size), WithJsonSchema(schema)]
 
 
 _REMAT_WORDS = sorted(
@@ -101,7 +100,7 @@ _TYPES: dict[str, Any] = {
     "policy.sharding": _SHARDING | None,
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
-    "environment.collective_pool_bytes": _size_type(MIB, multiple_of=MIB) | None,
+    "environment.collective_pool_bytes": _size_type(MIB, of=MIB) | None,
 }
 _EXPECTED: dict[str, str] = {
     "description": "a text",

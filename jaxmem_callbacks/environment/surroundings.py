@@ -87,11 +87,12 @@ def _plugins() -> dict[Platform, str]:
 
 
 def _hardware() -> tuple[Platform, ...]:
-    found: list[Platform] = []
-    found += ["cuda"] if any(Path(path).exists() for path in _NVIDIA) else []
-    found += ["rocm"] if any(Path(path).exists() for path in _AMD) else []
-    found += ["tpu"] if any(map(_is_tpu, Path("/sys/bus/pci/devices").glob("*"))) else []
-    return tuple(found)
+    shown: dict[Platform, bool] = {
+        "cuda": any(Path(path).exists() for path in _NVIDIA),
+        "rocm": any(Path(path).exists() for path in _AMD),
+        "tpu": any(map(_is_tpu, Path("/sys/bus/pci/devices").glob("*"))),
+    }
+    return tuple(platform for platform, there in shown.items() if there)
 
 
 def _is_tpu(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""MonitorSettings: how often the monitor looks and where it writes; EnvironmentSettings: what XLA's client is told. In presets."""
+"""MonitorSettings: how often the monitor looks and where it writes; EnvironmentSettings: what XLA's client is told."""
 
 from __future__ import annotations
 
