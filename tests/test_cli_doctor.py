@@ -89,6 +89,19 @@ def test_a_jax_that_does_not_start_is_a_finding():
     assert "JAX_PLATFORMS=rocm,cpu, and JAX has no plugin for rocm here. JAX fails at its first use." in plain
 
 
+def test_a_start_that_fell_back_to_the_cpu_is_a_finding(tmp_path):
+    """The metadata of a plugin stands there, and JAX starts without it: what a broken installation looks like."""
+    plugin = tmp_path / "jax_cuda12_plugin-0.1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.1\n")
+    places = os.pathsep.join([str(ROOT), str(tmp_path)])
+    code, out, _ = typed("--start", JAX_PLATFORMS="", PYTHONPATH=places)
+    assert code == 1
+    plain = " ".join(out.split())
+    assert "JAX fell back to the CPU. JAX runs on cpu:0 although this machine has cuda hardware or its plugin" in plain
+    assert "jax-cuda12-plugin 0.1 beside jaxlib" in plain
+
+
 def figures(seen, devices=None, **more):
     given = {"compilers": {"cuda": {}, "tpu": {"libtpu": "0.1"}}, "resident_bytes": 2**20, "has_driver": False} | more
     return {figure.name: (figure.exists, figure.told) for figure in figures_here(seen, devices, **given)}

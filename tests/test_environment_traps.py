@@ -11,9 +11,8 @@ from jaxlib import xla_client
 
 from jaxmem_callbacks.config.presets import list_presets, load_preset
 from jaxmem_callbacks.environment.choosing import choose, wanted_variables
-from jaxmem_callbacks.environment.surroundings import version_numbers
 from jaxmem_callbacks.environment.traps import findings, settings_findings
-from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names
+from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names, version_numbers
 from jaxmem_callbacks.records.environment import Surroundings
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PresetError
 from jaxmem_callbacks.records.presets import Preset
@@ -138,13 +137,13 @@ RIGHT = [
     ({PREALLOCATE: "true", ALLOCATOR: "address"}, {}),
     ({PREALLOCATE: "1", ALLOCATOR: "vmm"}, {"jaxlib": (0, 10, 2)}),
     ({ALLOCATOR: "platform"}, {"jaxlib": (0, 11, 0)}),
-    ({ALLOCATOR: "vmm"}, {"plugins": {"rocm": "x 1", "cuda": "y 1"}}),
+    ({ALLOCATOR: "vmm"}, {"plugins": {"rocm": "x 1", "cuda": "y 0.12"}}),
     ({PREALLOCATE: "", ALLOCATOR: "", NEW: "", OLD: "0.5", POOL: "", TFRT: ""}, {}),
     ({NEW: "0.50", PREALLOCATE: "0"}, {"options": {"memory_fraction": 0.5, "preallocate": False}}),
     ({POOL: "512"}, {"options": {"collective_memory_size": 2**29}}),
     ({ALLOCATOR: "bfc"}, {"options": {"allocator": "bfc"}, "options_are_text": True}),
     ({"TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {"options": {"allocator": "cuda_async"}}),
-    ({}, {"hardware": ("cuda",), "plugins": {"cuda": "jax-cuda12-plugin 0.12"}, "platforms": ("cuda", "cpu")}),
+    ({}, {"hardware": ("cuda",), "plugins": {"cuda": "jax-cuda12-plugin 0.12.0"}, "platforms": ("cuda", "cpu")}),
     ({}, {"hardware": ("cuda",), "platforms": ("cpu",)}),
     (
         {},
@@ -172,6 +171,14 @@ def test_an_accelerator_without_its_plugin_is_a_finding_of_the_machine_only():
         (found,) = findings(seen(**more))
         assert (found.kind, found.why) == ("no plugin", why)
         assert settings_findings(seen(**more)) == ()
+
+
+def test_a_plugin_of_another_jaxlib_is_a_finding_of_the_machine_only():
+    mixed = seen(plugins={"cuda": "jax-cuda12-plugin 0.11.1", "rocm": "jax-rocm7-plugin 0.9"})
+    (found,) = findings(mixed)
+    assert found.given == "jax-cuda12-plugin 0.11.1 beside jaxlib 0.12.0."
+    assert found.type_next == 'pip install "jax[cuda12]==0.12.0"'
+    assert settings_findings(mixed) == ()
 
 
 def test_variables_that_nothing_reads_are_told_from_others():

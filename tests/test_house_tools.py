@@ -173,7 +173,7 @@ def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
     answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     report = json.loads(out.read_text())
-    asked = gpu_check.HEADLINES.keys() - {"plan_full"}
+    asked = gpu_check.HEADLINES.keys() - {"plan_full", *gpu_check.PRESETS[1:]}
     assert {entry["question"]: entry["state"] for entry in report["results"]} == dict.fromkeys(asked, "answered")
     answers = {entry["question"]: entry["answer"] for entry in report["results"]}
     # What is known of the CPU: it keeps no statistics, and an OOM takes the donated inputs with it.
@@ -191,6 +191,10 @@ def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
         assert [row[name] for name in (*unknown, "measured_recompute_share", "modelled_recompute_share")] == [None] * 5
     assert "peak unknown, because the allocator reports no peak; the plan here" in answer.stdout
     assert answers["fragmentation"]["holes"]["share"] is None
+    growth = answers["gpu_growth"]
+    assert growth["set"] | growth["already"] == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert (growth["refused"], [check["outcome"] for check in growth["checks"]]) == (None, ["unknown"])
+    assert growth["fill_1_mib_us"] > 0
     assert answers["hook"]["watched_5_ms"]["steps"] == 60
     assert report["presence"]["jax"] in answer.stdout
 

@@ -45,6 +45,7 @@ ALLOCATORS = {
     "vmm": {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"},
 }
 PLANS = ("plan_none", "plan_full", "plan_keep")
+PRESETS = ("gpu_growth", "gpu_preallocate", "gpu_shared", "gpu_async", "gpu_platform_debug")
 SMALL_POOL = {"XLA_CLIENT_MEM_FRACTION": "0.1"}
 
 
@@ -61,6 +62,7 @@ def plan(*, preflight: bool) -> list[tuple[str, str]]:
         ("fragmentation", "small pool"),
         *(("out_of_memory", kind) for kind in ooms[1:]),
         ("defragment", "default"),
+        *((name, "default") for name in (PRESETS[:1] if preflight else PRESETS)),
     ]
 
 
@@ -142,7 +144,7 @@ def ask_all(*, preflight: bool) -> list[dict[str, Any]]:
     for question, allocator in plan(preflight=preflight):
         left = LIMIT_S - (time.monotonic() - begin)
         reason = ""
-        if question in ("hook", *PLANS) and lacking:
+        if question in ("hook", *PLANS, *PRESETS) and lacking:
             reason = f"this Python lacks {', '.join(lacking)}; bring these wheels"
         elif left < 10:  # noqa: PLR2004 - seconds that starting JAX takes
             reason = f"the {LIMIT_S} seconds are used up"
@@ -201,6 +203,14 @@ def of_defragment(answer: dict[str, Any]) -> str:
     return answer["error"]["text"][:110] if answer["error"] else f"done, array intact: {answer['array_intact']}"
 
 
+def of_environment(answer: dict[str, Any]) -> str:
+    """What held of a preset's settings, and what an allocation costs under it."""
+    outcomes = [check["outcome"] for check in answer["checks"]]
+    counted = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("held", "broken", "unknown") if kind in outcomes)
+    cost = f"filling 1 MiB takes {answer['fill_1_mib_us']} us"
+    return f"{answer['refused'].splitlines()[-1].strip()[:110] if answer['refused'] else counted}; {cost}"
+
+
 HEADLINES = {
     "statistics": of_statistics,
     "out_of_memory": of_out_of_memory,
@@ -209,6 +219,7 @@ HEADLINES = {
     "hook": of_hook,
     "fragmentation": of_fragmentation,
     "defragment": of_defragment,
+    **dict.fromkeys(PRESETS, of_environment),
 }
 
 

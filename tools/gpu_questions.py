@@ -321,6 +321,37 @@ def defragment(*, small: bool) -> dict[str, Any]:
     return {"error": failed, "array_intact": intact(x)}
 
 
+def applied(preset: str, *, small: bool) -> dict[str, Any]:
+    """What a preset of the environment sets here, what holds of it, and what the start and an allocation cost under it."""
+    import jaxmem_callbacks as jm
+
+    started = time.perf_counter()
+    done = jm.apply_environment(preset)
+    jax.block_until_ready(jnp.ones((1 if small else 256, MIB // 4)))
+    start_s = time.perf_counter() - started
+    fill = jax.jit(lambda: jnp.zeros((MIB // 4,)))
+    jax.block_until_ready(fill())
+    times: list[float] = []
+    for _ in range(20 if small else 1000):
+        begun = time.perf_counter()
+        jax.block_until_ready(fill())
+        times.append(time.perf_counter() - begun)
+    refused = None
+    try:
+        done = jm.apply_environment(preset)
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "set": dict(done.set),
+        "already": dict(done.already),
+        "checks": [dataclasses.asdict(check) for check in done.checks],
+        "refused": refused,
+        "start_and_first_allocation_s": round(start_s, 2),
+        "fill_1_mib_us": round(statistics.median(times) * 1e6, 1),
+        "statistics": stats(),
+    }
+
+
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "presence": presence,
     "statistics": statistics_of_allocator,
@@ -330,6 +361,10 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "hook": hook,
     "fragmentation": fragmentation,
     "defragment": defragment,
+    **{
+        name: functools.partial(applied, name)
+        for name in ("gpu_preallocate", "gpu_growth", "gpu_shared", "gpu_async", "gpu_platform_debug")
+    },
 }
 
 if __name__ == "__main__":

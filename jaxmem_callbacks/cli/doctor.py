@@ -20,6 +20,7 @@ from jaxmem_callbacks.environment.figures import figures_here, in_effect, platfo
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.traps import findings
 from jaxmem_callbacks.environment.variables import OLD_FRACTION, OPTIONS, PREALLOCATE
+from jaxmem_callbacks.environment.verifying import fallback
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.records.columns import columns
@@ -48,29 +49,36 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 where there are findings.
     """
     seen = surroundings(started=settings_were_read())
-    devices, failed = _started() if args.start else (None, None)
-    report = _Report(seen=seen, findings=(*findings(seen), *([failed] if failed else [])), devices=devices)
+    devices, failed = _started(seen) if args.start else (None, ())
+    report = _Report(seen=seen, findings=(*findings(seen), *failed), devices=devices)
     sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
     return FINDINGS if report.findings else OK
 
 
-def _started() -> tuple[tuple[DeviceFacts, ...] | None, Finding | None]:
-    """The devices of a backend that takes nothing before it must, or what JAX says where it does not start."""
+def _started(seen: Surroundings) -> tuple[tuple[DeviceFacts, ...] | None, tuple[Finding, ...]]:
+    """The devices of a backend that takes nothing before it must, and what went wrong with its start."""
     said = os.environ.get(PREALLOCATE)
     os.environ[PREALLOCATE] = "false"
     try:
         from jaxmem_callbacks.probes.devices import devices_here
 
-        return devices_here(), None
+        devices = devices_here()
     except (RuntimeError, AssertionError) as error:  # JAX raises either, by what is missing
         told = (str(error) or "its own assertion failed: the platforms that are named give no device")[:_TOLD]
         line = 'JAX_PLATFORMS="" jaxmem doctor --start   # lets JAX choose'
-        return None, Finding(kind="no start", given="JAX does not start.", why=f"It says: {told}", type_next=line)
+        return None, (Finding(kind="no start", given="JAX does not start.", why=f"It says: {told}", type_next=line),)
     finally:
         if said is None:
             del os.environ[PREALLOCATE]
         else:
             os.environ[PREALLOCATE] = said
+    fallen = fallback(devices[0], ("cuda", "rocm", "tpu"), seen)
+    if fallen is None:
+        return devices, ()
+    line = "TF_CPP_MIN_LOG_LEVEL=0 jaxmem doctor --start   # and read what JAX logs"
+    return devices, (
+        Finding(kind="on the CPU", given="JAX fell back to the CPU.", why=f"{fallen.told}.", type_next=line),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

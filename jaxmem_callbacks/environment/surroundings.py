@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.environment.variables import OPTIONS, SHOWN, memory_flags, unread_names
-from jaxmem_callbacks.records.environment import Platform, Surroundings, Version
+from jaxmem_callbacks.environment.variables import OPTIONS, SHOWN, memory_flags, unread_names, version_numbers
+from jaxmem_callbacks.records.environment import Platform, Surroundings
 
 _PLUGINS: dict[Platform, str] = {"cuda": r"jax-cuda\d+-plugin", "rocm": r"jax-rocm\d+-plugin", "tpu": r"libtpu"}
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is Windows' subsystem for Linux
@@ -45,12 +45,6 @@ def surroundings(*, started: bool) -> Surroundings:
         hardware=_hardware(),
         started=started,
     )
-
-
-def version_numbers(text: str) -> Version:
-    """The first three numbers of a version; what it lacks is 0."""
-    first, second, third, *_ = [*(int(part) for part in re.findall(r"\d+", text)), 0, 0, 0]
-    return first, second, third
 
 
 def _options() -> tuple[dict[str, Any], bool]:

@@ -24,6 +24,7 @@ from jaxmem_callbacks.environment.variables import (
     as_whole,
     fraction_said,
     nearest,
+    version_numbers,
 )
 from jaxmem_callbacks.records.environment import Finding, Surroundings
 from jaxmem_callbacks.records.errors import did_you_mean
@@ -48,7 +49,7 @@ def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
 
 def findings(seen: Surroundings) -> tuple[Finding, ...]:
     """What is wrong with the settings, and with how they meet this machine."""
-    return (*settings_findings(seen), *_missing_plugin(seen), *_platform_without_plugin(seen))
+    return (*settings_findings(seen), *_missing_plugin(seen), *_platform_without_plugin(seen), *_other_version(seen))
 
 
 def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
@@ -204,6 +205,17 @@ def _platform_without_plugin(seen: Surroundings) -> Iterator[Finding]:
                 why="JAX sees no NVIDIA GPU and goes on without a word." if silent else "JAX fails at its first use.",
                 type_next=f"{_INSTALL[platform][1]}   # or leave {platform} out",
             )
+
+
+def _other_version(seen: Surroundings) -> Iterator[Finding]:
+    plugin = seen.plugins.get("cuda", "")  # ROCm's are released on a schedule of their own, and not compared
+    if plugin and seen.jaxlib is not None and version_numbers(plugin.partition(" ")[2]) != seen.jaxlib:
+        yield Finding(
+            kind="plugin of another version",
+            given=f"{plugin} beside jaxlib {'.'.join(map(str, seen.jaxlib))}.",
+            why="JAX warns once and uses none of its parts whose version is not jaxlib's.",
+            type_next=f'pip install "jax[cuda12]=={seen.jax}"',
+        )
 
 
 def same(variable: str, text: str, value: Any) -> bool:

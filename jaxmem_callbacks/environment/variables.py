@@ -7,7 +7,10 @@ ROCm's plugin calls the same function. TPUs and CPUs read none of them.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+
+from jaxmem_callbacks.records.environment import Version
 
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -81,6 +84,12 @@ def as_whole(text: str) -> int | None:
 def as_preallocate(text: str) -> bool:
     """What JAX makes of the text: everything but three words is true."""
     return text not in _FALSE
+
+
+def version_numbers(text: str) -> Version:
+    """The first three numbers of a version; what it lacks is 0."""
+    first, second, third, *_ = [*(int(part) for part in re.findall(r"\d+", text)), 0, 0, 0]
+    return first, second, third
 
 
 def unread_names(names: Iterable[str]) -> tuple[str, ...]:

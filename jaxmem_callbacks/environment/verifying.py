@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION
-from jaxmem_callbacks.records.environment import Check, DeviceFacts, Surroundings
+from jaxmem_callbacks.records.environment import Check, DeviceFacts, Platform, Surroundings
 from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -32,29 +32,42 @@ def verify(settings: EnvironmentSettings, devices: Sequence[DeviceFacts], seen: 
         devices: This process's devices.
         seen: The process and its machine, for a start that fell back to the CPU.
     """
-    return tuple(check for device in devices[:1] for check in _of_platform(settings, device, seen)) + tuple(
-        check for device in devices if device.platform in ("cuda", "rocm") for check in _of_gpu(settings, device)
+    gpus = [device for device in devices if device.platform in ("cuda", "rocm")]
+    return (
+        *(_of_platform(settings, device, seen) for device in devices[:1]),
+        *(check for device in gpus for check in _of_gpu(settings, device)),
     )
 
 
-def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: Surroundings) -> Iterator[Check]:
-    wanted = (settings.platform,) if settings.platform else ("cuda", "rocm")
+def fallback(device: DeviceFacts, wanted: Sequence[Platform], seen: Surroundings) -> Check | None:
+    """A CPU where one of the accelerators wanted should have been: this machine has it, and nobody said otherwise.
+
+    Args:
+        device: The first local device.
+        wanted: Accelerators, any of which would do.
+        seen: The process and its machine.
+    """
     here = [platform for platform in (*seen.hardware, *seen.plugins) if platform in wanted]
+    if device.platform != "cpu" or not here or not _is_allowed(here[0], seen.platforms):
+        return None
+    told = (
+        f"JAX runs on {device.label} although this machine has {here[0]} hardware or its plugin; JAX's own log lines say why it "
+        f"was given up. Type JAX_PLATFORMS={here[0]} before python to make that an error"
+    )
+    return Check(setting="platform", outcome="broken", told=told)
+
+
+def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: Surroundings) -> Check:
+    wanted: tuple[Platform, ...] = (settings.platform,) if settings.platform else ("cuda", "rocm")
     if device.platform in wanted:
-        yield Check(setting="platform", outcome="held", told=f"JAX runs on {device.label}, {device.kind}")
-    elif here and _is_allowed(here[0], seen.platforms):
-        yield Check(
-            setting="platform",
-            outcome="broken",
-            told=f"JAX runs on {device.label} although this machine has {here[0]} hardware or its plugin; JAX's own "
-            f"log lines say why it was given up. Type JAX_PLATFORMS={here[0]},cpu before python to make that an error",
-        )
-    elif device.platform == "cpu":
+        return Check(setting="platform", outcome="held", told=f"JAX runs on {device.label}, {device.kind}")
+    if fallen := fallback(device, wanted, seen):
+        return fallen
+    if device.platform == "cpu":
         told = "JAX runs on the CPU here, whose client has none of these settings: nothing to verify"
-        yield Check(setting="environment", outcome="unknown", told=told)
-    else:
-        told = f"JAX runs on {device.label}, which reads none of these settings"
-        yield Check(setting="platform", outcome="broken", told=told)
+        return Check(setting="environment", outcome="unknown", told=told)
+    told = f"JAX runs on {device.label}, which reads none of these settings"
+    return Check(setting="platform", outcome="broken", told=told)
 
 
 def _is_allowed(platform: str, platforms: Sequence[str]) -> bool:
