@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem_callbacks.environment.figures import figures_here, in_effect
+from jaxmem_callbacks.environment.verifying import start_findings
 from jaxmem_callbacks.records.environment import DeviceFacts, Surroundings
 
 pytestmark = pytest.mark.core
@@ -89,17 +90,23 @@ def test_a_jax_that_does_not_start_is_a_finding():
     assert "JAX_PLATFORMS=rocm,cpu, and JAX has no plugin for rocm here. JAX fails at its first use." in plain
 
 
-def test_a_start_that_fell_back_to_the_cpu_is_a_finding(tmp_path):
-    """The metadata of a plugin stands there, and JAX starts without it: what a broken installation looks like."""
+def test_a_start_that_fell_back_to_the_cpu_is_a_finding():
+    here = [DeviceFacts(label="cpu:0", platform="cpu", kind="cpu", statistics=None, total_bytes=None)]
+    (found,) = start_findings(here, Surroundings(hardware=("cuda",)))
+    assert str(found).startswith("JAX fell back to the CPU. It runs on cpu:0 although this machine shows cuda hardware")
+    assert start_findings(here, Surroundings(hardware=("cuda",), platforms=("cpu",))) == ()
+    assert start_findings(here, Surroundings(plugins={"cuda": "for compiling only"})) == ()
+    assert start_findings([device(FULL)], Surroundings(hardware=("cuda",))) == ()
+
+
+def test_a_plugin_of_another_jaxlib_is_a_finding(tmp_path):
     plugin = tmp_path / "jax_cuda12_plugin-0.1.dist-info"
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.1\n")
-    places = os.pathsep.join([str(ROOT), str(tmp_path)])
-    code, out, _ = typed("--start", JAX_PLATFORMS="", PYTHONPATH=places)
+    code, out, _ = typed(JAX_PLATFORMS="", PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
     assert code == 1
-    plain = " ".join(out.split())
-    assert "JAX fell back to the CPU. JAX runs on cpu:0 although this machine has cuda hardware or its plugin" in plain
-    assert "jax-cuda12-plugin 0.1 beside jaxlib" in plain
+    assert "jax-cuda12-plugin 0.1 beside jaxlib" in out
+    assert "JAX runs on    unknown before a start" in out
 
 
 def figures(seen, devices=None, **more):
@@ -111,7 +118,7 @@ def device(statistics, platform="cuda"):
     return DeviceFacts(label="gpu:0", platform=platform, kind="x", statistics=statistics, total_bytes=None)
 
 
-GPU = Surroundings(jaxlib=(0, 12, 0), plugins={"cuda": "x 1"}, hardware=("cuda",))
+GPU = Surroundings(jaxlib="0.12.0", plugins={"cuda": "x 1"}, hardware=("cuda",))
 FULL = {"bytes_in_use": 1, "bytes_limit": 9, "pool_bytes": 9, "largest_free_block_bytes": 8}
 
 
@@ -126,8 +133,8 @@ FULL = {"bytes_in_use": 1, "bytes_limit": 9, "pool_bytes": 9, "largest_free_bloc
         (GPU, [device(FULL | {"pool_bytes": 0, "largest_free_block_bytes": 0})], True, None),
         (GPU, [device({"bytes_in_use": 1, "largest_free_block_bytes": 0})], True, False),
         (GPU, [device(None)], False, False),
-        (Surroundings(jaxlib=(0, 10, 2), plugins={"cuda": "x 1"}), [device(FULL)], True, False),
-        (Surroundings(jaxlib=(0, 10, 2)), [device(FULL, "tpu")], True, True),
+        (Surroundings(jaxlib="0.10.2", plugins={"cuda": "x 1"}), [device(FULL)], True, False),
+        (Surroundings(jaxlib="0.10.2"), [device(FULL, "tpu")], True, True),
     ],
 )
 def test_a_figure_exists_or_not_or_is_unknown_with_the_reason(seen, devices, statistics, largest):
@@ -143,7 +150,7 @@ def test_compilers_the_driver_and_the_host_are_told_as_they_are():
     )
     assert told["memory by the driver"][0] is True
     assert told["host memory"] == (False, "the operating system refuses")
-    silent = Surroundings(variables={"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}, jaxlib=(0, 12, 0))
+    silent = Surroundings(variables={"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}, jaxlib="0.12.0")
     assert "the allocator vmm reports none" in figures(silent, [device(None)])["allocator statistics"][1]
 
 

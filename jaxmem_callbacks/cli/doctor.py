@@ -20,7 +20,7 @@ from jaxmem_callbacks.environment.figures import figures_here, in_effect, platfo
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.traps import findings
 from jaxmem_callbacks.environment.variables import OLD_FRACTION, OPTIONS, PREALLOCATE
-from jaxmem_callbacks.environment.verifying import fallback
+from jaxmem_callbacks.environment.verifying import start_findings
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.records.columns import columns
@@ -72,13 +72,7 @@ def _started(seen: Surroundings) -> tuple[tuple[DeviceFacts, ...] | None, tuple[
             del os.environ[PREALLOCATE]
         else:
             os.environ[PREALLOCATE] = said
-    fallen = fallback(devices[0], ("cuda", "rocm", "tpu"), seen)
-    if fallen is None:
-        return devices, ()
-    line = "TF_CPP_MIN_LOG_LEVEL=0 jaxmem doctor --start   # and read what JAX logs"
-    return devices, (
-        Finding(kind="on the CPU", given="JAX fell back to the CPU.", why=f"{fallen.told}.", type_next=line),
-    )
+    return devices, start_findings(devices, seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,10 +115,7 @@ class _Report:
         if self.devices:
             runs = ", ".join(f"{device.label} ({device.kind})" for device in self.devices)
         return [
-            (
-                "jax, jaxlib",
-                f"{seen.jax or 'not installed'}, {'.'.join(map(str, seen.jaxlib or ())) or 'not installed'}",
-            ),
+            ("jax, jaxlib", f"{seen.jax or 'not installed'}, {seen.jaxlib or 'not installed'}"),
             ("plugins", ", ".join(seen.plugins.values()) or "none"),
             ("hardware seen", ", ".join(seen.hardware) or "no accelerator"),
             ("JAX runs on", runs),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxmem_callbacks.environment.variables import ALLOCATOR, DEFAULT_FRACTION, OPTIONS, as_preallocate, fraction_said
+from jaxmem_callbacks.environment.variables import (
+    ALLOCATOR,
+    DEFAULT_FRACTION,
+    OPTIONS,
+    as_preallocate,
+    fraction_said,
+    version_numbers,
+)
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Platform, Surroundings
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -101,7 +108,7 @@ def _largest_block(seen: Surroundings, devices: Sequence[DeviceFacts] | None, pl
     name = "largest free block"
     if platform == "cpu":
         return Figure(name=name, exists=False, told="no allocator statistics, so no fragmentation either")
-    if platform != "tpu" and seen.jaxlib is not None and seen.jaxlib < _TELLS_LARGEST:
+    if platform != "tpu" and seen.jaxlib is not None and version_numbers(seen.jaxlib) < _TELLS_LARGEST:
         told = "jaxlib before 0.11 reports 0 on GPUs, which means unknown; fragmentation is unknown too"
         return Figure(name=name, exists=False, told=told)
     if not devices:

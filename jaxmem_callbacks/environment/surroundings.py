@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.environment.variables import OPTIONS, SHOWN, memory_flags, unread_names, version_numbers
+from jaxmem_callbacks.environment.variables import OPTIONS, SHOWN, memory_flags, unread_names
 from jaxmem_callbacks.records.environment import Platform, Surroundings
 
 _PLUGINS: dict[Platform, str] = {"cuda": r"jax-cuda\d+-plugin", "rocm": r"jax-rocm\d+-plugin", "tpu": r"libtpu"}
@@ -31,7 +31,6 @@ def surroundings(*, started: bool) -> Surroundings:
     """
     options, are_text = _options()
     flags = (memory_flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    jaxlib = _version("jaxlib")
     return Surroundings(
         variables={name: os.environ[name] for name in SHOWN if name in os.environ},
         unread=unread_names(os.environ),
@@ -39,7 +38,7 @@ def surroundings(*, started: bool) -> Surroundings:
         options=options,
         options_are_text=are_text,
         jax=_version("jax"),
-        jaxlib=None if jaxlib is None else version_numbers(jaxlib),
+        jaxlib=_version("jaxlib"),
         platforms=tuple(part.strip() for part in str(_configured("jax_platforms") or "").split(",") if part.strip()),
         plugins=_plugins(),
         hardware=_hardware(),

@@ -84,16 +84,17 @@ def _allocator(seen: Surroundings) -> Iterator[Finding]:
     name, given = text.lower(), f"{ALLOCATOR}={text}."
     if not text:
         return
-    known = [each for each, since in ALLOCATORS.items() if seen.jaxlib is None or seen.jaxlib >= since]
+    here = version_numbers(seen.jaxlib or "")
+    known = [each for each, since in ALLOCATORS.items() if not here or here >= since]
     if name not in ALLOCATORS:
         why = f"There is no such allocator.{did_you_mean(name, known)} {_ON_THE_CPU}"
         near = did_you_mean(name, known).partition("`")[2].partition("`")[0] or "default"
         yield Finding(kind="unknown allocator", given=given, why=why, type_next=f"export {ALLOCATOR}={near}")
-    elif name not in known and seen.jaxlib is not None:
-        since, here = (".".join(map(str, version)) for version in (ALLOCATORS[name], seen.jaxlib))
-        why = f"It exists since jaxlib {since}, and this is {here}; here are: {', '.join(known)}. {_ON_THE_CPU}"
+    elif name not in known:
+        since = ".".join(map(str, ALLOCATORS[name]))
+        why = f"It exists since jaxlib {since}, and this is {seen.jaxlib}; here are: {', '.join(known)}. {_ON_THE_CPU}"
         yield Finding(kind="allocator of a later version", given=given, why=why, type_next=f"unset {ALLOCATOR}")
-    elif name == "platform" and seen.jaxlib in _PLATFORM_WAS_BFC:
+    elif name == "platform" and here[:3] in _PLATFORM_WAS_BFC:
         why = "In jaxlib 0.10.1 and 0.10.2 it silently runs the default pool (BFC); 0.11 runs it again."
         nexts = f'pip install "jax>=0.11", or unset {ALLOCATOR}'
         yield Finding(kind="platform that is not", given=given, why=why, type_next=nexts)
@@ -209,10 +210,10 @@ def _platform_without_plugin(seen: Surroundings) -> Iterator[Finding]:
 
 def _other_version(seen: Surroundings) -> Iterator[Finding]:
     plugin = seen.plugins.get("cuda", "")  # ROCm's are released on a schedule of their own, and not compared
-    if plugin and seen.jaxlib is not None and version_numbers(plugin.partition(" ")[2]) != seen.jaxlib:
+    if plugin and seen.jaxlib is not None and version_numbers(plugin.partition(" ")[2]) != version_numbers(seen.jaxlib):
         yield Finding(
             kind="plugin of another version",
-            given=f"{plugin} beside jaxlib {'.'.join(map(str, seen.jaxlib))}.",
+            given=f"{plugin} beside jaxlib {seen.jaxlib}.",
             why="JAX warns once and uses none of its parts whose version is not jaxlib's.",
             type_next=f'pip install "jax[cuda12]=={seen.jax}"',
         )

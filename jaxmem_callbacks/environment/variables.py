@@ -10,8 +10,6 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-from jaxmem_callbacks.records.environment import Version
-
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
@@ -86,10 +84,10 @@ def as_preallocate(text: str) -> bool:
     return text not in _FALSE
 
 
-def version_numbers(text: str) -> Version:
-    """The first three numbers of a version; what it lacks is 0."""
-    first, second, third, *_ = [*(int(part) for part in re.findall(r"\d+", text)), 0, 0, 0]
-    return first, second, third
+def version_numbers(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with, as JAX compares them: ``0.12.0.1`` as (0, 12, 0, 1), without ``.dev3``."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def unread_names(names: Iterable[str]) -> tuple[str, ...]:

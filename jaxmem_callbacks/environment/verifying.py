@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION
-from jaxmem_callbacks.records.environment import Check, DeviceFacts, Platform, Surroundings
+from jaxmem_callbacks.records.environment import Check, DeviceFacts, Finding, Platform, Surroundings
 from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -39,30 +39,34 @@ def verify(settings: EnvironmentSettings, devices: Sequence[DeviceFacts], seen: 
     )
 
 
-def fallback(device: DeviceFacts, wanted: Sequence[Platform], seen: Surroundings) -> Check | None:
-    """A CPU where one of the accelerators wanted should have been: this machine has it, and nobody said otherwise.
+def start_findings(devices: Sequence[DeviceFacts], seen: Surroundings) -> tuple[Finding, ...]:
+    """What went wrong with a start that succeeded: a CPU where this machine has an accelerator, and nobody said otherwise."""
+    lost = _given_up(devices[0], ("cuda", "rocm", "tpu"), seen)
+    if lost is None:
+        return ()
+    line = "TF_CPP_MIN_LOG_LEVEL=0 jaxmem doctor --start   # and read what JAX logs"
+    return (Finding(kind="on the CPU", given="JAX fell back to the CPU.", why=f"{lost}.", type_next=line),)
 
-    Args:
-        device: The first local device.
-        wanted: Accelerators, any of which would do.
-        seen: The process and its machine.
-    """
-    here = [platform for platform in (*seen.hardware, *seen.plugins) if platform in wanted]
+
+def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: Surroundings) -> str | None:
+    here = [platform for platform in seen.hardware if platform in wanted]
     if device.platform != "cpu" or not here or not _is_allowed(here[0], seen.platforms):
         return None
-    told = (
-        f"JAX runs on {device.label} although this machine has {here[0]} hardware or its plugin; JAX's own log lines say why it "
-        f"was given up. Type JAX_PLATFORMS={here[0]} before python to make that an error"
+    return (
+        f"It runs on {device.label} although this machine shows {here[0]} hardware; its own log lines say why that was given up. "
+        f"JAX_PLATFORMS={here[0]} before python makes that an error"
     )
-    return Check(setting="platform", outcome="broken", told=told)
 
 
 def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: Surroundings) -> Check:
     wanted: tuple[Platform, ...] = (settings.platform,) if settings.platform else ("cuda", "rocm")
     if device.platform in wanted:
         return Check(setting="platform", outcome="held", told=f"JAX runs on {device.label}, {device.kind}")
-    if fallen := fallback(device, wanted, seen):
-        return fallen
+    if lost := _given_up(device, wanted, seen):
+        return Check(setting="platform", outcome="broken", told=f"JAX fell back to the CPU. {lost}")
+    if settings.platform:
+        told = f"JAX runs on {device.label}, and the preset is for {settings.platform}"
+        return Check(setting="platform", outcome="broken", told=told)
     if device.platform == "cpu":
         told = "JAX runs on the CPU here, whose client has none of these settings: nothing to verify"
         return Check(setting="environment", outcome="unknown", told=told)

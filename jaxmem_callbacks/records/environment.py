@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Platform = Literal["cpu", "cuda", "rocm", "tpu"]
-Version = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +20,7 @@ class Surroundings:
         options: What ``jax_pjrt_client_create_options`` says of the GPU's memory; JAX lets it win over the variables.
         options_are_text: Whether that came as text, whose values are texts too.
         jax: JAX's version, or None where it is not installed.
-        jaxlib: jaxlib's version as three numbers, or None where it is not installed.
+        jaxlib: jaxlib's version, or None where it is not installed.
         platforms: What ``JAX_PLATFORMS`` or the configuration says, such as ``("cuda", "cpu")``; empty: JAX chooses.
         plugins: Accelerators whose JAX plugin is installed, with the package's version.
         hardware: Accelerators that the operating system shows.
@@ -34,7 +33,7 @@ class Surroundings:
     options: Mapping[str, Any] = field(default_factory=dict)
     options_are_text: bool = False
     jax: str | None = None
-    jaxlib: Version | None = None
+    jaxlib: str | None = None
     platforms: tuple[str, ...] = ()
     plugins: Mapping[Platform, str] = field(default_factory=dict)
     hardware: tuple[Platform, ...] = ()
