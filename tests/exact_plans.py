@@ -21,7 +21,8 @@ class Made:
         flops: Of making it once.
         takes: Earlier values that it uses; the chain's own argument and the weights are there anyway and are left out.
         needs: Values, its own included, that its derivative uses.
-        in_place: Elementwise, so that its gradient gives its place to that of what it takes.
+        in_place: Elementwise, so that its value takes the place of what it takes, and its gradient gives it back.
+        is_sum: Hands one number to all elements of what it takes, so that this gradient is nowhere before it is used.
     """
 
     bytes: int
@@ -29,6 +30,7 @@ class Made:
     takes: tuple[int, ...]
     needs: tuple[int, ...]
     in_place: bool = False
+    is_sum: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,15 @@ class Chain:
         users = [[i for i in range(count) if self._takes[i] >> v & 1] for v in range(count)]
         # Alive while step i runs: what it or a later step takes, and what it makes.
         self._ahead = [sum(1 << v for v in range(i) if users[v] and users[v][-1] >= i) | 1 << i for i in range(count)]
+        for i, step in enumerate(steps):
+            ending = [v for v in step.takes if users[v][-1] == i]
+            if step.in_place and ending:  # it makes its value in the place of one that nobody else takes
+                self._ahead[i] ^= 1 << ending[0]
         # The gradient of a value is alive from its last user's derivative until its own maker's.
         # An elementwise step turns its gradient into that of what it takes, in place.
+        filled = [[i for i in by if not steps[i].is_sum] for by in users]
         self._gradients = [
-            sum(1 << v for v in range(i) if users[v] and users[v][-1] >= i) | (0 if steps[i].in_place else 1 << i)
+            sum(1 << v for v in range(i) if filled[v] and filled[v][-1] >= i) | (0 if steps[i].in_place else 1 << i)
             for i in range(count)
         ]
 
@@ -130,6 +137,9 @@ class Chain:
                 most = max(most, self._bytes[earlier | ((stored | made) & used)] + self._bytes[coming])
         for i in reversed(range(start, end)):
             held = earlier | ((stored | made) & needs[i - start + 1])
+            ending = held & ~earlier & ~needs[i - start] & self._needs[i]
+            if self.steps[i].in_place and ending:  # the gradient takes the place of what nobody else needs
+                held ^= ending & -ending
             most = max(most, self._bytes[held] + self._bytes[self._gradients[i]])
         return most
 

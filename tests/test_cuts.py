@@ -25,6 +25,7 @@ def landscapes(draw: st.DrawFn) -> Landscape:
     return Landscape(
         spans=np.array(spans, np.int64).reshape(-1, 4),
         held=np.array(held, np.int64),
+        gradients=draw(st.lists(sizes, min_size=length + 1, max_size=length + 1).map(np.array)),
         made=draw(st.lists(st.integers(-1, 50), min_size=length, max_size=length).map(np.array)),
         stored=draw(numbers) * (draw(st.integers(0, 3)) == 0),
         forced=tuple(sorted(draw(st.sets(st.integers(1, length - 1), max_size=2)))),
@@ -39,13 +40,13 @@ def own(land: Landscape, start: int, end: int) -> int:
     """What one segment takes at most while it is differentiated, equation by equation, and when it begins with it."""
     found = [
         sum(size for size, maker, first in land.held.tolist() if maker >= start and first <= place)
-        + alive(land, place)
+        + int(land.gradients[place])
         + int(land.made[place])
         for place in range(start, end)
         if land.made[place] >= 0
     ]
     held = sum(size for size, maker, first in land.held.tolist() if maker >= start and first < end)
-    worst = max([*found, held + (alive(land, end) if end < land.length else 0)])
+    worst = max([*found, held + (int(land.gradients[end]) if end < land.length else 0)])
     unneeded = [
         size
         for size, first, last, needed in land.spans.tolist()
@@ -113,6 +114,7 @@ def test_a_uniform_chain_is_cut_finer_towards_its_end() -> None:
     even = Landscape(
         spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
         held=np.array([(40, made, made) for made in range(length)], np.int64),
+        gradients=np.full(length + 1, 10),
         made=np.full(length, 10),
         stored=np.zeros(length, np.int64),
         forced=(),

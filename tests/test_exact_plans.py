@@ -77,7 +77,7 @@ def model_of(spec: Spec) -> Chain:
             steps.append(Made(4 * ROWS * number, 2 * ROWS * width * number, before, before))
             width = number
         elif kind == "sum":
-            steps.append(Made(4, ROWS * width, before, ()))
+            steps.append(Made(4, ROWS * width, before, (), is_sum=True))
         else:
             takes, needs = (before, (place,)) if kind == "tanh" else (tuple(sorted({*before, number})), ())
             steps.append(Made(4 * ROWS * width, ROWS * width, takes, needs, in_place=True))

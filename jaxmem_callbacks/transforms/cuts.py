@@ -8,14 +8,13 @@ stores least. Distances between cuts follow from bytes, not from layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxmem_callbacks.transforms.equations import variables
-from jaxmem_callbacks.transforms.residuals import nbytes
 
 # More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
 _MOST_CANDIDATES = 256
@@ -34,6 +33,7 @@ class Landscape:
             equation whose derivative needs it (-1 for none).
         held: int64[values, 3]: bytes of what is in memory while its segment is differentiated, the equation that makes it,
             and the first whose derivative needs it.
+        gradients: int64[n + 1]: bytes of the gradients that are in memory at each position on the way back.
         made: int64[n]: bytes each equation makes at once; -1 where compilers do it inside another.
         stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
         forced: Positions at which a cut must be, because an equation brings its own checkpoint.
@@ -41,6 +41,7 @@ class Landscape:
 
     spans: np.ndarray
     held: np.ndarray
+    gradients: np.ndarray
     made: np.ndarray
     stored: np.ndarray
     forced: tuple[int, ...]
@@ -51,17 +52,24 @@ class Landscape:
         return len(self.made)
 
 
-def spans_of(eqns: Sequence[Any], outvars: Sequence[Any], needed_until: Callable[[Any], int]) -> np.ndarray:
-    """Bytes, life and last need of every value that a cut inside its life would have to store."""
+def lives_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Each value that is used, with the first and last position at which it is alive."""
     last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
     last |= dict.fromkeys(variables(outvars), len(eqns))
-    rows = [
-        (nbytes(var), index + 1, last[var], needed_until(var))
+    return [
+        (var, index + 1, last[var])
         for index, eqn in enumerate(eqns)
         for var in eqn.outvars
         if last.get(var, -1) > index
     ]
-    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def alive(spans: np.ndarray, length: int) -> np.ndarray:
+    """Bytes alive at each position of ``length`` equations, int64[length + 1]; spans of bytes, first and last position."""
+    change = np.zeros(length + 2, np.int64)
+    np.add.at(change, spans[:, 1], spans[:, 0])
+    np.add.at(change, spans[:, 2] + 1, -spans[:, 0])
+    return np.cumsum(change)[: length + 1]
 
 
 def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
@@ -105,7 +113,7 @@ def _candidates(land: Landscape) -> np.ndarray:
 
     Of too many, those where no neighbour has less alive; of too many of these the least live one of each stretch of work.
     """
-    n, live, inner = land.length, _live(land), np.arange(1, land.length)
+    n, live, inner = land.length, alive(land.spans, land.length), np.arange(1, land.length)
     low = inner[(live[inner] <= live[inner - 1]) & (live[inner] <= live[inner + 1])]
     beside = inner[(land.made[inner - 1] >= 0) | (land.made[inner] >= 0)]
     chosen = np.union1d(low, beside)
@@ -124,21 +132,13 @@ def _spaced(land: Landscape, places: np.ndarray, live: np.ndarray) -> np.ndarray
     return places[order][np.r_[True, np.diff(bucket[order]) != 0]]
 
 
-def _live(land: Landscape) -> np.ndarray:
-    """Bytes alive at each position, int64[n + 1]."""
-    change = np.zeros(land.length + 2, np.int64)
-    np.add.at(change, land.spans[:, 1], land.spans[:, 0])
-    np.add.at(change, land.spans[:, 2] + 1, -land.spans[:, 0])
-    return np.cumsum(change)[: land.length + 1]
-
-
 def _own_peaks(land: Landscape, places: np.ndarray) -> np.ndarray:
     """Most bytes that a segment takes besides what was stored before it, as a matrix over (start, end).
 
-    Differentiated backwards, an equation finds what the segment holds of those before it, and the gradients of what is
-    alive there and of what it makes itself. At the segment's end that is all it holds and the gradients it is handed.
+    Differentiated backwards, an equation finds what the segment holds of those before it, the gradients of what is alive
+    there, and of what it makes itself. At the segment's end that is all it holds and the gradients it is handed.
     """
-    live, length = _live(land), land.length
+    gradients, length = land.gradients, land.length
     size, maker, first = land.held.T
     fused = land.made < 0
     peaks = np.zeros((len(places), len(places)), np.int64)
@@ -146,8 +146,8 @@ def _own_peaks(land: Landscape, places: np.ndarray) -> np.ndarray:
         ends = places[index + 1 :]
         own = maker >= start  # what lies before the segment is stored, and counted there
         held = np.cumsum(np.bincount(first[own] - start, size[own], length - start).astype(np.int64))
-        most = np.maximum.accumulate(np.where(fused[start:], 0, held + live[start:length] + land.made[start:]))
-        handed = held[ends - start - 1] + np.where(ends < length, live[ends], 0)
+        most = np.maximum.accumulate(np.where(fused[start:], 0, held + gradients[start:length] + land.made[start:]))
+        handed = held[ends - start - 1] + np.where(ends < length, gradients[ends], 0)
         peaks[index, index + 1 :] = np.maximum(most[ends - start - 1], handed)
     peaks[:, -1] -= _unneeded(land)[places]
     return peaks
@@ -159,12 +159,9 @@ def _unneeded(land: Landscape) -> np.ndarray:
     A segment in the middle is computed again from them. The last one is not, and so does not store them.
     """
     size, first, last, needed = land.spans[land.spans[:, 2] < land.length].T
-    change = np.zeros(land.length + 2, np.int64)
     begin = np.maximum(first, needed + 1)
     some = begin <= last
-    np.add.at(change, begin[some], size[some])
-    np.add.at(change, last[some] + 1, -size[some])
-    return np.cumsum(change)[: land.length + 1]
+    return alive(np.stack([size[some], begin[some], last[some]], axis=1), land.length)
 
 
 class _Table:

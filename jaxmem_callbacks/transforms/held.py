@@ -7,6 +7,7 @@ no fusion makes: results of products, reductions, gathers and loops, and what a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,42 @@ def held(eqns: Sequence[Any], resident: set[Any]) -> Held:
     made = [-1 if is_fused(eqn) else sum(map(nbytes, eqn.outvars)) for eqn in eqns]
     some = np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3)
     return Held(rows=some, made=np.array(made, np.int64), needed=wanted.last, roots=roots)
+
+
+def gradient_spans(eqns: Sequence[Any], lives: Sequence[tuple[Any, int, int]]) -> np.ndarray:
+    """Bytes, first and last position of the gradients that are in memory while a list of equations is differentiated.
+
+    What a fusion makes of one value alone has no gradient in memory: it is computed where it goes into that value's. Such are a
+    norm's float32 copies of a bfloat16 value. What it is computed from stays until then: the gradient of a product's operand.
+
+    Args:
+        eqns: Flat equations.
+        lives: Each value with the first and last position at which it is alive.
+    """
+    read = {var for eqn in eqns if eqn.primitive.name in _PRODUCTS for var in variables(eqn.invars)}
+    source, since = dict[Any, Any](), dict[Any, int]()
+    for index, eqn in enumerate(eqns):
+        operands = [var for var in variables(eqn.invars) if is_inexact(var)]
+        most = max(map(_elements, operands), default=0)
+        if not most or not is_fused(eqn):
+            continue
+        large = [var for var in operands if 2 * _elements(var) > most]
+        begins = min(since[var] if var in source else index + 1 for var in large)
+        sources = {source.get(var, var) for var in large}
+        for var in eqn.outvars:
+            since[var] = begins
+            if len(sources) == 1 and var not in read and _elements(var) == most:
+                source[var] = next(iter(sources))
+    rows = [
+        (nbytes(var), min(first, since.get(var, first)), last)
+        for var, first, last in lives
+        if is_inexact(var) and var not in source
+    ]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _elements(var: Any) -> int:
+    return math.prod(var.aval.shape)
 
 
 class _Wanted:

@@ -20,21 +20,17 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.cuts import Landscape, choose_cuts, spans_of
+from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_mesh
-from jaxmem_callbacks.transforms.held import Held, held, held_by_body
+from jaxmem_callbacks.transforms.held import Held, gradient_spans, held, held_by_body
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
 from jaxmem_callbacks.transforms.policy import activate, active_policy
-from jaxmem_callbacks.transforms.residuals import (
-    residual_bytes,
-    scan_carry_bytes,
-    sink,
-)
+from jaxmem_callbacks.transforms.residuals import nbytes, residual_bytes, scan_carry_bytes, sink
 from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping, steps_together
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
@@ -277,9 +273,12 @@ def _landscape(flat: Equations, found: Held, loops: Mapping[int, int], own: set[
     for index, chunk in loops.items():
         rows = np.vstack([rows, (chunk * held_by_body(flat.eqns[index]), index, index)])
         stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
+    lives = lives_of(flat.eqns, flat.outvars)
+    spans = [(nbytes(var), first, last, found.needed_until(var)) for var, first, last in lives]
     return Landscape(
-        spans=spans_of(flat.eqns, flat.outvars, found.needed_until),
+        spans=np.array(spans, np.int64).reshape(-1, 4),
         held=rows,
+        gradients=alive(gradient_spans(flat.eqns, lives), len(flat.eqns)),
         made=found.made,
         stored=stored,
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
