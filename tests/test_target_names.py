@@ -6,8 +6,10 @@ import importlib.metadata
 import itertools
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -18,6 +20,8 @@ from jaxmem_callbacks.records.errors import TargetError
 from tests.target_step import GIB
 
 pytestmark = pytest.mark.core
+
+PYPROJECT = pathlib.Path(__file__).parents[1] / "pyproject.toml"
 
 
 @pytest.mark.parametrize(
@@ -152,26 +156,29 @@ def is_accepted(text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("platform", "line"),
+    ("kind", "line"),
     [
+        ("tpu", r"pip install --upgrade --target \S+ libtpu \(your own JAX stays as it is\)"),
         (
-            "tpu",
-            r"not installed\. Type: pip install \"jaxmem_callbacks\[tpu-targets\]\" \(or, .* pip install --target \S+ libtpu\)$",
-        ),
-        (
-            "cuda",
-            r"Type: pip install --no-deps jax-cuda12-plugin==(\S+) jax-cuda12-pjrt==\1 \(no CUDA libraries needed.*$",
+            "gpu",
+            r"pip install --upgrade --target \S+ --no-deps jax-cuda12-plugin==(\S+) jax-cuda12-pjrt==\1 "
+            r"\(your own JAX stays as it is; no CUDA libraries needed\)",
         ),
     ],
 )
-def test_a_missing_compiler_is_one_line_to_type(tmp_path, platform, line):
+def test_a_missing_compiler_is_one_line_to_type(tmp_path, kind, line):
+    """The folder first, and the extra that pyproject.toml has."""
+    extra = f"{kind}-targets"
+    assert extra in tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    line = rf"not installed\. Type: {line}, or, beside JAX, .*: pip install \"jaxmem_callbacks\[{extra}\]\"$"
+    platform = {"tpu": "tpu", "gpu": "cuda"}[kind]
     assert compiler_versions(platform, [str(tmp_path)]) == {}
     with pytest.raises(TargetError, match=line) as caught:
         require_compiler(platform, "x", [str(tmp_path)])
     assert "\n" not in str(caught.value)
 
 
-def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path):
+def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path, monkeypatch):
     def install(version):
         for package in ("jax_cuda12_plugin", "jax_cuda12_pjrt"):
             folder = tmp_path / f"{version}" / f"{package}-{version}.dist-info"
@@ -180,9 +187,14 @@ def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path):
         return [str(tmp_path / version)]
 
     with pytest.raises(
-        TargetError, match=r"jax-cuda12-plugin 0\.1\.2, .* does not belong to jax \d+.*Type: pip install"
+        TargetError, match=r"jax-cuda12-plugin 0\.1\.2, .* does not belong to jax \d+.*Type: pip install --upgrade --target"
     ):
         require_compiler("cuda", "h100_sxm", install("0.1.2"))
+    with monkeypatch.context() as beside:  # a folder would not be looked at: JAX's own environment comes first
+        beside.setattr(sys, "path", [*install("0.1.3"), *sys.path])
+        line = r'plugin 0\.1\.3, .*Type: pip install "jaxmem_callbacks\[gpu-targets\]"$'
+        with pytest.raises(TargetError, match=line):
+            require_compiler("cuda", "h100_sxm")
     require_compiler("cuda", "h100_sxm", install(importlib.metadata.version("jax")))
 
 

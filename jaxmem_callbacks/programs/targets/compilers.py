@@ -69,25 +69,27 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
     found = compiler_versions(platform, path)
     jax = _version("jax", sys.path)
     if not found:
-        msg = f"Target {target!r} needs a compiler that is not installed. Type: {_install_line(platform, jax)}"
+        libraries = "; no CUDA libraries needed" if platform == "cuda" else ""
+        msg = (
+            f"Target {target!r} needs a compiler that is not installed. Type: {_into_folder(platform, jax)} (your own JAX stays "
+            f"as it is{libraries}), or, beside JAX, which then loads it wherever it starts: {_beside_jax(platform)}"
+        )
         raise TargetError(msg)
     wrong = {name: version for name, version in found.items() if platform == "cuda" and version != jax}
     if wrong:
         given = ", ".join(f"{name} {version}" for name, version in wrong.items())
-        msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {_install_line(platform, jax)}"
+        line = _beside_jax(platform) if compiler_versions(platform, sys.path) else _into_folder(platform, jax)
+        msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {line}"
         raise TargetError(msg)
 
 
-def _install_line(platform: str, jax: str | None) -> str:
-    if platform == "tpu":
-        return (
-            'pip install "jaxmem_callbacks[tpu-targets]" '
-            f"(or, so that your own JAX stays as it is: pip install --target {default_folder()} libtpu)"
-        )
-    return (
-        f"pip install --no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} "
-        f"(no CUDA libraries needed; with --target {default_folder()} your own JAX stays as it is)"
-    )
+def _into_folder(platform: str, jax: str | None) -> str:
+    cuda = f"--no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax}"
+    return f"pip install --upgrade --target {default_folder()} {'libtpu' if platform == 'tpu' else cuda}"
+
+
+def _beside_jax(platform: str) -> str:
+    return f'pip install "jaxmem_callbacks[{"tpu" if platform == "tpu" else "gpu"}-targets]"'
 
 
 def _version(package: str, path: Sequence[str]) -> str | None:
