@@ -84,9 +84,10 @@ def test_the_readme_shows_two_commands_and_every_command_exists():
 def test_the_readme_starts_with_what_to_do_in_ones_own_project():
     readme = (ROOT / "README.md").read_text()
     steps = [
-        "\npip install .",
+        "\npip install path/to/jaxmem_callbacks ",
         "\njaxmem inspect train.py",
         "\njaxmem plan train.py --target",
+        "no package index has it",
         "with jm.MemoryMonitor(",
         "make demo",
     ]

@@ -25,7 +25,7 @@ def shipped_folder(room: Path | None = None) -> Path:
             return place
     msg = (
         f"The shipped presets are missing: no {SCHEMA_NAME} in {places[0]} or {places[1]}. "
-        "The installation is incomplete. Next: pip install --force-reinstall jaxmem_callbacks"
+        "The installation is incomplete. Next, in a checkout of jaxmem_callbacks: pip install --force-reinstall --no-deps ."
     )
     raise PresetError(msg)
 
