@@ -37,6 +37,21 @@ from tests.steps import compiles_of
 
 pytestmark = pytest.mark.core
 
+
+def by_shape(params, x, scale):
+    """Weights in which no row has a part, and which add up all the same: of shapes, of an argument, in few bits."""
+    found = errors(params, x)
+    rows = jnp.bfloat16(x.shape[0])
+    aux = {"shapes": jm.weighted((found > 0).sum(), x.size), "bits": jm.weighted(found.sum().astype(rows.dtype), rows)}
+    return jm.weighted(found.sum(), scale * x.shape[0]), {**aux, "fixed": jm.weighted(jnp.int32(3), 4)}
+
+
+@jax.jit
+def weighted_with_aux(*args):
+    (value, aux), gradients = jm.value_and_grad(by_shape, has_aux=True)(*args)
+    return value, (aux["shapes"], aux["fixed"], aux["bits"].astype(jnp.float32).round(1)), gradients
+
+
 CALLS = {
     "mean": (mean_loss, (WEIGHTS, X), {}),
     "weighted": (weighted_loss, (WEIGHTS, X, MASK), {}),
@@ -52,6 +67,17 @@ CALLS = {
 def test_the_numbers_are_those_of_the_whole_batch(name):
     loss, args, kwargs = CALLS[name]
     assert_close(gradients_of(loss, *args, **kwargs), gradients_of(loss, *args, policy=PLAIN, **kwargs))
+
+
+def test_a_weight_made_of_shapes_is_one_that_adds_up():
+    args = (WEIGHTS, X, jnp.float32(2))
+    assert_close(jm.jit_step(weighted_with_aux, FOUR)(*args), weighted_with_aux(*args))
+
+    @jax.jit
+    def in_a_loop(args):  # where a comparison is impossible
+        return jax.lax.scan(lambda _, scale: (None, weighted_with_aux(*args[:2], scale)[2]), None, jnp.ones(2))[1]
+
+    assert_close(jm.jit_step(in_a_loop, FOUR)(args), in_a_loop(args))
 
 
 def test_a_pure_function_checks_where_its_gradient_is_taken():

@@ -122,11 +122,37 @@ def test_an_entry_of_aux_that_is_a_sum():
     ],
 )
 def test_an_entry_of_aux_that_cannot_be_joined(entry, told):
-    message = refused(lambda w, x: (jm.weighted(rows(w, x).sum(), 32), entry(x)), W, X, has_aux=True)
+    message = refused(lambda w, x: (jm.weighted(rows(w, x).sum(), x.shape[0]), entry(x)), W, X, has_aux=True)
     assert told in message
     assert (
         "Expected a floating scalar (their mean is taken), an array whose leading dimension is the batch's" in message
     )
+
+
+def scaled(w, x, scale):
+    return jm.weighted(rows(w, x).sum(), scale * jnp.sqrt(x.shape[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "args", "what"),
+    [
+        (lambda w, x: jm.weighted(rows(w, x).sum(), 32), (), "the loss"),
+        (lambda w, x: jm.weighted(rows(w, x).sum(), jnp.ones(16).sum()), (), "the loss"),
+        (lambda w, x, n: jm.weighted(rows(w, x).sum(), n), (jnp.int32(32),), "the loss"),
+        (scaled, (jnp.bfloat16(2),), "the loss"),
+        (lambda w, x: (rows(w, x).mean(), {"rate": jm.weighted((x > 0).sum(), 512)}), (), "aux['rate']"),
+    ],
+    ids=["constant", "computed constant", "argument", "root", "aux"],
+)
+def test_a_weight_that_does_not_follow_the_rows(loss, args, what):
+    """Known from the trace alone: with shapes only, and where a gradient is inside a loop."""
+    message = refused(loss, W, X, *args, has_aux=what != "the loss")
+    assert f"{what} of {loss.__name__} is jm.weighted by a weight that does not add up: for 32 rows" in message
+    assert "it is not 4 times what it is for 8" in message
+    assert "jm.weighted(losses.sum(), losses.size)" in message
+    step = jm.jit_step(jm.grad(loss, has_aux=what != "the loss"), FOUR)
+    with pytest.raises(ValueError, match="a weight that does not add up"):
+        step.lower(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (W, X, *args)))
 
 
 def test_statistics_of_a_linen_batch_norm():

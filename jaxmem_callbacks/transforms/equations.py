@@ -156,6 +156,17 @@ def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
+def needed_by(outvars: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+    """The equations that ``outvars`` need, and nothing that reports besides."""
+    needed = set(variables(outvars))
+    kept = []
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
 def is_movable(eqn: Any) -> bool:
     """Whether an equation only reports (`jax.debug.print`): it is moved behind its segment, so it runs once."""
     return bool(side_effects(eqn)) and not any(type(var) is core.Var for var in eqn.outvars)

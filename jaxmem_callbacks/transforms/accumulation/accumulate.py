@@ -20,7 +20,7 @@ from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxp
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Found, is_key
-from jaxmem_callbacks.transforms.accumulation.weighted import Weighted, ratio, ratios
+from jaxmem_callbacks.transforms.accumulation.weighted import Weighted, is_weighted, ratio, ratios
 
 KeyOf = Callable[[jax.Array, Any], jax.Array]
 
@@ -235,10 +235,6 @@ def narrowed(gradients: Any, dtypes: Sequence[Any]) -> Any:
 
 def _joined_aux(call: GradientCall, batch: Whole, count: int, aux: Any) -> Any:
     """Scalars as means, weighted values exactly, arrays with one entry a row in the order of the batch."""
-
-    def is_weighted(leaf: Any) -> bool:
-        return isinstance(leaf, Weighted)
-
     flat, treedef = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
     scales = [isinstance(leaf, jax.Array) and leaf.ndim > 1 for _, leaf in flat]
     full: list[Any] = [None] * len(flat)

@@ -28,7 +28,7 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
 )
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, is_key
 from jaxmem_callbacks.transforms.accumulation.noise import shared_key
-from jaxmem_callbacks.transforms.accumulation.weighted import Weighted
+from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
 
 # Largest relative difference that rounding explains, by the bits of the coarsest dtype that the loss computes with.
 TOLERANCE = {64: 1e-6, 32: 1e-4, 16: 3e-2, 8: 2e-1}
@@ -144,10 +144,6 @@ def _masked(sample: jax.Array, few: int, mask: int) -> jax.Array:
     return jnp.where(is_mask, jnp.abs(jnp.clip(replaced, -1, 1)), sample)
 
 
-def _is_weighted(leaf: Any) -> bool:
-    return isinstance(leaf, Weighted)
-
-
 def _distances(full: Any, done: Accumulated, few: int) -> tuple[tuple[str, ...], list[jax.Array]]:
     """The relative distance of the gradients, of the value, and of each entry of aux that has a mean."""
     (value, (_, aux)), gradients = full
@@ -159,8 +155,8 @@ def _distances(full: Any, done: Accumulated, few: int) -> tuple[tuple[str, ...],
     size = _norm(theirs)
     apart = _norm([a / few - b.astype(a.dtype) for a, b in zip(ours, theirs, strict=True)])
     what, columns = ["gradient", "loss"], [_relative(apart, size), _mean_distance(values, value)]
-    stacked = jax.tree_util.tree_flatten_with_path(auxes, is_leaf=_is_weighted)[0]
-    for (path, several), one in zip(stacked, jax.tree.leaves(aux, is_leaf=_is_weighted), strict=True):
+    stacked = jax.tree_util.tree_flatten_with_path(auxes, is_leaf=is_weighted)[0]
+    for (path, several), one in zip(stacked, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
         if isinstance(several, jax.Array) and several.ndim == 1 and jnp.issubdtype(several.dtype, jnp.floating):
             what.append(f"aux{jax.tree_util.keystr(path)}")
             columns.append(_mean_distance(several, one))

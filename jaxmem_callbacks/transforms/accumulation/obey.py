@@ -1,7 +1,7 @@
 """`StepPolicy(microbatches=n)` where a gradient is taken: the call enters, value, aux and gradients of the whole batch leave.
 
-A loss that returns `jm.weighted` is exact. Any other is compared first (`check`): at once where its arguments are real arrays,
-by the step that is being called where they are only traced (`steps`), and refused where neither can be.
+A loss that returns `jm.weighted` is exact, if its weight adds up (`addition`). Any other is compared first (`check`): at once where
+its arguments are real arrays, by the step that is being called where they are only traced (`steps`), and refused where neither can be.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
     joined,
     take_apart,
 )
+from jaxmem_callbacks.transforms.accumulation.addition import require_weights_that_add_up
 from jaxmem_callbacks.transforms.accumulation.batch import ROWS, Found
 from jaxmem_callbacks.transforms.accumulation.check import compare, require_equal
+from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 
@@ -64,9 +66,11 @@ def accumulated(
     count = active.policy.microbatches
     batch = take_apart(args, kwargs, found)
     done = accumulate(call, batch, count)
-    _, (weight, _) = done.parts
+    _, (weight, aux) = done.parts
     if weight is None:
         _admit(active, call, batch, count, done)
+    if weight is not None or any(is_weighted(leaf) for leaf in jax.tree.leaves(aux, is_leaf=is_weighted)):
+        require_weights_that_add_up(call, batch, count)
     return joined(call, batch, count, done)
 
 

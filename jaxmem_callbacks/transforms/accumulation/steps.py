@@ -18,7 +18,7 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.accumulation.check import Comparison, require_equal
-from jaxmem_callbacks.transforms.equations import inlined, variables
+from jaxmem_callbacks.transforms.equations import inlined, needed_by
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 
@@ -74,7 +74,8 @@ def require_accumulable(
     if not marking:
         return
     outvars = [places[index] for index in range(len(marking))]
-    needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=_needed(flat.eqns, outvars))
+    # What the step reports besides is reported when it runs.
+    needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=needed_by(outvars, flat.eqns))
 
     def jaxmem_accumulation_check(consts: Any, values: Any) -> list[Any]:
         return evaluate(needed, [*consts, *values])
@@ -82,16 +83,6 @@ def require_accumulable(
     found = jax.jit(jaxmem_accumulation_check)(flat.consts, arrays)
     for comparison, differences in zip(marking, found, strict=True):
         require_equal(comparison, differences)
-
-
-def _needed(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """The equations that ``outvars`` need; what the step reports besides is reported when it runs."""
-    wanted, kept = set(outvars), []
-    for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            wanted.update(variables(eqn.invars))
-            kept.append(eqn)
-    return kept[::-1]
 
 
 def _arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

@@ -61,6 +61,11 @@ def weighted(total: Any, weight: Any) -> Weighted:
     return Weighted(total=jnp.asarray(total), weight=jnp.asarray(weight))
 
 
+def is_weighted(leaf: Any) -> bool:
+    """For flattening: a `Weighted` is one entry."""
+    return isinstance(leaf, Weighted)
+
+
 def in_parts(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
     """The loss as one with aux, always: to ``(scalar, (weight or None, aux or None))``."""
 
@@ -96,9 +101,7 @@ def ratio(total: Any, weight: Any) -> Any:
 def ratios(aux: Any) -> Any:
     """``aux`` with each `Weighted` in it as its value."""
     return jax.tree.map(
-        lambda leaf: ratio(_inexact(leaf.total), leaf.weight) if isinstance(leaf, Weighted) else leaf,
-        aux,
-        is_leaf=lambda leaf: isinstance(leaf, Weighted),
+        lambda leaf: ratio(_inexact(leaf.total), leaf.weight) if is_weighted(leaf) else leaf, aux, is_leaf=is_weighted
     )
 
 
