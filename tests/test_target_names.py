@@ -161,7 +161,7 @@ def is_accepted(text: str) -> bool:
         ("tpu", r"pip install --upgrade --target \S+ libtpu \(your own JAX stays as it is\)"),
         (
             "gpu",
-            r"pip install --upgrade --target \S+ --no-deps jax-cuda12-plugin==(\S+) jax-cuda12-pjrt==\1 \(your own JAX .*needed\)",
+            r"pip install --upgrade --target \S+ --no-deps jax-cuda12-plugin==(\S+) jax-cuda12-pjrt==\1 \(your own .*needed\)",
         ),
     ],
 )

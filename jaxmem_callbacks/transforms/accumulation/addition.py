@@ -56,13 +56,13 @@ def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) ->
     whole, of_whole = _traced(call, batch, 1)
     for index in fixed:
         weights = [_value(flat, quotients[index].weight), _value(whole, of_whole[index].weight)]
-        if None in weights or _add_up(*weights, count):
+        if any(weight is None for weight in weights) or _add_up(*weights, count):
             continue
         msg = (
             f"microbatches={count}: {quotients[index].what} of {call.name} is jm.weighted by a weight that does not add up: for "
-            f"{batch.rows} rows it is not {count} times what it is for {batch.rows // count}, so the sum would be divided by a wrong "
-            "number. Expected the sum over the rows of what they count: jm.weighted(losses.sum(), losses.size), or by the sum of a mask. "
-            "Or return the plain mean, which is compared."
+            f"{batch.rows} rows it is not {count} times what it is for {batch.rows // count}, so the sum would be divided by a "
+            "wrong number. Expected the sum over the rows of what they count: jm.weighted(losses.sum(), losses.size), or by the "
+            "sum of a mask. Or return the plain mean, which is compared."
         )
         raise PolicyError(msg)
 

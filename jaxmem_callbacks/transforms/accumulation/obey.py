@@ -1,7 +1,8 @@
 """`StepPolicy(microbatches=n)` where a gradient is taken: the call enters, value, aux and gradients of the whole batch leave.
 
-A loss that returns `jm.weighted` is exact, if its weight adds up (`addition`). Any other is compared first (`check`): at once where
-its arguments are real arrays, by the step that is being called where they are only traced (`steps`), and refused where neither can be.
+A loss that returns `jm.weighted` is exact, if its weight adds up (`addition`). Any other is compared first (`check`): at once
+where its arguments are real arrays, by the step that is being called where they are only traced (`steps`), and refused where
+neither can be.
 """
 
 from __future__ import annotations
