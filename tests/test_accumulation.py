@@ -80,6 +80,36 @@ def test_a_weight_made_of_shapes_is_one_that_adds_up():
     assert_close(jm.jit_step(in_a_loop, FOUR)(args), in_a_loop(args))
 
 
+@pytest.mark.parametrize(
+    "policy", [PLAIN, FOUR, jm.StepPolicy(microbatches=4, remat="full")], ids=["plain", "four", "remat"]
+)
+def test_weak_types_are_those_of_jax(policy):
+    """A parameter from a Python number: a strong gradient would make it another type, and the step compile twice."""
+    params = {"weak": jnp.asarray(1.5), "strong": jnp.float32(2)}
+
+    def tanhs(params, x):
+        return jnp.tanh(jnp.tanh(params["weak"] * x) * params["strong"])
+
+    def weak(params, x):
+        return params["weak"] ** 2, (params["weak"] * 2.0, tanhs(params, x).mean())
+
+    def strong(params, x):
+        value, (_, aux) = weak(params, x)
+        return value * (params["strong"] * x**2).mean(), aux
+
+    def by_weight(params, x):
+        return jm.weighted(tanhs(params, x).sum(), x.size), params["weak"] * 1.0
+
+    def step(function, losses):
+        return jax.jit(lambda params, x: [function(loss, has_aux=True)(params, x) for loss in losses])
+
+    found = jm.jit_step(step(jm.value_and_grad, [weak, strong, by_weight]), policy)(params, X)
+    expected = step(jax.value_and_grad, [weak, strong, lambda *args: (by_weight(*args)[0].total, by_weight(*args)[1])])
+    types = [[(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)] for tree in (found, expected(params, X))]
+    assert types[0] == types[1]
+    assert {is_weak for _, is_weak in types[0]} == {True, False}
+
+
 def test_a_pure_function_checks_where_its_gradient_is_taken():
     """`jm.apply_policy` without a jit, NumPy's arrays as they come from a loader: compared once, then remembered."""
     step = jm.apply_policy(lambda x: jm.value_and_grad(mean_loss)(WEIGHTS, x), FOUR)

@@ -21,6 +21,7 @@ from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Found, is_key
 from jaxmem_callbacks.transforms.accumulation.weighted import Weighted, is_weighted, ratio, ratios
+from jaxmem_callbacks.transforms.weak_types import is_weak, typed
 
 KeyOf = Callable[[jax.Array, Any], jax.Array]
 
@@ -132,14 +133,14 @@ class Accumulated:
     Attributes:
         parts: ``(scalar, (weight or None, aux))``, each array with a leading dimension of one entry a microbatch.
         gradients: Their sums, in float32 where they have 16 and fewer bits.
-        dtypes: The gradients' own, in flattening order.
+        types: What the gradients' own arrays are like, in flattening order.
         coarsest: The floating dtype with the fewest bits that the call computes with.
         program: What computes one microbatch, as traced.
     """
 
     parts: Any
     gradients: Any
-    dtypes: Sequence[Any]
+    types: Sequence[Any]
     coarsest: Any
     program: Any = field(repr=False)
 
@@ -169,9 +170,9 @@ def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = fol
     sums, stacks = jax.lax.scan(body, zeros, jnp.arange(count, dtype=jnp.int32))
     filled = {**sums, **stacks, **nothing}
     parts, gradients = result.join([filled[i] for i in range(len(filled))])
-    dtypes = [avals[slot.index].dtype for slot in _slots(slots[1]) if slot.index in summed]
+    types = [avals[slot.index] for slot in _slots(slots[1]) if slot.index in summed]
     return Accumulated(
-        parts=parts, gradients=gradients, dtypes=dtypes, coarsest=_coarsest(open_jaxpr(traced)), program=traced
+        parts=parts, gradients=gradients, types=types, coarsest=_coarsest(open_jaxpr(traced)), program=traced
     )
 
 
@@ -217,20 +218,25 @@ def joined(call: GradientCall, batch: Whole, count: int, done: Accumulated) -> t
     aux = _joined_aux(call, batch, count, aux)
     if weights is None:
         gradients = jax.tree.map(lambda leaf: _over(leaf, count), done.gradients)
-        return values.mean(0), aux, narrowed(gradients, done.dtypes)
+        return _mean(values), aux, narrowed(gradients, done.types)
     weight = weights.sum(0)
     gradients = jax.tree.map(lambda leaf: ratio(leaf, weight), done.gradients)
-    return ratio(values.sum(0), weight), aux, narrowed(gradients, done.dtypes)
+    total = typed(values.sum(0), values.dtype, weak=is_weak(values))
+    return ratio(total, weight), aux, narrowed(gradients, done.types)
 
 
 def _over(total: Any, count: int) -> Any:
     return total / count if isinstance(total, jax.Array) else total
 
 
-def narrowed(gradients: Any, dtypes: Sequence[Any]) -> Any:
-    """Gradients in the dtypes that they have without microbatches, in flattening order."""
+def _mean(several: jax.Array) -> jax.Array:
+    return typed(several.mean(0), several.dtype, weak=is_weak(several))
+
+
+def narrowed(gradients: Any, types: Sequence[Any]) -> Any:
+    """Gradients in the dtypes that they have without microbatches, weak ones weakly, in flattening order."""
     arrays, join = leaves.split(gradients)
-    return join([array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)])
+    return join([typed(array, like.dtype, weak=is_weak(like)) for array, like in zip(arrays, types, strict=True)])
 
 
 def _joined_aux(call: GradientCall, batch: Whole, count: int, aux: Any) -> Any:
@@ -260,7 +266,7 @@ def _joined_leaf(leaf: Any, whole: Any, path: str, rows: int, count: int) -> Any
     if not isinstance(leaf, jax.Array):
         return leaf
     if leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf.mean(0)
+        return _mean(leaf)
     each = rows // count
     if leaf.ndim > 1 and leaf.shape[1] == each and whole is not None and whole.shape[:1] == (rows,):
         return jnp.moveaxis(leaf, 0, 1).reshape(rows, *leaf.shape[2:])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
 from jaxmem_callbacks.records.errors import LossRefusedError
+from jaxmem_callbacks.transforms.weak_types import is_weak, typed
 
 
 @functools.partial(register_dataclass, data_fields=["total", "weight"], meta_fields=[])
@@ -95,7 +96,8 @@ def ratio(total: Any, weight: Any) -> Any:
     """``total / weight``, and 0 where nothing was weighed; what is no array (a gradient of integers) stays as it is."""
     if not isinstance(total, jax.Array) or total.dtype == jax.dtypes.float0:
         return total
-    return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
+    quotient = total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
+    return typed(quotient, quotient.dtype, weak=is_weak(total))
 
 
 def ratios(aux: Any) -> Any:
