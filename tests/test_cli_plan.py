@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.core
         (["--figure", "plan.xyz"], "--figure plan.xyz: expected a name that ends in .png or .svg or .pdf."),
         (["--budget", "1.5"], "--budget 1.5: expected a size with its unit, such as 72GiB, or a share"),
         (["--budget", "0"], "Type --budget 0GiB."),
+        (
+            ["--beside", "train.py"],
+            "--beside train.py: expected a file and the function in it that returns (function, args)",
+        ),
     ],
 )
 def test_what_could_not_be_written_or_meant_is_refused_first(
@@ -32,6 +37,49 @@ def test_what_could_not_be_written_or_meant_is_refused_first(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "a_script_that_is_never_read.py", *options]) == 2
     assert told in capsys.readouterr().err
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+import jaxmem_callbacks as jm
+
+params, momentum = jnp.ones((64, 64)), jnp.ones((64, 64))
+batch = jnp.ones((32, 64))
+
+def loss(params, batch):
+    return jnp.square(jnp.tanh(batch @ params)).mean()
+
+def train_step(params, momentum, batch):
+    momentum = momentum + jm.grad(loss)(params, batch)
+    return params - momentum, momentum
+
+def make_eval():
+    return loss, (params, jnp.ones((4096, 64)))
+
+def make_number():
+    return 1
+
+if __name__ == "__main__":
+    step = jm.jit_step(train_step)
+    step(params, momentum, batch)
+"""
+
+
+def test_a_program_beside_the_step_is_named_by_its_file_and_function(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ask = ["plan", "--json", "--search", "remat=no", "--budget", "1MiB", "--beside"]
+    assert main([*ask, f"{script}:make_eval", str(script)]) == 2, "the evaluation does not fit, the step would"
+    made = json.loads(capsys.readouterr().out)
+    chosen = made["candidates"][made["chosen"]]
+    (beside,) = chosen["beside"]
+    assert (beside["name"], beside["fits"], beside["held_bytes"]) == ("loss", False, 64 * 64 * 4)  # momentum stays
+    assert beside["program_bytes"] > 4096 * 64 * 4
+    assert chosen["step_bytes"] < 2**20
+    assert main([*ask, f"{script}:make_number", str(script)]) == 2
+    assert "make_number() returned int. Expected a function and its arguments" in capsys.readouterr().err
 
 
 def planned(policy: jm.StepPolicy, **record: Any) -> jm.Plan:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED
-from jaxmem_callbacks.cli.script import ScriptFailedError, add_script_arguments, reach_step
+from jaxmem_callbacks.cli.script import (
+    ScriptFailedError,
+    add_script_arguments,
+    reach_program,
+    reach_step,
+    require_named,
+)
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
@@ -31,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="B", help="72GiB, or a share of what is usable such as 0.9; else the frontier"
     )
     parser.add_argument("--resident", metavar="SIZE", action="append", default=[], help="what else stays there, 2GiB")
+    parser.add_argument(
+        "--beside",
+        metavar="FILE.py:name",
+        action="append",
+        default=[],
+        help="another program that must fit, such as evaluation: name() returns (function, args); may be given several times",
+    )
     add_search_argument(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
@@ -51,11 +64,14 @@ def run(args: argparse.Namespace) -> int:
         JaxmemError: as `reach_step` and `jm.plan`; the command line turns it into exit code 2.
     """
     _require_places(args)
+    for program in args.beside:
+        require_named(program)
     budget = _budget(args.budget)
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output:
             reached = reach_step(args.script, args.script_args)
+            beside = [reach_program(program, args.script_args) for program in args.beside]
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
         return FAILED
@@ -67,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         target=args.target,
         budget=budget,
         resident=args.resident,
+        beside=beside,
         search=search_of(args.search),
         progress=True,
         **reached.kwargs,

@@ -8,7 +8,7 @@ import pathlib
 import sys
 import traceback
 import types
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Never
 
@@ -81,6 +81,36 @@ def reach_step(script: str, argv: Sequence[str] = ()) -> Reached:
         return _run(path, module) if name is None else _ask(path, module, name)
 
 
+def require_named(program: str) -> None:
+    """Refuse a ``--beside`` that names no function, before anything is run.
+
+    Raises:
+        ScriptError: with what to type.
+    """
+    path, name = _split(program)
+    if name is None:
+        msg = (
+            f"--beside {program}: expected a file and the function in it that returns (function, args), such as "
+            f"{path.stem or 'train'}.py:make_eval. Add to it: def make_eval(): return eval_step, (state, batch)"
+        )
+        raise ScriptError(msg)
+
+
+def reach_program(program: str, argv: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What ``FILE.py:name`` gives: a program that runs beside the step, and its arguments.
+
+    Args:
+        program: Where ``name()`` returns ``(function, args)``; the file is imported.
+        argv: The script's own arguments.
+
+    Raises:
+        ScriptError, ScriptFailedError: as `reach_step`.
+    """
+    require_named(program)
+    reached = reach_step(program, argv)
+    return reached.step, reached.args
+
+
 def _split(script: str) -> tuple[pathlib.Path, str | None]:
     file, colon, name = script.rpartition(":")
     return (pathlib.Path(file), name) if colon and name.isidentifier() else (pathlib.Path(script), None)
@@ -139,7 +169,8 @@ def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
     with _own_traceback(path):
         made = maker()
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):  # noqa: PLR2004 - a pair
-        msg = f"{path}:{name}() returned {type(made).__name__}. Expected (train_step, (state, batch, ...))."
+        expected = "Expected a function and its arguments: (train_step, (state, batch, ...))."
+        msg = f"{path}:{name}() returned {type(made).__name__}. {expected}"
         raise ScriptError(msg)
     return Reached(step=made[0], args=tuple(made[1]), kwargs={})
 
