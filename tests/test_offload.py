@@ -160,6 +160,14 @@ def test_a_gpus_compiler_needs_fewer_bytes_by_what_is_offloaded() -> None:
     assert plan.chosen.fits
     moved = {each.policy.offload: each.host_bytes for each in plan.candidates if each.policy.keep == 0}
     assert moved[("cuts",)] == carries
+    batch = {"multiple_of": rows, "at_most": 2 * rows}
+    grown = jm.plan(
+        train_step, *args, target="h100_sxm", budget=there.step_bytes + 2**20, progress=False,
+        search={"offload": True, "batch": batch},
+    )  # fmt: skip
+    assert (grown.chosen.fits, grown.chosen.batch_rows, grown.policy.offload) == (True, rows, ("cuts",))
+    assert grown.compiles <= 6
+    assert f"Under full, 2 levels {rows} rows do not fit either." in str(grown)
     assert plan.chosen.policy.offload == ("cuts",) or (plan.chosen.modelled_s or 0) <= min(
         each.modelled_s or 0 for each in plan.candidates if each.fits and each.host_bytes
     )
@@ -178,11 +186,18 @@ def test_time_counts_the_way_to_the_host_and_back() -> None:
     assert modelled_seconds(jaxprs[1], silent) is None
 
 
-def candidate(*, fits: bool, seconds: float | None, host: int = 0) -> Candidate:
+def candidate(*, fits: bool, seconds: float | None, host: int = 0, rows: int | None = None) -> Candidate:
     words = ("cuts",) if host else ()
     policy = jm.StepPolicy(remat="full", offload=words)
     return Candidate(
-        policy=policy, step_bytes=5, fits=fits, flops=1, extra_flops=0, modelled_s=seconds, host_bytes=host
+        policy=policy,
+        step_bytes=5,
+        fits=fits,
+        flops=1,
+        extra_flops=0,
+        modelled_s=seconds,
+        host_bytes=host,
+        batch_rows=rows,
     )
 
 
@@ -206,6 +221,18 @@ def test_offload_is_used_where_it_is_faster_or_all_that_fits() -> None:
         here,
     )
     assert with_offload(here, [unknown, large, unmoved]) == (here, None)
+
+
+def test_of_several_batches_the_most_rows_come_first() -> None:
+    here = candidate(fits=True, seconds=2.0, rows=32)
+    fewer, as_many, more, most = (
+        candidate(fits=True, seconds=s, host=1, rows=rows) for s, rows in ((0.1, 16), (3.0, 32), (9.0, 48), (9.5, 64))
+    )
+    assert with_offload(here, [fewer, as_many]) == (here, None), "a smaller batch is no faster step"
+    best, why = with_offload(here, [fewer, more, most])
+    assert best is most
+    assert why == "64 rows fit by what waits in host memory, and no more do otherwise than 32"
+    assert with_offload(candidate(fits=False, seconds=1.0, rows=32), [fewer, more])[0] is more
 
 
 def test_policies_worth_trying_say_what_they_move() -> None:

@@ -103,6 +103,9 @@ def test_the_largest_batch_was_compiled_and_the_next_too(largest: jm.Plan) -> No
     assert f"{chosen.batch_rows} rows fit and {following.batch_rows} do not, both compiled" in str(largest)
     memory = jm.step_memory(jm.jit_step(train_step, largest.policy), *abstract(chosen.batch_rows))
     assert memory.step_bytes == chosen.step_bytes
+    assert f"Under full, 2 levels {chosen.batch_rows + 32} rows do not fit either." in str(largest), (
+        "one compile, no more"
+    )
     plain = max(c.batch_rows for c in largest.candidates if c.fits and c.policy == jm.StepPolicy())
     assert plain < chosen.batch_rows, "remat buys rows"
 
@@ -112,11 +115,31 @@ def test_a_plan_for_other_rows_says_which(largest: jm.Plan) -> None:
     assert dict(largest.record.signature)["batch"] == f"float32[{rows},{WIDTH}]"
     assert f"full at {rows} rows" in str(largest)
     assert f"at {rows} rows" in parse_preset(largest.to_yaml()).description
-    shares = {each.batch_rows: each.extra_share for each in largest.candidates if each.policy.remat == "full"}
+    shares = {
+        each.batch_rows: each.extra_share for each in largest.candidates if each.policy == jm.StepPolicy(remat="full")
+    }
     assert max(shares.values()) - min(shares.values()) < 0.02, "a share of the plain step on as many rows"
     (axes,) = largest.figure().axes
     drawn = {text.get_text().partition("\n")[0]: text.xy[1] for text in axes.texts}
     assert drawn[f"full at {rows} rows"] == pytest.approx(100 * largest.chosen.extra_share)
+
+
+def test_two_levels_are_used_where_one_does_not_reach_so_far() -> None:
+    def deep(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any, batch: Any) -> Any:
+            return jnp.square(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), batch, weights)[0]).mean()
+
+        return weights - jm.grad(loss)(weights, batch)
+
+    arguments = jax.ShapeDtypeStruct((36, 16, 16), jnp.float32), jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    plan = jm.plan(deep, *arguments, budget="1MiB", search={"batch": {"multiple_of": 192, "at_most": 768}})
+    assert (plan.chosen.batch_rows, plan.policy.levels) == (768, 2)
+    (once,) = [
+        each for each in plan.candidates if each.batch_rows == 768 and each.policy == jm.StepPolicy(remat="full")
+    ]
+    assert once.fits is False
+    assert "Under full 576 rows fit and 768 do not, both compiled." in str(plan)
+    assert "Under full, 2 levels all 768 rows fit that were allowed." in str(plan)
 
 
 def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:

@@ -12,21 +12,30 @@ from dataclasses import replace
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 
 
-def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
+def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, space: Space, *, frontier: bool) -> None:
     """Compile policies for one placement of the state and one batch.
 
     Args:
         compiler: Of the problem.
         counts: Microbatches to try besides 1, ascending.
         ledger: Where compiles are counted and kept.
-        remat: Whether remat may be used.
+        space: Whether remat may be used, and whether values may wait in host memory.
         frontier: Fill the whole range; else stop where the answer is known.
     """
+    moving = offloading_policies(compiler.problem.base) if space.offload else ()
+    with ledger.within(ledger.left - len(moving)):
+        _on_the_device(compiler, counts, ledger, remat=space.remat, frontier=frontier)
+    ledger.compile([(compiler, policy) for policy in moving])
+
+
+def _on_the_device(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
     bases = [replace(compiler.problem.base, microbatches=count) for count in (1, *counts)]
     if frontier:
         for index, base in enumerate(bases):

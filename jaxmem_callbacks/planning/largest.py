@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, final
 
@@ -17,8 +18,9 @@ from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.explore import explore
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.rows import Rows, with_rows
-from jaxmem_callbacks.planning.space import BatchSizes
+from jaxmem_callbacks.planning.space import BatchSizes, Space
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate
@@ -60,17 +62,37 @@ class LargestBatch:
         self._compilers: dict[int, Compiler] = {}
         self._found: dict[tuple[int, StepPolicy], Candidate] = {}
 
-    def run(self, *, remat: bool) -> None:
-        """The largest batch under what needs fewest bytes, then under the step as it is."""
+    def run(self, space: Space) -> None:
+        """The largest batch under what needs few bytes, then under what may need fewer, then under the step as it is."""
         plain = self._problem.base
-        roomy = replace(plain, remat="full" if remat else "none", microbatches=max(self._counts, default=1))
-        policies = list(dict.fromkeys((roomy, plain)))
-        for index, policy in enumerate(policies):
-            with self._ledger.within(-(-self._ledger.left // (len(policies) - index))):
-                reached = self._largest(policy)
-            if reached is not None and reached == self._most and policy != plain:
-                explore(self._compiler(reached), self._counts, self._ledger, remat=remat, frontier=False)
-                return
+        roomy = replace(plain, remat="full" if space.remat else "none", microbatches=max(self._counts, default=1))
+        further = [replace(roomy, levels=2)] if space.remat else []
+        further += offloading_policies(roomy)[:1] if space.offload else ()
+        with self._share(1 if roomy == plain else 2):
+            reached = self._largest(roomy)
+        for index, policy in enumerate(further):
+            if reached is not None and reached != self._most:
+                with self._share(len(further) - index + 1):
+                    reached = self._beyond(policy, reached)
+        if roomy == plain:
+            return
+        if reached is not None and reached == self._most:
+            explore(self._compiler(reached), self._counts, self._ledger, space, frontier=False)
+        else:
+            self._largest(plain)
+
+    def _share(self, parts: int) -> AbstractContextManager[None]:
+        """One part of the compiles that are left."""
+        return self._ledger.within(-(-self._ledger.left // parts))
+
+    def _beyond(self, policy: StepPolicy, reached: int) -> int:
+        """The largest batch under a policy that is used only where it reaches further; one compile where it does not."""
+        fits = self._ask(policy, [reached + 1]).get(reached + 1)
+        if fits is False:
+            self._ledger.note(f"Under {policy_words(policy)} {(reached + 1) * self._unit} rows do not fit either.")
+        if not fits:
+            return reached
+        return self._between(policy, reached + 1, None if self._most is None else self._most + 1)
 
     def _largest(self, policy: StepPolicy) -> int | None:
         """The largest batch that fits under a policy, in units; None where nothing could be compiled."""
@@ -90,6 +112,9 @@ class LargestBatch:
         low = max((place for place, fits in answers.items() if fits), default=0)
         end = None if self._most is None else self._most + 1
         high = min((place for place, fits in answers.items() if not fits), default=end)
+        return self._between(policy, low, high)
+
+    def _between(self, policy: StepPolicy, low: int, high: int | None) -> int:
         low, high = last_that_fits(
             low, high, lambda low, high: self._guess(policy, low, high), lambda places: self._ask(policy, places)
         )

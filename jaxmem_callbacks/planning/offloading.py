@@ -36,11 +36,19 @@ def with_offload(best: Candidate, offloading: Sequence[Candidate]) -> tuple[Cand
 
     Returns:
         The candidate, and why it is another than ``best``; None where it is not. One that offloads is used where it fits and
-        its modelled time is less, or where nothing else fits; never where either time is unknown or nothing was moved.
+        its modelled time is less, or where nothing else fits so many rows; never where nothing was moved, nor for the same
+        rows where either time is unknown.
     """
     fitting = [each for each in offloading if each.fits and each.host_bytes]
     if best.fits is False and fitting:
-        return min(fitting, key=_time), "it fits by what waits in host memory, and nothing else fits"
+        return min(fitting, key=_most_rows), "it fits by what waits in host memory, and nothing else fits"
+    most = min(fitting, key=_most_rows, default=best)
+    if (most.batch_rows or 0) > (best.batch_rows or 0):
+        return (
+            most,
+            f"{most.batch_rows} rows fit by what waits in host memory, and no more do otherwise than {best.batch_rows}",
+        )
+    fitting = [each for each in fitting if each.batch_rows == best.batch_rows]
     known = [each for each in fitting if each.modelled_s is not None]
     if best.modelled_s is None or not known:
         return best, None
@@ -48,6 +56,10 @@ def with_offload(best: Candidate, offloading: Sequence[Candidate]) -> tuple[Cand
     if _time(fastest) >= _time(best):
         return best, None
     return fastest, "what waits in host memory comes back sooner, as modelled, than it is computed again"
+
+
+def _most_rows(candidate: Candidate) -> tuple[float, float, int]:
+    return -(candidate.batch_rows or 0), *_time(candidate)
 
 
 def _time(candidate: Candidate) -> tuple[float, int]:

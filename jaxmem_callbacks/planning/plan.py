@@ -17,7 +17,7 @@ from jaxmem_callbacks.planning.explore import explore
 from jaxmem_callbacks.planning.largest import LargestBatch
 from jaxmem_callbacks.planning.layouts import UNASKED, is_divided, layouts, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
-from jaxmem_callbacks.planning.offloading import offloading_policies, with_offload
+from jaxmem_callbacks.planning.offloading import with_offload
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose
 from jaxmem_callbacks.planning.space import Space, parse_search
@@ -49,11 +49,6 @@ _MOST_MICROBATCHES = 64
 _UNCHECKED = (
     "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
     "its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
-)
-
-
-_ONE_BATCH = (
-    "Offload was not tried: it is searched for one batch only. Plan once more with the rows found, without batch."
 )
 
 
@@ -169,16 +164,9 @@ def _search(planned: _Planned, ledger: Ledger, *, divided: bool) -> None:
             placed = _with_beside(planned, way, programs, ledger) if programs else way
             with ledger.within(ledger.most // share):
                 if space.batch is not None and rows is not None:
-                    LargestBatch(placed, rows, space.batch, counts, ledger).run(remat=space.remat)
-                    if space.offload:
-                        ledger.note(_ONE_BATCH)
+                    LargestBatch(placed, rows, space.batch, counts, ledger).run(space)
                 else:
-                    whole = ask.budget is None and not divided
-                    compiler = Compiler(placed)
-                    moving = offloading_policies(placed.base) if space.offload else ()
-                    with ledger.within(ledger.left - len(moving)):
-                        explore(compiler, counts, ledger, remat=space.remat, frontier=whole)
-                    ledger.compile([(compiler, policy) for policy in moving])
+                    explore(Compiler(placed), counts, ledger, space, frontier=ask.budget is None and not divided)
     finally:  # also of what was compiled before Ctrl-C
         if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
             ledger.note(_UNCHECKED)
