@@ -248,6 +248,14 @@ def test_kinds_of_allocations(tmp_path, kind, told):
     assert buffer.operation == ("params['w']" if told == "argument" else None)
 
 
+def test_a_donated_arguments_memory_is_told_as_the_argument_and_not_as_what_is_lent_it(tmp_path):
+    """A small value that lies there later, and is told first, once made the rest of the argument look like padding."""
+    values = [("lent", 0, 16, 4, 5), ("w", 0, 400, 0, 3), ("updated", 0, 400, 6, 9)]
+    write_plan(tmp_path, values, 400, kind="parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out")
+    (buffer,) = read_peak(tmp_path, "cpu").buffers
+    assert (buffer.shape, buffer.unpadded_bytes, buffer.waste_bytes) == ("f32[100]{0}", 400, 0)
+
+
 plans = st.lists(st.tuples(st.integers(1, 64), st.integers(0, 20), st.integers(0, 10)), min_size=1, max_size=12)
 
 

@@ -157,7 +157,7 @@ class _Reader:
 
     def whole(self, allocation: Allocation) -> Buffer:
         """An allocation that is held throughout: an argument, an output or a constant."""
-        value, group = self._result(allocation) if allocation.kind == "output" else (_first(allocation), CONSTANTS)
+        value, group = self._result(allocation) if allocation.kind == "output" else (_holder(allocation), CONSTANTS)
         origin = self.module.origin(value.name, value.index) if value else None
         name = origin.op_name if origin else None
         if allocation.kind == "argument":
@@ -258,8 +258,10 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _first(allocation: Allocation) -> Value | None:
-    return allocation.values[0] if allocation.values else None
+def _holder(allocation: Allocation) -> Value | None:
+    """The value that an argument's or a constant's memory is for: the first that fills it. In a donated one others follow."""
+    filling = [value for value in allocation.values if value.bytes == allocation.bytes]
+    return next(iter(filling or allocation.values), None)
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
