@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
+.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ bench-plan: python ## plans against remat written by hand, on H100 and v5e; hour
 
 bench-scale: python ## plans of a GPT-3-sized step for pods of 64 and 1,024 devices
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_scale $(ARGS)
+
+picture: python ## draw the frontier in docs/plan.md from the committed figures of a plan
+	@$(ENVIRONMENT) run project,test python -m benchmarks.plan_picture $(ARGS)
 
 bench-stale: python ## which result files were written by other sources than are here
 	@$(PYTHON) -m benchmarks.sources

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_picture import PICTURE, plan_of
 from benchmarks.sources import RESULTS, ROOT, SOURCES, benchmark_of, command, source_hash, stale, told
 
 MIB = 2**20
@@ -69,6 +70,20 @@ def test_the_first_lines_of_a_benchmark_name_the_file_that_it_writes(benchmark):
     (path,) = (path for path in RESULTS.glob("*.json") if benchmark_of(path) == benchmark)
     name = re.sub(r"_jax_.*\.json", "_jax_<version>.json", path.name)
     assert f"Writes results/{name}." in (ROOT / "benchmarks" / f"{benchmark}.py").read_text()[:400]
+
+
+def test_the_picture_of_a_plan_is_drawn_from_the_figures_of_the_document():
+    (path,) = RESULTS.glob("plan_pod_*.json")
+    plan = plan_of(path)
+    text = (ROOT / "docs" / "plan.md").read_text()
+    share = f"+{plan.chosen.extra_share * 100:.1f} %"
+    assert (
+        f"| `zero1`, `full, keep 0.153` (chosen) | {plan.chosen.step_bytes / 2**30:.1f} GiB of 59.3 | {share} |" in text
+    )
+    (axes,) = plan.figure().axes
+    assert len([label for label in axes.texts if ":" in label.get_text()]) == len(plan.candidates)
+    assert PICTURE.read_bytes()[:4] == b"\x89PNG"
+    assert f"images/{PICTURE.name})" in text
 
 
 def test_figures_of_accumulation_are_those_of_the_file():
