@@ -9,7 +9,6 @@ two losses that are no mean over rows, averaged over microbatches without the li
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
-from benchmarks.sources import RESULTS, source_hash
+from benchmarks.sources import write_result
 
 LAYERS, WIDTH, ROWS, COUNT = 8, 64, 4096, 4
 POLICIES = {
@@ -83,18 +82,13 @@ def main() -> None:
         loss.__name__: {name: temp_bytes(loss, policy) for name, policy in POLICIES.items()}
         for loss in (in_a_loop, in_a_scan)
     }
-    result = {
-        "command": "python -m benchmarks.accumulation",
-        "what": f"{LAYERS} tanh layers of {WIDTH} x {WIDTH} on {ROWS} rows: temporary bytes of a step by the CPU's compiler; and "
-        f"gradients averaged over {COUNT} microbatches of 8 rows by hand: their distance from the whole batch's, relative",
-        "sources": source_hash("accumulation"),
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "temp_bytes": saved,
-        "mean_is_off_by": {loss.__name__: round(mean_is_off_by(loss), 3) for loss in (masked_mean, contrastive)},
-    }
-    place = RESULTS / f"accumulation_jax_{jax.__version__}.json"
-    place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    print(json.dumps(result, indent=1))
+    off = {loss.__name__: round(mean_is_off_by(loss), 3) for loss in (masked_mean, contrastive)}
+    what = (
+        f"{LAYERS} tanh layers of {WIDTH} x {WIDTH} on {ROWS} rows: temporary bytes of a step by the CPU's compiler; and "
+        f"gradients averaged over {COUNT} microbatches of 8 rows by hand: their distance from the whole batch's, relative"
+    )
+    write_result("accumulation", what=what, temp_bytes=saved, mean_is_off_by=off)
+    print(json.dumps({**saved, **off}, indent=1))
 
 
 if __name__ == "__main__":

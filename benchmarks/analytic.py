@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 
 import jaxmem_callbacks as jm
 from benchmarks.lowering import Problem, equations, loop_of_layers, unrolled_llama
-from benchmarks.sources import RESULTS, source_hash
+from benchmarks.sources import write_result
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import speed_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
@@ -47,7 +46,7 @@ def seconds_to_survey(traced: Any) -> tuple[float, list[Share]]:
 
 def seconds_to_judge(traced: Any) -> float:
     """Processor seconds for a traced step's operations, its modelled time and its fingerprint."""
-    speed = speed_of(resolve_target("h100_sxm"))
+    speed = speed_of(resolve_target("h100_sxm", require_installed=False))
     assert speed is not None
     begun = time.process_time()
     count_flops(traced)
@@ -81,11 +80,7 @@ def measure(problem: Problem) -> dict[str, float]:
 def main() -> None:
     """Measure both losses and write the result file."""
     rows = [{"loss": name, **measure(make())} for name, make in PROBLEMS.items()]
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
-    command = "python -m benchmarks.analytic"
-    result = {"command": command, "sources": source_hash("analytic"), "versions": versions, "rows": rows}
-    place = RESULTS / f"analytic_jax_{jax.__version__}.json"
-    place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_result("analytic", rows=rows)
     print(json.dumps(rows))
 
 

@@ -9,7 +9,6 @@ taken, since noise only ever adds.
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
 from benchmarks.models import Llama, next_token_loss
-from benchmarks.sources import RESULTS, source_hash
+from benchmarks.sources import write_result
 from jaxmem_callbacks.transforms.equations import flatten
 
 Problem = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -82,11 +81,7 @@ def main() -> None:
         {"loss": name, "equations": equations(problem), "cut_over_plain": round(lowering_ratio(problem, 5), 3)}
         for name, problem in (("loop of layers", loop_of_layers(770)), ("llama, Linen", unrolled_llama(72)))
     ]
-    versions = {"jax": jax.__version__, "python": platform.python_version()}
-    command = "python -m benchmarks.lowering"
-    result = {"command": command, "sources": source_hash("lowering"), "versions": versions, "rows": rows}
-    place = RESULTS / f"lowering_jax_{jax.__version__}.json"
-    place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_result("lowering", rows=rows)
     print(json.dumps(rows))
 
 

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
-import platform
 import time
 from typing import Any
 
 import jax
-import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.models import CASES, OPTIMIZER, Case, Loss, train_step
-from benchmarks.sources import RESULTS, source_hash
+from benchmarks.sources import write_result
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
@@ -87,14 +84,7 @@ def main() -> None:
                 "target": target, "model": case.name, "bytes_over_hand": round(memory, 4),
                 "flops_over_hand": round(work, 4), "seconds": seconds, **row,
             })  # fmt: skip
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
-    command = "python -m benchmarks.remat_by_hand --targets " + " ".join(targets)
-    result = {
-        "command": command, "sources": source_hash("remat_by_hand"), "versions": versions, "not_measured": missing, "rows": rows,
-    }  # fmt: skip
-    place = RESULTS / f"remat_by_hand_jax_{jax.__version__}.json"
-    place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    print(f"wrote {place.name}")
+    write_result("remat_by_hand", options="--targets " + " ".join(targets), not_measured=missing, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Result files and the sources that they rest on. Names enter; hashes, and which files are stale, leave.
+"""Result files and the sources that they rest on. Names and figures enter; files with hashes, and which of them are stale, leave.
 
     python -m benchmarks.sources
 
@@ -9,8 +9,11 @@ are then those of an older library, until the benchmark has run again. Rows of p
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+import platform
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -41,6 +44,26 @@ def source_hash(benchmark: str, root: Path = ROOT) -> str:
     for path in filter(Path.exists, paths):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def write_result(benchmark: str, *, options: str = "", **figures: Any) -> None:
+    """Write ``results/<benchmark>_jax_<version>.json`` with what made it, and say so.
+
+    Args:
+        benchmark: One of `SOURCES`.
+        options: What its command was called with.
+        **figures: What was measured.
+    """
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    result = {
+        "command": f"python -m benchmarks.{benchmark} {options}".strip(),
+        "sources": source_hash(benchmark),
+        "versions": {**versions, "python": platform.python_version()},
+        **figures,
+    }
+    place = RESULTS / f"{benchmark}_jax_{versions['jax']}.json"
+    place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    print(f"wrote {place.name}")
 
 
 def benchmark_of(result: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_picture import PICTURE, plan_of
-from benchmarks.sources import RESULTS, ROOT, SOURCES, benchmark_of, command, source_hash, stale, told
+from benchmarks.sources import RESULTS, ROOT, SOURCES, benchmark_of, command, source_hash, stale, told, write_result
 
 MIB = 2**20
 
@@ -61,8 +61,23 @@ def test_every_committed_result_says_its_sources_and_every_benchmark_is_known():
         content = result(benchmark)
         for part in [content] if "sources" in content else content["rows"]:
             assert re.fullmatch("[0-9a-f]{16}", part["sources"]), benchmark
-    writers = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "write_text(" in path.read_text()}
+    scripts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "sources"}
+    writers = {name for name, text in scripts.items() if "write_text(" in text or f'write_result("{name}"' in text}
     assert writers - {"plan_bench"} == set(SOURCES)  # whose rows have hashes of their own
+
+
+def test_a_result_is_written_with_what_made_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.sources.RESULTS", tmp_path)
+    write_result("remat_by_hand", options="--targets cpu", rows=[1])
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    assert (benchmark_of(path), stale(path), capsys.readouterr().out) == (
+        "remat_by_hand",
+        False,
+        f"wrote {path.name}\n",
+    )
+    assert (content["command"], content["rows"]) == ("python -m benchmarks.remat_by_hand --targets cpu", [1])
+    assert list(content["versions"]) == ["jax", "jaxlib", "python"]
 
 
 @pytest.mark.parametrize("benchmark", SOURCES)
