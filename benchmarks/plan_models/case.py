@@ -6,7 +6,7 @@ Here too is what the families share: the optimizer, the remat policies by their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxmem_callbacks as jm
+
 Step = Callable[..., Any]
 Loss = Callable[..., Any]
 
 OPTIMIZER = optax.adamw(3e-4)
 NONE, FULL, NAMES = "none", "full", "names"
+BY_HAND = (FULL, "dots", "dots_no_batch", NAMES)
 _POLICIES = {
     FULL: None,
     "dots": jax.checkpoint_policies.dots_saveable,
@@ -49,6 +52,40 @@ class PlanCase:
     def arguments(self) -> tuple[Any, ...]:
         """The step's arguments as ShapeDtypeStructs."""
         return jax.eval_shape(self.initial, jax.random.key(0))
+
+
+def compared(
+    name: str,
+    step_of: Callable[[Callable[..., Any], str], Step],
+    initial: Callable[[jax.Array], tuple[Any, ...]],
+    *,
+    rows: Sequence[str] = BY_HAND,
+    gradients: tuple[Callable[..., Any], Callable[..., Any]] = (jm.value_and_grad, jax.value_and_grad),
+    **options: Any,
+) -> PlanCase:
+    """The case of a step made for a way of taking gradients and a remat policy.
+
+    Args:
+        name: As in `PlanCase`.
+        step_of: Makes the step.
+        initial: As in `PlanCase`.
+        rows: The remat policies written by hand.
+        gradients: This library's function, which the plain step takes, and the one that those by hand take.
+        **options: Other fields of `PlanCase`.
+    """
+    ours, theirs = gradients
+    by_hand = {remat: step_of(theirs, remat) for remat in rows}
+    return PlanCase(name=name, plain=step_of(ours, NONE), hand=by_hand, initial=initial, **options)
+
+
+def compared_losses(
+    name: str,
+    loss_of: Callable[[str], Loss],
+    initial: Callable[[jax.Array], tuple[Any, ...]],
+    rows: Sequence[str] = BY_HAND,
+) -> PlanCase:
+    """The case of a loss of (parameters, batch), made for a remat policy."""
+    return compared(name, lambda gradient, remat: adamw_step(gradient, loss_of(remat)), initial, rows=rows)
 
 
 def policy(remat: str, names: tuple[str, ...]) -> Any:

@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
-    FULL,
-    NAMES,
     NONE,
     OPTIMIZER,
     PlanCase,
     Step,
+    compared,
     named,
     next_token_loss,
     policy,
@@ -104,10 +102,7 @@ def dropout_transformer(  # noqa: PLR0913 - sizes
         params = model(NONE).init(key, tokens[:1, :-1], False)
         return params, OPTIMIZER.init(params), tokens, key
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="transformer, Linen, dropout, tied, bf16 cast",
-        plain=_step(jm.value_and_grad, model(NONE), dtype),
-        hand={remat: _step(jax.value_and_grad, model(remat), dtype) for remat in rows},
-        initial=initial,
-    )
+    def step_of(value_and_grad: Callable[..., Any], remat: str) -> Step:
+        return _step(value_and_grad, model(remat), dtype)
+
+    return compared("transformer, Linen, dropout, tied, bf16 cast", step_of, initial)

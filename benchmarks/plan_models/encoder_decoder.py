@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxmem_callbacks as jm
-from benchmarks.plan_models.case import FULL, NAMES, NONE, OPTIMIZER, PlanCase, Step, named, next_token_loss, policy
-from benchmarks.plan_models.nnx_transformer import functional_step
+from benchmarks.plan_models.case import (
+    NONE,
+    OPTIMIZER,
+    PlanCase,
+    named,
+    next_token_loss,
+    policy,
+)
+from benchmarks.plan_models.nnx_transformer import functional_case
 
 SAVED = ("attention", "crossed", "up")
 
@@ -123,10 +128,6 @@ def encoder_decoder(  # noqa: PLR0913 - sizes
             rngs=nnx.Rngs(key),
         )
 
-    def step_of(value_and_grad: Callable[..., Any], remat: str) -> Step:
-        graph = nnx.graphdef(nnx.eval_shape(lambda: make(remat, 0)))
-        return functional_step(value_and_grad, graph, _loss)
-
     def initial(key: jax.Array) -> tuple[Any, ...]:
         model = make(NONE, key)
         source, target = jax.random.split(key)
@@ -136,11 +137,4 @@ def encoder_decoder(  # noqa: PLR0913 - sizes
         }
         return nnx.state(model), OPTIMIZER.init(nnx.state(model, nnx.Param)), pairs
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="encoder-decoder, NNX",
-        plain=step_of(jm.nnx.value_and_grad, NONE),
-        hand={remat: step_of(nnx.value_and_grad, remat) for remat in rows},
-        initial=initial,
-        donate_argnames=("state", "opt_state"),
-    )
+    return functional_case("encoder-decoder, NNX", make, _loss, initial)

@@ -8,15 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
-    FULL,
-    NAMES,
     NONE,
     OPTIMIZER,
     Loss,
     PlanCase,
-    adamw_step,
+    compared_losses,
     named,
     next_token_loss,
     policy,
@@ -109,13 +106,7 @@ def equinox_transformer(  # noqa: PLR0913 - sizes
         params = eqx.filter(make(key), eqx.is_inexact_array)
         return params, OPTIMIZER.init(params), random_tokens(key, batch, length, vocabulary)
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="transformer, Equinox",
-        plain=adamw_step(jm.value_and_grad, loss_of(NONE)),
-        hand={remat: adamw_step(jax.value_and_grad, loss_of(remat)) for remat in rows},
-        initial=initial,
-    )
+    return compared_losses("transformer, Equinox", loss_of, initial)
 
 
 def _is_parameter(leaf: Any) -> bool:

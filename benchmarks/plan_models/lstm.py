@@ -11,14 +11,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
     FULL,
     NONE,
     OPTIMIZER,
     Loss,
     PlanCase,
-    adamw_step,
+    compared_losses,
     next_token_loss,
     random_tokens,
 )
@@ -77,9 +76,4 @@ def lstm(batch: int = 64, length: int = 1024, width: int = 256, layers: int = 2,
         params = model(NONE).init(key, tokens[:1, :4])
         return params, OPTIMIZER.init(params), tokens
 
-    return PlanCase(
-        name="LSTM, Linen, over time",
-        plain=adamw_step(jm.value_and_grad, loss_of(NONE)),
-        hand={remat: adamw_step(jax.value_and_grad, loss_of(remat)) for remat in (FULL, CHUNKED)},
-        initial=initial,
-    )
+    return compared_losses("LSTM, Linen, over time", loss_of, initial, (FULL, CHUNKED))

@@ -8,16 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
-    FULL,
-    NAMES,
     NONE,
     OPTIMIZER,
     Loss,
     PlanCase,
-    adamw_step,
     class_loss,
+    compared_losses,
     named,
     policy,
     random_images,
@@ -98,10 +95,4 @@ def mixer(  # noqa: PLR0913 - sizes
     def loss_of(remat: str) -> Loss:
         return lambda params, batch: class_loss(forward(params, batch["image"], patch, remat), batch["label"])
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="MLP-mixer, plain JAX",
-        plain=adamw_step(jm.value_and_grad, loss_of(NONE)),
-        hand={remat: adamw_step(jax.value_and_grad, loss_of(remat)) for remat in rows},
-        initial=initial,
-    )
+    return compared_losses("MLP-mixer, plain JAX", loss_of, initial)

@@ -8,15 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
-    FULL,
-    NAMES,
     NONE,
     OPTIMIZER,
     Loss,
     PlanCase,
-    adamw_step,
+    compared_losses,
     named,
     next_token_loss,
     policy,
@@ -142,10 +139,4 @@ def mixture(  # noqa: PLR0913 - sizes
         params = model(NONE).init(key, tokens[:1, :-1])
         return params, OPTIMIZER.init(params), tokens
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="mixture of experts, Linen",
-        plain=adamw_step(jm.value_and_grad, loss_of(NONE)),
-        hand={remat: adamw_step(jax.value_and_grad, loss_of(remat)) for remat in rows},
-        initial=initial,
-    )
+    return compared_losses("mixture of experts, Linen", loss_of, initial)

@@ -12,12 +12,11 @@ from flax import nnx
 
 import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
-    FULL,
-    NAMES,
     NONE,
     OPTIMIZER,
     PlanCase,
     Step,
+    compared,
     named,
     next_token_loss,
     policy,
@@ -101,6 +100,22 @@ def functional_step(value_and_grad: Callable[..., Any], graph: Any, loss: Callab
     return step
 
 
+def functional_case(
+    name: str,
+    make: Callable[[str, Any], nnx.Module],
+    loss: Callable[..., Any],
+    initial: Callable[[jax.Array], tuple[Any, ...]],
+) -> PlanCase:
+    """The case of a module made for a remat policy and a key, whose step is of its state."""
+
+    def step_of(value_and_grad: Callable[..., Any], remat: str) -> Step:
+        graph = nnx.graphdef(nnx.eval_shape(lambda: make(remat, 0)))
+        return functional_step(value_and_grad, graph, loss)
+
+    gradients = (jm.nnx.value_and_grad, nnx.value_and_grad)
+    return compared(name, step_of, initial, gradients=gradients, donate_argnames=("state", "opt_state"))
+
+
 def nnx_transformer(  # noqa: PLR0913 - sizes
     *,
     batch: int = 32,
@@ -125,20 +140,9 @@ def nnx_transformer(  # noqa: PLR0913 - sizes
             rngs=nnx.Rngs(key),
         )
 
-    def step_of(value_and_grad: Callable[..., Any], remat: str) -> Step:
-        graph = nnx.graphdef(nnx.eval_shape(lambda: make(remat, 0)))
-        return functional_step(value_and_grad, graph, _loss)
-
     def initial(key: jax.Array) -> tuple[Any, ...]:
         model = make(NONE, key)
         opt_state = OPTIMIZER.init(nnx.state(model, nnx.Param))
         return nnx.state(model), opt_state, random_tokens(key, batch, length, vocabulary)
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="transformer, NNX, scanned",
-        plain=step_of(jm.nnx.value_and_grad, NONE),
-        hand={remat: step_of(nnx.value_and_grad, remat) for remat in rows},
-        initial=initial,
-        donate_argnames=("state", "opt_state"),
-    )
+    return functional_case("transformer, NNX, scanned", make, _loss, initial)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
     FULL,
     NAMES,
@@ -20,6 +19,7 @@ from benchmarks.plan_models.case import (
     PlanCase,
     Step,
     class_loss,
+    compared,
     named,
     policy,
     random_images,
@@ -110,10 +110,10 @@ def resnet(  # noqa: PLR0913 - sizes
         state = dict(model(NONE).init(key, images["image"][:1]))
         return state, OPTIMIZER.init(state["params"]), images
 
-    return PlanCase(
-        name="ResNet, Linen, BatchNorm",
-        plain=_step(jm.value_and_grad, model(NONE)),
-        hand={remat: _step(jax.value_and_grad, model(remat)) for remat in (FULL, NAMES)},
-        initial=initial,
+    return compared(
+        "ResNet, Linen, BatchNorm",
+        lambda gradient, remat: _step(gradient, model(remat)),
+        initial,
+        rows=(FULL, NAMES),
         donate_argnames=("state", "opt_state"),
     )

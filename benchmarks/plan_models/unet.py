@@ -10,8 +10,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxmem_callbacks as jm
-from benchmarks.plan_models.case import FULL, NAMES, NONE, OPTIMIZER, PlanCase, Step, named, policy
+from benchmarks.plan_models.case import (
+    FULL,
+    NAMES,
+    NONE,
+    OPTIMIZER,
+    PlanCase,
+    Step,
+    compared,
+    named,
+    policy,
+)
 
 # No row of dots: a convolution is no dot to JAX's policies, so that row would equal `full`.
 SAVED = ("conv",)
@@ -113,9 +122,4 @@ def unet(
         params = model(NONE).init(key, images[:1], jnp.zeros(1))
         return params, OPTIMIZER.init(params), images, key
 
-    return PlanCase(
-        name="U-Net, Linen",
-        plain=_step(jm.value_and_grad, model(NONE)),
-        hand={remat: _step(jax.value_and_grad, model(remat)) for remat in (FULL, NAMES)},
-        initial=initial,
-    )
+    return compared("U-Net, Linen", lambda gradient, remat: _step(gradient, model(remat)), initial, rows=(FULL, NAMES))

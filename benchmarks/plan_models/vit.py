@@ -8,16 +8,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-import jaxmem_callbacks as jm
 from benchmarks.plan_models.case import (
-    FULL,
-    NAMES,
     NONE,
     OPTIMIZER,
     Loss,
     PlanCase,
-    adamw_step,
     class_loss,
+    compared_losses,
     named,
     policy,
     random_images,
@@ -93,10 +90,4 @@ def vit(  # noqa: PLR0913 - sizes
         params = model(NONE).init(key, images["image"][:1])
         return params, OPTIMIZER.init(params), images
 
-    rows = (FULL, "dots", "dots_no_batch", NAMES)
-    return PlanCase(
-        name="ViT, Linen",
-        plain=adamw_step(jm.value_and_grad, loss_of(NONE)),
-        hand={remat: adamw_step(jax.value_and_grad, loss_of(remat)) for remat in rows},
-        initial=initial,
-    )
+    return compared_losses("ViT, Linen", loss_of, initial)
