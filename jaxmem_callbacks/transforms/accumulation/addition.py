@@ -55,8 +55,8 @@ def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) ->
         return
     whole, of_whole = _traced(call, batch, 1)
     for index in fixed:
-        weights = [_value(flat, quotients[index].weight), _value(whole, of_whole[index].weight)]
-        if any(weight is None for weight in weights) or _add_up(*weights, count):
+        part, total = _value(flat, quotients[index].weight), _value(whole, of_whole[index].weight)
+        if part is None or total is None or _add_up(part, total, count):
             continue
         msg = (
             f"microbatches={count}: {quotients[index].what} of {call.name} is jm.weighted by a weight that does not add up: for "
