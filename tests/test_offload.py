@@ -18,7 +18,6 @@ from jaxmem_callbacks.planning.offloading import offloading_policies, with_offlo
 from jaxmem_callbacks.planning.speeds import Speed
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.plans import Candidate
-from jaxmem_callbacks.transforms.residuals import scan_chunk
 from tests.comparisons import assert_close, stored_bytes
 from tests.target_step import needs_compiler
 
@@ -85,8 +84,6 @@ def test_the_numbers_stay_and_exactly_what_is_stored_crosses_the_link_twice(
 
 def test_several_steps_under_one_checkpoint_hand_on_through_the_host() -> None:
     args = arguments()
-    scan = next(eqn for eqn in jax.make_jaxpr(recurrent)(*args).eqns if eqn.primitive.name == "scan")
-    assert scan_chunk(scan) == LAYERS // 2
     cheaper = jm.remat(recurrent, offload=("cuts",))
     assert crossing(cheaper) == 2 * 2 * CARRY
     assert_close(jax.grad(cheaper)(*args), jax.grad(recurrent)(*args))

@@ -96,6 +96,18 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
         )
         raise ValueError(msg)
     table = _Table(land, places)
+    route = table.route(int(_smallest(table, segments) * SLACK), segments)
+    assert route is not None
+    return [int(places[index]) for index in route]
+
+
+def smallest_peak(land: Landscape) -> int:
+    """The estimated peak in bytes under the best cuts."""
+    return _smallest(_Table(land, _candidates(land)), None)
+
+
+def _smallest(table: _Table, segments: int | None) -> int:
+    """The smallest budget for which there is a route."""
     low, high = 0, table.upper_bound()
     for _ in range(_BISECTIONS):
         middle = (low + high) // 2
@@ -103,9 +115,7 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
             low = middle
         else:
             high = middle
-    route = table.route(int(high * SLACK), segments)
-    assert route is not None
-    return [int(places[index]) for index in route]
+    return high
 
 
 def _candidates(land: Landscape) -> np.ndarray:

@@ -20,18 +20,19 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of
+from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
+from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of, smallest_peak
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_mesh
-from jaxmem_callbacks.transforms.held import Held, gradient_spans, held, held_by_body
+from jaxmem_callbacks.transforms.held import Held, gradient_spans, held
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
 from jaxmem_callbacks.transforms.policy import activate, active_policy
-from jaxmem_callbacks.transforms.residuals import nbytes, residual_bytes, scan_carry_bytes, sink
-from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping, steps_together
+from jaxmem_callbacks.transforms.residuals import nbytes, residual_bytes, sink
+from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
@@ -192,9 +193,17 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
     mesh = gathering_mesh(policy)
     for index in loops if mesh is not None else ():
         flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh)
+    bare = _landscape(flat, held(flat.eqns, resident), own)
+
+    def land_with(together: Mapping[int, int]) -> Landscape:
+        return _with_loops(bare, flat.eqns, together)
+
     # Inside a shard_map a loop is not traced anew: its collectives have no axis to speak of there.
-    together = {index: 1 if told.copies else steps_together(flat.eqns[index], policy.offloaded) for index in loops}
-    land = _landscape(flat, held(flat.eqns, resident), together, own)
+    together = dict.fromkeys(loops, 1)
+    if not told.copies:
+        scans = {index: flat.eqns[index] for index in loops}
+        together = steps_together(scans, policy.offloaded, lambda chosen: smallest_peak(land_with(chosen)))
+    land = land_with(together)
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1 and not told.copies
@@ -205,7 +214,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
     told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
     cuts = Cuts(
         places=places,
-        loops=frozenset(loops),
+        loops=together,
         whole=frozenset(own.difference(loops)),
         loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
@@ -267,22 +276,27 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, found: Held, loops: Mapping[int, int], own: set[int]) -> Landscape:
-    stored = np.zeros(len(flat.eqns), np.int64)
-    rows = found.rows[~np.isin(found.rows[:, 1], list(own))]
-    for index, chunk in loops.items():
-        rows = np.vstack([rows, (chunk * held_by_body(flat.eqns[index]), index, index)])
-        stored[index] = scan_carry_bytes(flat.eqns[index]) // chunk
+def _landscape(flat: Equations, found: Held, own: set[int]) -> Landscape:
+    """What lives where, without what loops hold and store."""
     lives = lives_of(flat.eqns, flat.outvars)
     spans = [(nbytes(var), first, last, found.needed_until(var)) for var, first, last in lives]
     return Landscape(
         spans=np.array(spans, np.int64).reshape(-1, 4),
-        held=rows,
+        held=found.rows[~np.isin(found.rows[:, 1], list(own))],
         gradients=alive(gradient_spans(flat.eqns, lives), len(flat.eqns)),
         made=found.made,
-        stored=stored,
+        stored=np.zeros(len(flat.eqns), np.int64),
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
     )
+
+
+def _with_loops(land: Landscape, eqns: Sequence[Any], together: Mapping[int, int]) -> Landscape:
+    """The same with loops of so many steps under one checkpoint."""
+    rows, stored = [land.held], land.stored.copy()
+    for index, steps in together.items():
+        stored[index] = stored_between(eqns[index], steps)  # there for the loop itself too, and for all before it
+        rows.append(np.array([(held_together(eqns[index], steps) + stored[index], index, index)], np.int64))
+    return replace(land, held=np.vstack(rows), stored=stored)
 
 
 def _places(land: Landscape, policy: StepPolicy, *, opaque: bool) -> list[int]:

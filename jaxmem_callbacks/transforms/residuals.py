@@ -52,8 +52,6 @@ CHEAP = _VIEWS | set(
 
 # A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
 _MOST_STEPS = 24
-# Parts of a loop are put under one checkpoint where that takes at most this share of the estimated bytes.
-_WORTH_CHUNKS = 0.9
 # An embedding that is also the head is used twice; what is used more often is shared by layers.
 _MOST_USES = 2
 
@@ -235,25 +233,6 @@ def scan_carry_bytes(eqn: Any) -> int:
     """Bytes that a `scan` keeps when its body is checkpointed: the carry before every step."""
     consts, carry = scan_arity(eqn)
     return int(eqn.params["length"]) * sum(nbytes(atom) for atom in eqn.invars[consts : consts + carry])
-
-
-def scan_chunk(eqn: Any) -> int:
-    """How many steps of a `scan` one checkpoint is best put around; 1 is a checkpointed body.
-
-    Steps under one checkpoint are computed again together, and so hold their residuals together; in return only every so many
-    carries are stored. Either way everything is computed again once. Only divisors of the length make equal parts.
-    """
-    length, step = int(eqn.params["length"]), scan_step_bytes(eqn)
-    carry = scan_carry_bytes(eqn) // max(length, 1)
-    # In parts, compilers copy what the loop is given a slice of in each step: stacked weights, or a sequence's inputs.
-    copied = sum(map(nbytes, eqn.invars[sum(scan_arity(eqn)) :]))
-    costs = {
-        part: length // part * carry + part * step + (copied if part > 1 else 0)
-        for part in range(1, length)
-        if length % part == 0
-    }
-    best = min(costs, key=lambda part: costs[part], default=1)
-    return best if costs and costs[best] < _WORTH_CHUNKS * costs[1] else 1
 
 
 def _body_bytes(body: Any) -> int:

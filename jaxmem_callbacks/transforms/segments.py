@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmem_callbacks._compat.jaxprs import (
@@ -36,7 +36,7 @@ from jaxmem_callbacks.transforms.equations import (
 )
 from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier, keep_within, shares
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
-from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_chunk, scan_step_bytes
+from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
 # Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
@@ -62,34 +62,23 @@ def is_layer_scan(eqn: Any, enough: int) -> bool:
     return int(eqn.params["length"]) * scan_step_bytes(eqn) >= max(enough, 1)
 
 
-def steps_together(eqn: Any, offload: Collection[str] = ()) -> int:
-    """How many steps of a loop one checkpoint is put around.
-
-    Args:
-        eqn: The scan.
-        offload: What waits in host memory, in the policy's words.
-    """
-    # What reports stays in a loop of its own: two loops would not change its order, but its place in the trace. What a step
-    # itself sends to the host stays there too: XLA for GPUs fails at a loop in a loop that stacks host memory.
-    return 1 if eqn.effects or set(offload) - {OFFLOAD_CUTS} else scan_chunk(eqn)
-
-
 class Loop:
     """A `scan` whose body is to keep only its inputs, and what is worth keeping in every step.
 
     Args:
         eqn: The scan.
+        chunk: How many steps one checkpoint is put around.
         offload: The policy's words for what waits in host memory.
     """
 
-    def __init__(self, eqn: Any, offload: Collection[str] = ()) -> None:
+    def __init__(self, eqn: Any, chunk: int = 1, offload: Collection[str] = ()) -> None:
         self._eqn = eqn
         self._kept_name = ON_HOST[OFFLOAD_KEPT] if OFFLOAD_KEPT in offload else KEPT
         self.moved = _worth_moving(eqn) if OFFLOAD_CUTS in offload else frozenset[int]()
         self._flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
         refuse_effects(self._flat.eqns)
         self._inner = Segment([inner for inner in self._flat.eqns if not is_movable(inner)], Sunk({}, {}), frozenset())
-        self.chunk = steps_together(eqn, offload)
+        self.chunk = chunk
         self.trips = int(eqn.params["length"])
 
     def frontier(self, known: Known) -> list[Kept]:
@@ -230,14 +219,14 @@ class Cuts:
 
     Attributes:
         places: Positions, ascending, without the ends.
-        loops: Equations whose bodies are checkpointed.
+        loops: Equations whose bodies are checkpointed, with the number of steps under one checkpoint.
         whole: Equations that are left as they are.
         loop: What is put in a loop's place: its checkpointed form, for a policy and what it keeps.
         offload: The policy's words for what waits in host memory.
     """
 
     places: Sequence[int]
-    loops: frozenset[int] = frozenset()
+    loops: Mapping[int, int] = field(default_factory=dict[int, int])
     whole: frozenset[int] = frozenset()
     loop: Callable[[Loop, Policy, frozenset[Any]], list[Any]]
     offload: Sequence[str] = ()
@@ -288,7 +277,7 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         start, end = bounds[position : position + 2]
         segments.append(Segment(flat.eqns[start:end], sunk, results))
         if start in cuts.loops:
-            pieces[position] = Loop(flat.eqns[start], cuts.offload)
+            pieces[position] = Loop(flat.eqns[start], cuts.loops[start], cuts.offload)
         elif start not in cuts.whole and end < len(flat.eqns):
             pieces[position] = segments[-1]
     kept = dict(zip(pieces, keep(list(pieces.values())), strict=True))
