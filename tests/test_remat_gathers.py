@@ -68,20 +68,21 @@ def gathers(policy: jm.StepPolicy, axes: str, **options: Any) -> list[str]:
         return list(constraints(jax.make_jaxpr(jm.apply_policy(train_step, policy))(params, batch)))
 
 
-FULL = jm.StepPolicy(remat="full", sharding="fsdp")
+FULL, PLAIN = jm.StepPolicy(remat="full", sharding="fsdp"), jm.StepPolicy(sharding="fsdp")
 
 
 @pytest.mark.core
-def test_weights_are_gathered_behind_their_casts_and_the_batch_is_not() -> None:
-    found = gathers(FULL, "fsdp=8")
+@pytest.mark.parametrize("policy", [FULL, PLAIN], ids=["full", "none"])
+def test_weights_are_gathered_behind_their_casts_and_the_batch_is_not(policy: jm.StepPolicy) -> None:
+    found = gathers(policy, "fsdp=8")
     assert set(found) == {"bfloat16[64, 64]", "bfloat16[64]"}  # neither the noise of the batch nor anything in float32
-    assert set(gathers(FULL, "data=2,fsdp=4")) == set(found)
+    assert set(gathers(policy, "data=2,fsdp=4")) == set(found)
 
 
 @pytest.mark.parametrize(("policy", "axes"), [
     (jm.StepPolicy(remat="full", sharding="zero1"), "fsdp=8"),
     (jm.StepPolicy(remat="full", sharding="fsdp_tensor"), "fsdp=4,tensor=2"),
-    (FULL, "fsdp=4,tensor=2"), (jm.StepPolicy(sharding="fsdp"), "fsdp=8"),
+    (FULL, "fsdp=4,tensor=2"), (PLAIN, "fsdp=4,tensor=2"), (jm.StepPolicy(sharding="replicate"), "fsdp=8"),
 ], ids=str)  # fmt: skip
 def test_only_fsdp_gathers_and_only_where_a_slice_is_then_whole(policy: jm.StepPolicy, axes: str) -> None:
     assert gathers(policy, axes) == []
@@ -95,20 +96,73 @@ def test_on_explicit_axes_the_users_types_decide() -> None:
 
 
 @pytest.mark.core
-def test_the_numbers_stay_and_only_weights_and_their_gradients_travel() -> None:
-    mesh, params, batch = placed(FULL, "fsdp=8")
-    wanted = jax.jit(jm.apply_policy(train_step, jm.StepPolicy(remat="full")))(*arguments())
-    step = jm.jit_step(train_step, FULL, donate_argnames=())
+@pytest.mark.parametrize(
+    ("policy", "wanted"), [(FULL, jm.StepPolicy(remat="full")), (PLAIN, jm.StepPolicy())], ids=["full", "none"]
+)
+def test_the_numbers_stay_and_only_weights_and_their_gradients_travel(
+    policy: jm.StepPolicy, wanted: jm.StepPolicy
+) -> None:
+    mesh, params, batch = placed(policy, "fsdp=8")
+    there, loss_there = jax.jit(jm.apply_policy(train_step, wanted))(*arguments())
+    step = jm.jit_step(train_step, policy, donate_argnames=())
     with jax.set_mesh(mesh):
         compiled = step.lower(params, batch).compile()
         updated, loss = step(params, batch)
-    assert_close(jax.device_get(loss), jax.device_get(wanted[1]))
+    assert_close(jax.device_get(loss), jax.device_get(loss_there))
     change = jax.tree.map(
-        lambda new, old: np.asarray(new) - np.asarray(old), (updated, wanted[0]), (params, arguments()[0])
+        lambda new, old: np.asarray(new) - np.asarray(old), (updated, there), (params, arguments()[0])
     )
     for ours, theirs in zip(*map(jax.tree.leaves, change), strict=True):
         assert np.linalg.norm(ours - theirs) <= 2e-2 * np.linalg.norm(theirs)  # bfloat16 sums in another order
     hlo = compiled.as_text()
     assert "all-to-all" not in hlo
-    # Gathered for the forward pass and for the recomputation, and gradients summed once; a CPU computes bfloat16 in float32.
+    # Gathered for the forward pass and for the backward one, and gradients summed once; a CPU computes bfloat16 in float32.
     assert collectives_of(hlo, 8).moved_bytes < 1.2 * (2 * 2 * WHOLE + 2 * 2 * WHOLE)
+
+
+@pytest.mark.core
+def test_what_the_plain_step_keeps_for_the_backward_pass_is_no_weight() -> None:
+    """What is gathered would be every layer's whole weights on every device."""
+    mesh, params, batch = placed(PLAIN, "fsdp=8")
+
+    def kept(policy: jm.StepPolicy) -> list[tuple[int, ...]]:
+        with jax.set_mesh(mesh):
+            traced = jax.make_jaxpr(jm.apply_policy(train_step, policy))(params, batch)
+        loop = next(eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
+        return sorted(var.aval.shape for var in loop.outvars)
+
+    matrix = (LAYERS, WIDTH, WIDTH)
+    assert matrix not in kept(PLAIN)
+    assert kept(PLAIN) == [shape for shape in kept(jm.StepPolicy()) if shape != matrix]  # and no more of anything else
+
+
+def test_inside_checkpoints_of_the_users_own_they_are_gathered_too() -> None:
+    mesh, params, batch = placed(PLAIN, "fsdp=8")
+
+    def own_loss(params: Any, batch: Any) -> Any:
+        @jax.checkpoint
+        def layer(carry: Any, w: Any) -> tuple[Any, None]:
+            return carry + jax.nn.gelu(carry @ w["up"]) @ w["down"] + w["bias"], None
+
+        return (jax.lax.scan(layer, batch["x"], params)[0] ** 2).mean()
+
+    def gradients(params: Any, batch: Any) -> Any:
+        return jm.value_and_grad(own_loss)(params, batch)
+
+    def kept(traced: Any) -> list[tuple[int, ...]]:
+        return [var.aval.shape for eqn in traced.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
+
+    with jax.set_mesh(mesh):
+        plain = jax.jit(gradients).trace(params, batch)
+        ours = jax.jit(jm.apply_policy(gradients, PLAIN)).trace(params, batch)
+        assert str(ours.jaxpr).count("sharding_constraint") >= 3
+        assert kept(ours.jaxpr) == kept(plain.jaxpr)
+        assert_close(ours.lower().compile()(params, batch), plain.lower().compile()(params, batch))
+
+
+def test_without_a_mesh_set_the_one_of_the_states_shardings_is_used() -> None:
+    _, params, batch = placed(FULL, "fsdp=8")
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, params)
+    for policy in (FULL, PLAIN):
+        traced = jm.jit_step(train_step, policy, state_shardings=wanted).trace(params, batch)
+        assert "sharding_constraint" in str(traced.jaxpr)

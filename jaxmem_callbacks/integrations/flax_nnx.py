@@ -111,7 +111,7 @@ def value_and_grad(
                     loss, active, found, has_aux=has_aux, options={"argnums": argnums, **options}
                 )(args, kwargs)
                 return ((value, aux) if has_aux else value), gradients
-            if active.policy.changes_gradients:
+            if active.policy.rewrites_loss:
                 chosen = _cheaper(loss, active.policy, argnums)
         both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), argnums=argnums, has_aux=True, **options)
         value, aux, gradients = whole(*both(*args, **kwargs))
@@ -132,7 +132,7 @@ def _over_microbatches(
 ) -> Callable[..., Any]:
     """A function of ``(args, kwargs)`` to value, aux and gradients; the modules are left as one plain call leaves them."""
     plain = unseen(loss)
-    chosen = _cheaper(plain, active.policy, options["argnums"]) if active.policy.remat != "none" else plain
+    chosen = _cheaper(plain, active.policy, options["argnums"]) if active.policy.rewrites_loss else plain
     both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), has_aux=True, **options)
 
     def gradients_of_modules(args: Any, kwargs: Any) -> Any:

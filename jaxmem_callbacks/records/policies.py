@@ -211,6 +211,11 @@ class StepPolicy:
         """Whether the policy acts inside ``jm.value_and_grad`` (and so needs the step to call it)."""
         return self.remat != "none" or self.microbatches > 1
 
+    @property
+    def rewrites_loss(self) -> bool:
+        """Whether a loss may be traced and written anew: for remat, or to gather what a sharding divides."""
+        return self.remat != "none" or self.sharding == "fsdp"
+
 
 def policy_words(policy: StepPolicy) -> str:
     """A policy in few words, such as ``fsdp: full, keep 0.35, 4 microbatches``."""

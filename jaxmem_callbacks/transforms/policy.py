@@ -34,6 +34,7 @@ class ActivePolicy:
             accumulated gradient; None where nobody asks.
         defer: Called where such a loss is traced, by who will have it compared before anything runs; None where nobody will.
         shards: Devices that the step runs on, for the comparisons.
+        mesh: That of the shardings that the state is pinned to, for where no mesh is set around the step; or None.
         checked: Losses that were compared where the gradient was taken.
         notes: What the policy left as it was, a sentence each, in the order of their first meeting.
     """
@@ -45,6 +46,7 @@ class ActivePolicy:
         self.comparisons: list[Any] | None = None
         self.defer: Callable[[], None] | None = None
         self.shards = 1
+        self.mesh: Any = None
         self.checked: set[Any] = set()
         self.notes: dict[str, None] = {}
 

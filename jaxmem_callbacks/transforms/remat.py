@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import evaluate
+from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
@@ -25,7 +25,7 @@ from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, live
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_mesh
+from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_loops, gathering_mesh
 from jaxmem_callbacks.transforms.held import Held, gradient_spans, held
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
@@ -81,18 +81,21 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
 def rematerialised(
     loss: Callable[..., Any], policy: StepPolicy, weights: Callable[[tuple[Any, ...]], Any] | None = None
 ) -> Callable[..., Any]:
-    """``loss`` under the remat part of a policy; see `remat`.
+    """``loss`` under the remat part of a policy; see `remat`. Under ``fsdp`` its loops gather their weights.
 
     Args:
         loss: The function.
         policy: What is done to it.
         weights: From the positional arguments to those that are differentiated, which ``fsdp`` divides.
     """
-    if policy.remat == "none":
+    mesh = gathering_mesh(policy)
+    if policy.remat == "none" and mesh is None:
         return loss
 
     @functools.wraps(loss)
     def cheaper_loss(*args: Any, **kwargs: Any) -> Any:
+        if policy.remat == "none" and framework_of(args, kwargs) is not None:
+            return loss(*args, **kwargs)
         refuse_framework_objects(args, kwargs)
         arrays, join = leaves.split((args, kwargs))
         result = leaves.Result()
@@ -105,7 +108,13 @@ def rematerialised(
         flat = flatten(jax.make_jaxpr(traced)(*arrays))
         divided = set() if weights is None else {id(leaf) for leaf in jax.tree.leaves(weights(args))}
         mine = zip(flat.invars[len(flat.consts) :], arrays, strict=True)
-        jaxpr = cut_equations(flat, policy, frozenset(var for var, array in mine if id(array) in divided))
+        own = frozenset(var for var, array in mine if id(array) in divided)
+        if policy.remat != "none":
+            jaxpr = cut_equations(flat, policy, own)
+        elif gathering_loops(flat, own, mesh):
+            jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
+        else:
+            return loss(*args, **kwargs)
         return result.join(evaluate(jaxpr, [*flat.consts, *arrays]))
 
     return cheaper_loss
@@ -191,8 +200,10 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
     mesh = gathering_mesh(policy)
-    for index in loops if mesh is not None else ():
-        flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh)
+    for index in sorted(own) if mesh is not None else ():
+        if flat.eqns[index].primitive.name == "scan":
+            again = index not in loops
+            flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh, again=again)
     bare = _landscape(flat, held(flat.eqns, resident), own)
 
     def land_with(together: Mapping[int, int]) -> Landscape:

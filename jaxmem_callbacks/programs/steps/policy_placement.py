@@ -68,8 +68,7 @@ def pins_of_policy(
 
 
 def _mesh(policy: StepPolicy, own: Pin | None, step: str, names: Sequence[str]) -> Any:
-    of_state = next((s.mesh for s in _shardings(own.shardings) if not s.mesh.empty), None) if own else None
-    mesh = of_state or ambient_mesh()
+    mesh = (mesh_of(own.shardings) if own else None) or ambient_mesh()
     if mesh is None:
         state = names[0] if len(names) == 1 else f"({', '.join(names)})"
         msg = (
@@ -79,6 +78,11 @@ def _mesh(policy: StepPolicy, own: Pin | None, step: str, names: Sequence[str]) 
         )
         raise PolicyError(msg)
     return mesh
+
+
+def mesh_of(shardings: Any) -> Any:
+    """The mesh of a tree of shardings; None where none of them has one."""
+    return next((sharding.mesh for sharding in _shardings(shardings) if not sharding.mesh.empty), None)
 
 
 def ambient_mesh() -> Any:

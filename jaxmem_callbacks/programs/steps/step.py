@@ -26,6 +26,7 @@ from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_
 from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments
 from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, undonated_names
 from jaxmem_callbacks.programs.steps.placement import require_returned
+from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, changes
@@ -130,9 +131,10 @@ class JitStep:
             self._making.refuse_for_jitted(train_step, donate_argnames)
         self._active = ActivePolicy(policy, survey)
         self._active.defer = self._leave_unchecked
+        self._active.mesh = mesh_of(state_shardings)
         self.unchecked = False  # whether a loss was traced over microbatches and not compared with its whole batch yet
         # A policy that leaves gradients alone adds nothing to JAX's cache key: the user's own jit keeps its compiles.
-        self._context = self._active if policy.changes_gradients else None
+        self._context = self._active if policy.changes_gradients or policy.rewrites_loss else None
         self._jitted: Jitted | None = self._own_jit
         self._call: Callable[..., Any] | None = None
         self._judging = False
