@@ -94,3 +94,41 @@ def test_what_would_split_nothing_is_noted() -> None:
     plan = jm.plan(without_optimizer, params, batch, search={"sharding": ["zero1", "replicate"], "remat": False})
     assert "zero1 was not tried: sharding='zero1' would do nothing on this mesh" in str(plan)
     assert plan.policy.sharding == "replicate"
+
+
+def test_the_steps_own_sharding_is_kept() -> None:
+    """A plan of another program than the one that runs would be no plan."""
+    params, batch = parameters(), rows_of(ROWS)
+    state = (params, OPTIMIZER.init(params))
+    mesh, fsdp = jm.make_mesh({"fsdp": 8}), jm.StepPolicy(sharding="fsdp")
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    shardings = jm.infer_shardings(state, mesh, fsdp)
+    placed, step = jax.device_put(state, shardings), jm.jit_step(train_step, fsdp)
+    asked: dict[str, Any] = {"budget": "1GiB", "search": {"remat": False}}
+
+    plan = jm.plan(step, *placed, batch, **asked)  # by where its arguments lie
+    assert plan.policy.sharding == "fsdp"
+    assert plan.record.mesh == {"fsdp": 8}
+    assert (plan.chosen.argument_bytes or 0) - batch.nbytes == pytest.approx(whole / 8, rel=0.02)
+    with jax.set_mesh(mesh):  # by the mesh that is set
+        again = jm.plan(step, *abstract(), **asked)
+    assert (again.policy, again.chosen.argument_bytes) == (plan.policy, plan.chosen.argument_bytes)
+    pinned = jm.plan(
+        jm.jit_step(train_step, state_shardings=shardings[0]), *abstract(), **asked
+    )  # by what pins the state
+    assert (pinned.record.device_count, pinned.record.mesh) == (8, {"fsdp": 8})
+    assert (pinned.chosen.argument_bytes or 0) < whole / 2 + batch.nbytes
+
+
+def test_a_sharding_that_contradicts_the_steps_own_is_refused() -> None:
+    step = jm.jit_step(train_step, jm.StepPolicy(sharding="fsdp"))
+    with pytest.raises(
+        PlanError, match=r"already under sharding='fsdp', and search asks for \['zero1', 'fsdp'\]. Leave"
+    ):
+        jm.plan(step, *abstract(), search={"sharding": ["zero1", "fsdp"]})
+    with pytest.raises(
+        PlanError, match=r"already under sharding='fsdp', and the plan is for one device. Name a target"
+    ):
+        jm.plan(step, *abstract())
+    plan = jm.plan(step, *abstract(), budget="1GiB", search={"sharding": ["fsdp"], "remat": False})
+    assert plan.policy.sharding == "fsdp"

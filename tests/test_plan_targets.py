@@ -193,6 +193,10 @@ def test_several_devices_without_shardings_get_one_searched() -> None:
     held = {each.policy.sharding: each.argument_bytes for each in plan.candidates if each.policy.remat == "none"}
     assert held["replicate"] > held["zero1"] > held["fsdp"]
     assert "(4 devices, mesh fsdp=4)" in str(plan)
+    own = jm.plan(
+        jm.jit_step(train_step, jm.StepPolicy(sharding="zero1")), *abstract(), target="h100_sxm:4", budget="40MiB"
+    )
+    assert [each for each in own.candidates if each.policy.sharding != "zero1"] == []
     tight = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget=held["zero1"])
     assert {each.policy.sharding for each in tight.candidates} <= {"zero1", "fsdp"}
     assert "replicate was not compiled: its arguments alone are" in str(tight)

@@ -77,14 +77,15 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
     from jaxmem_callbacks.answers.plan import plan
 
+    search = search_of(args.search)
     made = plan(
-        _without_gradient_policy(reached.step),
+        _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),
         *reached.args,
         target=args.target,
         budget=budget,
         resident=args.resident,
         beside=beside,
-        search=search_of(args.search),
+        search=search,
         progress=True,
         **reached.kwargs,
     )
@@ -98,12 +99,20 @@ def run(args: argparse.Namespace) -> int:
     return REFUSED if made.chosen.fits is False else OK
 
 
-def _without_gradient_policy(step: Any) -> Any:
-    """The step of a script without the remat and microbatches that it has now; what it says of donation stays."""
+def _without_gradient_policy(step: Any, *, places: bool) -> Any:
+    """The step of a script without the remat and microbatches that it has now; what it says of donation stays.
+
+    Args:
+        step: As the script made it.
+        places: Whether what it says of where the state lies stays too, because nobody searches that.
+    """
     if not isinstance(step, JitStep):
         return step
-    policy = StepPolicy(donate=None if already_jitted(step.__wrapped__) is not None else step.donation)
-    return JitStep(step.__wrapped__, policy)
+    policy = StepPolicy(
+        donate=None if already_jitted(step.__wrapped__) is not None else step.donation,
+        sharding=step.policy.sharding if places else None,
+    )
+    return JitStep(step.__wrapped__, policy, state_shardings=step.state_shardings if places else None)
 
 
 def _require_places(args: argparse.Namespace) -> None:

@@ -58,6 +58,7 @@ class Problem:
         base: The policy of the plain step: its sharding and donation, where anything is said of them.
         beside: Other programs of the run, compiled with the state placed as here.
         batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
+        state_shardings: What the step pins its state to, where its user said so.
     """
 
     train_step: Callable[..., Any]
@@ -71,6 +72,7 @@ class Problem:
     base: StepPolicy = field(default_factory=StepPolicy)
     beside: tuple[BesideProgram, ...] = ()
     batch_rows: int | None = None
+    state_shardings: Any = None
 
     @property
     def name(self) -> str:
@@ -84,7 +86,7 @@ class Problem:
 
     def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
         """The step under a policy."""
-        return JitStep(self.train_step, policy, survey=survey)
+        return JitStep(self.train_step, policy, survey=survey, state_shardings=self.state_shardings)
 
     def in_mesh(self) -> AbstractContextManager[Any]:
         """Where the step is traced: on the mesh, where there is one."""

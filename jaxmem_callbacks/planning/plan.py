@@ -18,12 +18,13 @@ from jaxmem_callbacks.planning.largest import LargestBatch
 from jaxmem_callbacks.planning.layouts import UNASKED, is_divided, layouts, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
 from jaxmem_callbacks.planning.offloading import with_offload
+from jaxmem_callbacks.planning.own_step import own_step
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose
 from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
@@ -86,32 +87,35 @@ def make_plan(
         PlanError, TargetError, CompileError, PolicyError: see `jm.plan`.
     """
     space = parse_search(ask.search)
-    function, said = _own_step(train_step)
+    own = own_step(train_step)
+    own.require_agreement(space)
     hardware = None if ask.target is None else resolve_target(ask.target)
     if hardware is not None and hardware.platform == "cpu" and jax.default_backend() == "cpu":
         hardware = None
     resident = parse_resident(ask.resident)
     first = Problem(
-        train_step=function,
+        train_step=own.function,
         args=args,
         kwargs=kwargs,
         target=hardware,
         budget=budget_for(ask.budget, hardware),
         resident_bytes=resident.bytes,
-        base=StepPolicy(donate=said),
+        base=StepPolicy(donate=own.donation),
+        state_shardings=own.state_shardings,
     )
     traced = first.step(first.base).traced(args, dict(kwargs))
-    problem = with_donation(first, donation_of(first, said, space))
+    problem = with_donation(first, donation_of(first, own.donation, space))
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
-    planned = _Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
     divided = is_divided(problem, traced, space, ask.mesh)
+    problem, space = own.kept(problem, traced, space, divided=divided)
+    planned = _Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
     ledger = Ledger(progress, _MOST_WIDE_COMPILES if divided or space.is_wide else _MOST_COMPILES)
     try:
         with ledger.within(ledger.most - bool(traced.undonated)):
             _search(planned, ledger, divided=divided)
         if not ledger.entries:
             raise ledger.failed[0]
-        note_donation(ledger, _chosen(ledger)[0], said, traced.undonated)
+        note_donation(ledger, _chosen(ledger)[0], own.donation, traced.undonated)
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
         if not ledger.entries:
@@ -128,25 +132,6 @@ class _Planned:
     space: Space
     ask: Ask
     resident: Resident
-
-
-def _own_step(train_step: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """The function to plan, and what was said of its donation.
-
-    Raises:
-        PlanError: a step that is under a policy already.
-    """
-    if not isinstance(train_step, JitStep):
-        return train_step, None
-    policy = train_step.policy
-    if policy.changes_gradients:
-        what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
-        msg = (
-            f"The step is already under {what}. Plan the function that you wrote: "
-            f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
-        )
-        raise PlanError(msg)
-    return train_step.__wrapped__, train_step.donation
 
 
 def _search(planned: _Planned, ledger: Ledger, *, divided: bool) -> None:

@@ -237,6 +237,11 @@ class JitStep:
         """What was said of donation, by ``donate_argnames`` or the policy; None where nothing, or by the user's own jit."""
         return self._making.donate
 
+    @property
+    def state_shardings(self) -> Any:
+        """What the state is pinned to by the user's own word, or None."""
+        return self._making.state_shardings
+
     def __repr__(self) -> str:
         return f"jm.jit_step({self.name}, {self.policy})"
 

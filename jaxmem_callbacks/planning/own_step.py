@@ -1,0 +1,102 @@
+"""What `jm.plan` was given to plan enters; the user's function and what its step says already of donation and places leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
+from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.policies import ShardingRules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnStep:
+    """A train step, and the words of the `jm.jit_step` around it that a plan keeps.
+
+    Attributes:
+        function: The user's own function.
+        donation: What was said of donation; None where nothing was.
+        sharding: Where the state lies by the step's policy, or None.
+        state_shardings: What the state is pinned to, or None.
+    """
+
+    function: Callable[..., Any]
+    donation: Any = None
+    sharding: str | ShardingRules | None = None
+    state_shardings: Any = None
+
+    def require_agreement(self, space: Space) -> None:
+        """Refuse a search for shardings that the step has decided.
+
+        Raises:
+            PlanError: says what both say.
+        """
+        if self.sharding is not None and space.sharding not in (None, (self.sharding,)):
+            said = f"sharding={self.sharding!r}"
+            msg = (
+                f"The step is already under {said}, and search asks for {list(space.sharding or ())!r}. Leave sharding out of "
+                f"search to keep {said}, or plan the function that you wrote: jm.plan({_name(self.function)}, ...), not what "
+                "jm.jit_step returned."
+            )
+            raise PlanError(msg)
+
+    def kept(self, problem: Problem, traced: Traced, space: Space, *, divided: bool) -> tuple[Problem, Space]:
+        """The problem and what may be varied of it, under the step's own sharding.
+
+        Args:
+            problem: What is to be planned.
+            traced: Its plain step.
+            space: What may be varied.
+            divided: Whether the plan places the state; else it lies somewhere already.
+
+        Raises:
+            PlanError: nothing says over which devices.
+        """
+        if self.sharding is None:
+            return problem, space
+        if divided:
+            return problem, replace(space, sharding=(self.sharding,))
+        mesh = mesh_of([getattr(leaf.value, "sharding", None) for leaf in traced.leaves]) or ambient_mesh()
+        if mesh is None:
+            msg = (
+                f"The step is already under sharding={self.sharding!r}, and the plan is for one device. Name a target of "
+                "several, such as target='h100_sxm:8'; set the mesh that the step runs on, "
+                "jax.set_mesh(jm.make_mesh({'fsdp': -1})); or plan the function that you wrote: "
+                f"jm.plan({_name(self.function)}, ...)."
+            )
+            raise PlanError(msg)
+        base = replace(problem.base, sharding=self.sharding)
+        return replace(problem, base=base, mesh=mesh, device_count=mesh.size), space
+
+
+def own_step(train_step: Callable[..., Any]) -> OwnStep:
+    """The function to plan, and what was said of it.
+
+    Raises:
+        PlanError: a step that is under remat or microbatches already.
+    """
+    if not isinstance(train_step, JitStep):
+        return OwnStep(function=train_step)
+    policy = train_step.policy
+    if policy.changes_gradients:
+        what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
+        msg = (
+            f"The step is already under {what}. Plan the function that you wrote: "
+            f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
+        )
+        raise PlanError(msg)
+    return OwnStep(
+        function=train_step.__wrapped__,
+        donation=train_step.donation,
+        sharding=policy.sharding,
+        state_shardings=train_step.state_shardings,
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
