@@ -54,6 +54,8 @@ SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
     "fsdp": ("zero3", "zero_3", "zero-3", "fully_sharded"),
     "fsdp_tensor": ("fsdp+tensor", "fsdp_tp", "fsdp+tp"),
 }
+# Under these the weights are divided over the axis of the batch, so that a loop gathers what it uses.
+GATHERED = ("fsdp", "fsdp_tensor")
 _SHARDING_WORDS = {word: name for name, synonyms in SHARDING_SYNONYMS.items() for word in (name, *synonyms)}
 MeshAxes = str | tuple[str, ...] | None
 ShardingRules = tuple[tuple[str, MeshAxes], ...]
@@ -214,7 +216,7 @@ class StepPolicy:
     @property
     def rewrites_loss(self) -> bool:
         """Whether a loss may be traced and written anew: for remat, or to gather what a sharding divides."""
-        return self.remat != "none" or self.sharding == "fsdp"
+        return self.remat != "none" or self.sharding in GATHERED
 
 
 def policy_words(policy: StepPolicy) -> str:

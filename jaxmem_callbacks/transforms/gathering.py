@@ -1,4 +1,4 @@
-"""Under ``fsdp`` a loop gathers its step's slice of the weights whole, and again where the backward pass needs it.
+"""Under ``fsdp`` a loop gathers its step's slice of the weights, and again where the backward pass needs it.
 
 Enters: a loop over layers and which of a loss's variables are weights. Leaves: the loop with sharding constraints in its body,
 behind casts to fewer bytes. Without them XLA is free to divide activations by features instead, which for a transformer on
@@ -8,7 +8,7 @@ around each gather and the product that uses it keeps the slice in place of the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ from jaxmem_callbacks._compat.jaxprs import (
     open_jaxpr,
     scan_arity,
 )
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import GATHERED, StepPolicy
 from jaxmem_callbacks.transforms.equations import (
     Equations,
     flatten,
@@ -35,7 +36,11 @@ from jaxmem_callbacks.transforms.equations import (
 from jaxmem_callbacks.transforms.names import CHECKPOINTS
 from jaxmem_callbacks.transforms.policy import active_policy
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, sink
-from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
+from jaxmem_callbacks.transforms.sharding.axes import axis_names, mesh_roles
+from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
+
+Weights = Mapping[Any, PartitionSpec]
+Places = dict[Any, NamedSharding]
 
 # What makes results of the batch's size from a weight, and needs the weight for its derivative.
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
@@ -46,46 +51,69 @@ _VIEWS = {"copy", "expand_dims", "reshape", "rev", "squeeze", "transpose"}
 def gathering_mesh(policy: StepPolicy) -> Any:
     """The mesh over which a policy's loops gather weights, or None where they do not.
 
-    The one that is set around the step, else that of the shardings that its state is pinned to.
-    Only where every axis that divides anything divides the batch: a slice of the weights is then whole on each device. On
-    explicit axes the user's own types say where values lie.
+    The one that is set around the step, else that of the shardings that its state is pinned to. Only where every axis divides the
+    batch, or under ``fsdp_tensor`` matrices. On explicit axes the user's own types say where values lie.
     """
     mesh, active = jax.sharding.get_abstract_mesh(), active_policy()
     if mesh.empty and active is not None and active.mesh is not None:
         mesh = active.mesh
-    if policy.sharding != "fsdp" or mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if policy.sharding not in GATHERED or mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
     roles = mesh_roles(mesh)
-    others = [size for axis, size in roles.sizes.items() if axis not in roles.batch]
+    tensor = (roles.tensor,) if policy.sharding == "fsdp_tensor" else ()
+    others = [size for axis, size in roles.sizes.items() if axis not in (*roles.batch, *tensor)]
     return None if roles.state is None or roles.sizes[roles.state] == 1 or max(others, default=1) > 1 else mesh
 
 
-def gathering_loop(eqn: Any, weights: Collection[Any], sunk: Sunk, mesh: Any, *, again: bool = False) -> Any:
+def gathered_places(trees: Sequence[Any], policy: StepPolicy, mesh: Any) -> dict[int, PartitionSpec]:
+    """How each array of some trees, by its id, lies once it is gathered: whole, or split by what is for matrices alone.
+
+    Empty where the mesh has no places for them; `jm.jit_step` says so.
+    """
+    leaves, tree = jax.tree.flatten(list(trees))
+    if policy.sharding != "fsdp_tensor":
+        return {id(leaf): PartitionSpec() for leaf in leaves}
+    try:  # of one tree alone as of the whole state, whose parameters decide
+        inferred = (
+            [infer_shardings(trees[0], mesh, policy)] if len(trees) == 1 else infer_shardings(trees, mesh, policy)
+        )
+    except PolicyError:
+        return {}
+    batch = mesh_roles(mesh).batch
+    found = zip(leaves, tree.flatten_up_to(inferred), strict=True)
+    return {id(leaf): _without(batch, place.spec) for leaf, place in found if place is not None}
+
+
+def _without(batch: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    left = [tuple(axis for axis in axis_names(axes) if axis not in batch) for axes in spec]
+    return PartitionSpec(*(axes or None for axes in left))
+
+
+def gathering_loop(eqn: Any, weights: Weights, sunk: Sunk, mesh: Any, *, again: bool = False) -> Any:
     """A `scan` whose body gathers its slices of weights.
 
     Args:
         eqn: The scan.
-        weights: Variables that are differentiated arguments of the loss.
+        weights: Variables that are differentiated arguments of the loss, and how they lie once they are gathered.
         sunk: What is a cheap function of arguments, such as weights cast to bf16.
         mesh: Over which they are divided.
         again: Whether each gather gets a checkpoint of its own, because none around it has the backward pass gather anew.
     """
     flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
     first = sum(scan_arity(eqn))
-    sliced = {
-        inner
-        for outer, inner in zip(eqn.invars[first:], flat.invars[first:], strict=True)
-        if is_variable(outer) and is_inexact(inner) and inner.aval.shape and _is_weight(outer, weights, sunk)
-    }
+    sliced: Places = {}
+    for outer, inner in zip(eqn.invars[first:], flat.invars[first:], strict=True):
+        stack = _gathered(outer, weights, sunk) if is_variable(outer) and is_inexact(inner) else None
+        if stack is not None and inner.aval.shape:
+            sliced[inner] = NamedSharding(mesh, PartitionSpec(*stack[1:]))
     if not sliced:
         return eqn
-    whole = NamedSharding(mesh, PartitionSpec())
-    eqns = _with_gathers_again(flat.eqns, sliced, flat, whole) if again else _with_gathers(flat.eqns, sliced, whole)
+    eqns = _with_gathers_again(flat, sliced) if again else _with_gathers(flat.eqns, sliced)
     body = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=unused_dropped(eqns, flat.outvars))
     return eqn.replace(params={**eqn.params, "jaxpr": close(body)})
 
 
-def gathering_loops(flat: Equations, weights: Collection[Any], mesh: Any) -> bool:
+def gathering_loops(flat: Equations, weights: Weights, mesh: Any) -> bool:
     """Have the loops of a function that nobody cuts gather their weights; whether any does."""
     sunk, before = sink(flat.eqns, flat.invars), flat.eqns
     flat.eqns = [
@@ -94,12 +122,20 @@ def gathering_loops(flat: Equations, weights: Collection[Any], mesh: Any) -> boo
     return any(ours is not theirs for ours, theirs in zip(flat.eqns, before, strict=True))
 
 
-def _is_weight(var: Any, weights: Collection[Any], sunk: Sunk) -> bool:
+def _gathered(var: Any, weights: Weights, sunk: Sunk) -> PartitionSpec | None:
+    """How a weight, or what is made of weights alone, lies once it is gathered; None where it is neither, or who knows how."""
+    if var in weights:
+        return weights[var]
     made_of = sunk.origins.get(var, frozenset())
-    return bool(made_of) and all(origin in weights for origin in made_of)
+    if not made_of or not all(origin in weights for origin in made_of):
+        return None
+    _, maker = sunk.makers[var]
+    if maker.primitive.name == "convert_element_type":
+        return _gathered(maker.invars[0], weights, sunk)
+    return None if any(axes for origin in made_of for axes in weights[origin]) else PartitionSpec()
 
 
-def _with_gathers(eqns: Sequence[Any], sliced: set[Any], whole: NamedSharding) -> list[Any]:
+def _with_gathers(eqns: Sequence[Any], sliced: Places) -> list[Any]:
     """The equations with each slice gathered at its first use, after a cast that makes it smaller where there is one."""
     gathered: dict[Any, Any] = {}
     found: list[Any] = []
@@ -107,57 +143,59 @@ def _with_gathers(eqns: Sequence[Any], sliced: set[Any], whole: NamedSharding) -
     def gather(var: Any) -> Any:
         if var not in gathered:
             gathered[var] = new_variable(var)
-            found.append(_constraint(var, gathered[var], whole))
+            found.append(_constraint(var, gathered[var], waiting[var]))
         return gathered[var]
 
-    waiting = set(sliced)
+    waiting = dict(sliced)
     for eqn in eqns:
         if _is_narrowing(eqn) and eqn.invars[0] in waiting:
             found.append(eqn)
-            waiting.update(eqn.outvars)
+            waiting[eqn.outvars[0]] = waiting[eqn.invars[0]]
         else:
             invars = [gather(atom) if is_variable(atom) and atom in waiting else atom for atom in eqn.invars]
             found.append(eqn.replace(invars=invars))
     return found
 
 
-def _with_gathers_again(eqns: Sequence[Any], sliced: set[Any], flat: Equations, whole: NamedSharding) -> list[Any]:
+def _with_gathers_again(flat: Equations, sliced: Places) -> list[Any]:
     """The equations with each slice gathered by the products that use it, each under a checkpoint with its gathers.
 
     The derivative of a product then keeps the slice as it lies, and gathers it once more; so does a checkpoint of the user's.
     What else uses a matrix, such as a table that is looked up, finds it as it lies. Vectors are gathered once, and kept.
     """
     template = checkpoint_template(None, prevent_cse=False)
-    matrices = {var for var in sliced if len(var.aval.shape) > 1}
+    matrices = {var: place for var, place in sliced.items() if len(var.aval.shape) > 1}
+    vectors = {var: place for var, place in sliced.items() if var not in matrices}
     makers: dict[Any, list[Any]] = {var: [] for var in matrices}  # a slice or a view of one -> the equations in between
+    inside = dict(matrices)  # what a checkpoint of the user's gathers: how a view lies is known where it is whole
     found: list[Any] = []
-    for eqn in _with_gathers(eqns, sliced - matrices, whole):
+    for eqn in _with_gathers(flat.eqns, vectors):
         operands = variables(eqn.invars)
         own = [var for var in operands if var in makers]
         if own and eqn.primitive.name in _PRODUCTS:
             between = {id(one): one for var in own for one in makers[var]}
-            inner = _with_gathers([*between.values(), eqn], matrices, whole)
+            inner = _with_gathers([*between.values(), eqn], matrices)
             made = {var for one in inner for var in one.outvars}
             taken = list(dict.fromkeys(var for one in inner for var in variables(one.invars) if var not in made))
             body = derive(flat.template, invars=taken, outvars=eqn.outvars, eqns=inner)
             found.append(checkpoint_equation(template, body, taken, eqn.outvars))
         elif own and eqn.primitive.name in CHECKPOINTS:
-            found.append(_with_gathers_inside(eqn, makers, whole))
+            found.append(_with_gathers_inside(eqn, inside))
         else:
             if own and len(operands) == 1 and (eqn.primitive.name in _VIEWS or _is_narrowing(eqn)):
                 makers[eqn.outvars[0]] = [*makers[own[0]], eqn]
+                if own[0] in inside and (_is_narrowing(eqn) or not any(inside[own[0]].spec)):
+                    inside[eqn.outvars[0]] = inside[own[0]]
             found.append(eqn)
     return found
 
 
-def _with_gathers_inside(eqn: Any, sliced: Collection[Any], whole: NamedSharding) -> Any:
+def _with_gathers_inside(eqn: Any, sliced: Places) -> Any:
     """A checkpoint of the user's that gathers the slices that it is given."""
     flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
-    inner = {
-        ours for given, ours in zip(eqn.invars, flat.invars, strict=True) if is_variable(given) and given in sliced
-    }
-    eqns = _with_gathers(flat.eqns, inner, whole)
-    body = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=eqns)
+    pairs = zip(eqn.invars, flat.invars, strict=True)
+    inner = {ours: sliced[given] for given, ours in pairs if is_variable(given) and given in sliced}
+    body = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=_with_gathers(flat.eqns, inner))
     return eqn.replace(params={**eqn.params, "jaxpr": body})
 
 

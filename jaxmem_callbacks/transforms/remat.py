@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,13 @@ from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, live
 from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.gathering import gathering_loop, gathering_loops, gathering_mesh
+from jaxmem_callbacks.transforms.gathering import (
+    Weights,
+    gathered_places,
+    gathering_loop,
+    gathering_loops,
+    gathering_mesh,
+)
 from jaxmem_callbacks.transforms.held import Held, gradient_spans, held
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
@@ -106,9 +112,9 @@ def rematerialised(
                 return result.split(loss(*inner_args, **inner_kwargs))
 
         flat = flatten(jax.make_jaxpr(traced)(*arrays))
-        divided = set() if weights is None else {id(leaf) for leaf in jax.tree.leaves(weights(args))}
+        places = {} if weights is None or mesh is None else gathered_places(weights(args), policy, mesh)
         mine = zip(flat.invars[len(flat.consts) :], arrays, strict=True)
-        own = frozenset(var for var, array in mine if id(array) in divided)
+        own = {var: places[id(array)] for var, array in mine if id(array) in places}
         if policy.remat != "none":
             jaxpr = cut_equations(flat, policy, own)
         elif gathering_loops(flat, own, mesh):
@@ -135,13 +141,13 @@ def refuse_framework_objects(*trees: Any) -> None:
         raise LossRefusedError(msg)
 
 
-def cut_equations(flat: Equations, policy: StepPolicy, weights: frozenset[Any] = frozenset()) -> Any:
+def cut_equations(flat: Equations, policy: StepPolicy, weights: Weights | None = None) -> Any:
     """The function as an open jaxpr, cut and checkpointed as the policy says.
 
     Args:
         flat: The function; its equations are used up.
         policy: What is done to it.
-        weights: Those of its variables that are differentiated arguments.
+        weights: Those of its variables that are differentiated arguments, and how they lie once a loop has gathered them.
 
     Raises:
         LossRefusedError: effects that a recomputation would repeat, or nothing that could be cut.
@@ -153,7 +159,7 @@ def cut_equations(flat: Equations, policy: StepPolicy, weights: frozenset[Any] =
     keep = checkpoint_policy(policy)
     active = active_policy()
     notes, survey = ({}, None) if active is None else (active.notes, active.survey)
-    told = _Told(notes=notes, survey=survey, weights=weights)
+    told = _Told(notes=notes, survey=survey, weights=weights or {})
     jaxpr = _cut(flat, policy, keep, told)
     _require_checkpoint(jaxpr, flat, policy)
     require_offloaded(policy, jaxpr, keep)
@@ -174,7 +180,7 @@ class _Told:
     notes: dict[str, None]
     survey: Callable[[list[Share]], None] | None
     copies: int = 0
-    weights: frozenset[Any] = frozenset()
+    weights: Weights = field(default_factory=dict)
 
     def inside(self, eqn: Any) -> _Told:
         """The same for the body of a `shard_map`, whose figures are those of one device."""
@@ -184,7 +190,7 @@ class _Told:
             assert survey is not None
             survey([Share(one.share, one.bytes * parts, one.flops * parts) for one in found])
 
-        return replace(self, copies=parts, weights=frozenset(), survey=None if survey is None else of_all)
+        return replace(self, copies=parts, weights={}, survey=None if survey is None else of_all)
 
 
 def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
