@@ -100,6 +100,33 @@ def test_rows_stay_on_their_devices(axis_type):
     assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute"))
 
 
+def test_sums_of_gradients_lie_as_their_parameters_do():
+    """Whole on every device they would be as large as eight times the state."""
+    mesh, layers, width = jm.make_mesh({"fsdp": 8}), 4, 256
+    params = {"up": jnp.ones((layers, width, 4 * width)), "down": jnp.ones((layers, 4 * width, width))}
+    params = jax.device_put(params, jm.infer_shardings(params, mesh, jm.StepPolicy(sharding="fsdp")))
+    x = jax.device_put(jnp.ones((64, width)), NamedSharding(mesh, P("fsdp")))
+
+    def loss(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        out = jax.lax.scan(layer, x, params)[0]
+        return jm.weighted((out**2).sum(), out.size)
+
+    def step(params, x):
+        gradients = jm.grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    def temporaries(count):
+        ours = jm.jit_step(step, jm.StepPolicy(sharding="fsdp", microbatches=count))
+        with jax.set_mesh(mesh):
+            return ours.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    on_one_device = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // 8
+    assert temporaries(4) - temporaries(1) < 1.5 * on_one_device
+
+
 def closing_over_a_tracer(params, x):
     scale = x[0, 0] ** 2
     return jm.value_and_grad(lambda params, x: mean_loss(params, x) * scale)(params, x)

@@ -83,7 +83,9 @@ def test_weights_are_gathered_behind_their_casts_and_the_batch_is_not(policy: jm
     (jm.StepPolicy(remat="full", sharding="zero1"), "fsdp=8"),
     (FULL, "fsdp=4,tensor=2"), (PLAIN, "fsdp=4,tensor=2"), (jm.StepPolicy(sharding="replicate"), "fsdp=8"),
 ], ids=str)  # fmt: skip
-def test_other_shardings_gather_nothing_nor_does_fsdp_where_a_slice_would_stay_divided(policy: jm.StepPolicy, axes: str) -> None:
+def test_other_shardings_gather_nothing_nor_does_fsdp_where_a_slice_would_stay_divided(
+    policy: jm.StepPolicy, axes: str
+) -> None:
     assert gathers(policy, axes) == []
 
 
@@ -126,7 +128,7 @@ def test_what_the_plain_step_keeps_for_the_backward_pass_is_no_weight() -> None:
 
     def kept(policy: jm.StepPolicy) -> list[tuple[int, ...]]:
         with jax.set_mesh(mesh):
-            traced = jax.make_jaxpr(jm.apply_policy(train_step, policy))(params, batch)
+            traced: Any = jax.make_jaxpr(jm.apply_policy(train_step, policy))(params, batch)
         loop = next(eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan")
         return sorted(var.aval.shape for var in loop.outvars)
 
@@ -157,6 +159,23 @@ def test_inside_checkpoints_of_the_users_own_they_are_gathered_too() -> None:
         assert str(ours.jaxpr).count("sharding_constraint") >= 3
         assert kept(ours.jaxpr) == kept(plain.jaxpr)
         assert_close(ours.lower().compile()(params, batch), plain.lower().compile()(params, batch))
+
+
+def test_a_plain_loss_with_effects_is_left_as_it_is() -> None:
+    mesh, params, batch = placed(PLAIN, "fsdp=8")
+    calls = []
+
+    def reporting(params: Any, batch: Any) -> Any:
+        loss = loss_fn(params, batch)
+        jax.debug.callback(calls.append, loss)
+        return loss
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jm.apply_policy(jm.value_and_grad(reporting), PLAIN))
+        assert "sharding_constraint" not in str(step.trace(params, batch).jaxpr)
+        jax.block_until_ready(step(params, batch))
+        jax.effects_barrier()
+    assert len(calls) == 1
 
 
 def test_without_a_mesh_set_the_one_of_the_states_shardings_is_used() -> None:

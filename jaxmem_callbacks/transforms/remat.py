@@ -20,9 +20,15 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
-from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of, smallest_peak
-from jaxmem_callbacks.transforms.equations import Equations, flatten, refuse_effects, reports_inside, where
+from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of
+from jaxmem_callbacks.transforms.equations import (
+    Equations,
+    flatten,
+    refuse_effects,
+    reports_inside,
+    side_effects,
+    where,
+)
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.gathering import (
@@ -117,7 +123,7 @@ def rematerialised(
         own = {var: places[id(array)] for var, array in mine if id(array) in places}
         if policy.remat != "none":
             jaxpr = cut_equations(flat, policy, own)
-        elif gathering_loops(flat, own, mesh):
+        elif not any(map(side_effects, flat.eqns)) and gathering_loops(flat, own, mesh):
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
         else:
             return loss(*args, **kwargs)
