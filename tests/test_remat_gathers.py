@@ -199,7 +199,6 @@ def attention_loss(params: Any, batch: Any) -> Any:
     return (jax.lax.scan(layer, params["embed"][batch], params["layers"])[0] ** 2).mean()
 
 
-@pytest.mark.core
 def test_beside_a_tensor_axis_weights_keep_their_part_of_it(capfd: pytest.CaptureFixture[str]) -> None:
     """Left to XLA, activations go between places that it cannot connect: it makes them whole on every device, and says so."""
     width = 2 * WIDTH
