@@ -222,7 +222,8 @@ def test_beside_a_tensor_axis_weights_keep_their_part_of_it(capfd: pytest.Captur
         return made, capfd.readouterr().err
 
     left, complaints = compiled(jm.StepPolicy(remat="full"))
-    assert "Involuntary full rematerialization" in complaints
+    if jax.__version_info__ >= (0, 11):  # XLA's log of older lines says nothing of it
+        assert "Involuntary full rematerialization" in complaints
     ours, complaints = compiled(policy)
     assert "Involuntary full rematerialization" not in complaints
     moved, moved_left = (collectives_of(each.as_text(), 8).moved_bytes for each in (ours, left))

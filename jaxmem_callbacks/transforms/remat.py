@@ -20,7 +20,8 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of
+from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
+from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of, smallest_peak
 from jaxmem_callbacks.transforms.equations import (
     Equations,
     flatten,
