@@ -102,7 +102,7 @@ def plan_in(jaxpr: Any, steps: int) -> Plan:
     return Plan(tuple(sorted(cuts - {0, steps})), kept)
 
 
-def offered(spec: Spec) -> list[Plan]:
+def offered(spec: Spec, numbers: tuple[int | None, ...] = (None, 2, 3, 4)) -> list[Plan]:
     """The plain loss, and for every number of segments every share that the survey names."""
     loss, args = loss_of(spec)
     traced, plans = jax.make_jaxpr(loss)(*args), [Plan(())]
@@ -111,7 +111,7 @@ def offered(spec: Spec) -> list[Plan]:
         with activate(ActivePolicy(policy, survey)):
             plans.append(plan_in(cut_equations(flatten(traced), policy), len(spec)))
 
-    for segments in (None, 2, 3, 4):
+    for segments in numbers:
         told: list[list[Share]] = []
         policy = jm.StepPolicy(remat="full", segments=segments)
         try:

@@ -17,7 +17,8 @@ from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
-from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier, keep_within
+from jaxmem_callbacks.transforms.joining import join
+from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
 from tests.comparisons import checkpoints, stored_bytes
@@ -73,18 +74,18 @@ def every_choice(eqns: list[Any]) -> list[tuple[int, int]]:
 
 @settings(max_examples=30, deadline=None)
 @given(functions())
-def test_every_point_is_the_cheapest_for_some_price(eqns: list[Any]) -> None:
+def test_no_choice_beats_a_point_of_the_frontier(eqns: list[Any]) -> None:
     if sum(len(eqn.outvars) for eqn in eqns) > 11:
         eqns = eqns[:11]
     possible, points = np.array(every_choice(eqns), np.float64), frontier(eqns)
-    assert points[0].bytes == 0
-    assert points[0].flops == possible[possible[:, 0] == 0, 1].min()
-    for left, right in itertools.pairwise(points):
-        price = (left.flops - right.flops) / (right.bytes - left.bytes)
-        best = (possible[:, 0] * price + possible[:, 1]).min()
-        assert left.bytes * price + left.flops <= best * WITHIN + 1
     assert [p.bytes for p in points] == sorted({p.bytes for p in points})
     assert [p.flops for p in points] == sorted({p.flops for p in points}, reverse=True)
+    assert points[0].bytes == 0
+    for point in points:
+        assert point.flops == possible[possible[:, 0] <= point.bytes, 1].min()
+    for point, following in itertools.pairwise(points):
+        between = possible[possible[:, 0] < following.bytes, 1].min()
+        assert between == point.flops, "a choice that the frontier does not have"
 
 
 def kept(bytes_: int, flops: int) -> Kept:
@@ -93,11 +94,11 @@ def kept(bytes_: int, flops: int) -> Kept:
 
 def test_bytes_go_first_to_what_saves_most_and_of_equals_to_the_last_segment() -> None:
     dear, cheap = [kept(0, 100), kept(10, 0)], [kept(0, 10), kept(10, 0)]
-    assert keep_within([cheap, dear, cheap], [1, 1, 1], 0.34) == [frozenset(), {10}, frozenset()]
-    assert keep_within([cheap, dear, cheap], [1, 1, 1], 0.67) == [frozenset(), {10}, {10}]
-    assert keep_within([cheap, dear, cheap], [1, 1, 1], 1.0) == [{10}, {10}, {10}]
+    assert join([cheap, dear, cheap], [1, 1, 1]).keep_within(0.34) == [frozenset(), {10}, frozenset()]
+    assert join([cheap, dear, cheap], [1, 1, 1]).keep_within(0.67) == [frozenset(), {10}, {10}]
+    assert join([cheap, dear, cheap], [1, 1, 1]).keep_within(1.0) == [{10}, {10}, {10}]
     # A loop stores what it keeps once a step: what would not fit leaves room for what does.
-    assert keep_within([dear, cheap], [8, 1], 0.5) == [frozenset(), {10}]
+    assert join([dear, cheap], [8, 1]).keep_within(0.5) == [frozenset(), {10}]
 
 
 DEPTH, WIDTH, ROWS = 6, 64, 256

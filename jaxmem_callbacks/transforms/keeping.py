@@ -2,13 +2,14 @@
 
 Enters: a segment's equations. Leaves: its frontier, from nothing kept to nothing computed again. For one price of a byte the
 cheapest choice is a minimum cut between what is stored anyway and what the backward pass needs, and so exact; the prices that
-matter are found by bisection. Segments are joined by spending bytes where they save most operations.
+matter are found by bisection. No price finds what lies between two such choices: there every set of the values in which they
+differ is tried, as far as those are few. `joining.py` joins the segments.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,8 @@ _ALL = 2**30
 _ENDLESS = 2**31 - 1
 # More points of one segment than this are finer than the estimate.
 _MOST_POINTS = 24
+# Of so many values every set is tried: 2 to this power, at a few operations on arrays of that length for each equation.
+_MOST_TRIED = 10
 # What is left to compute again below this share of a segment's work is elementwise, which compilers fuse into its readers.
 _CHEAP_SHARE = 0.02
 # Values alike in bytes and work would all be kept at one price. A later one is a little cheaper: it waits shorter.
@@ -83,7 +86,7 @@ def _points(graph: _Graph) -> list[Kept]:
             points[middle.bytes] = middle
             for gap in (_gap(left, middle), _gap(middle, right)):
                 heapq.heappush(gaps, gap)
-    return _worth_keeping(sorted(points.values()))
+    return _worth_keeping([*points.values(), *_between(graph, sorted(points.values()))])
 
 
 def _gap(left: Kept, right: Kept) -> tuple[float, Kept, Kept]:
@@ -91,41 +94,31 @@ def _gap(left: Kept, right: Kept) -> tuple[float, Kept, Kept]:
     return -float(left.flops - right.flops) * (right.bytes - left.bytes), left, right
 
 
+def _between(graph: _Graph, points: Sequence[Kept]) -> list[Kept]:
+    """What no price finds: sets between neighbouring points, of as many at a time as differ in few values."""
+    found: list[Kept] = []
+    place = 0
+    while place < len(points) - 1:
+        last = place + 1
+        free = points[place].values ^ points[last].values
+        while (
+            last + 1 < len(points)
+            and len(more := free | (points[last].values ^ points[last + 1].values)) <= _MOST_TRIED
+        ):
+            free, last = more, last + 1
+        found += graph.every_set(points[place].values & points[last].values, free)
+        place = last
+    return found
+
+
 def _worth_keeping(points: Sequence[Kept]) -> list[Kept]:
-    chosen = [points[0]]
-    for point in points[1:]:
-        if chosen[-1].flops > _CHEAP_SHARE * points[0].flops and point.flops < chosen[-1].flops:
+    """Those that no other beats, as far as what they save is dear; of equals the one that waits shortest."""
+    chosen: list[Kept] = []
+    for point in sorted(points, key=lambda each: (each.bytes, each.flops, each.priced)):
+        dear = not chosen or chosen[-1].flops > _CHEAP_SHARE * chosen[0].flops
+        if dear and (not chosen or point.flops < chosen[-1].flops):
             chosen.append(point)
     return chosen
-
-
-def keep_within(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], share: float) -> list[frozenset[Any]]:
-    """What each segment keeps under one limit for all.
-
-    Args:
-        frontiers: One a segment, in the order of the forward pass.
-        trips: How often each segment runs, and so how often its kept values are stored.
-        share: Limit, as a share of what keeping everything would take.
-
-    Returns:
-        One set of values a segment. Of equal savings those of later segments come first: the backward pass frees them first.
-    """
-    left = (
-        share * _everything(frontiers, trips) + 0.5
-    )  # bytes are whole: a share that came from bytes means those bytes
-    chosen = [0] * len(frontiers)
-    full = set[int]()
-    for place, index in _dearest_first(frontiers):
-        if place in full:
-            continue
-        points = frontiers[place]
-        cost = (points[index].bytes - points[index - 1].bytes) * trips[place]
-        if cost > left:
-            full.add(place)
-            continue
-        left -= cost
-        chosen[place] = index
-    return [points[index].values for points, index in zip(frontiers, chosen, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +126,7 @@ class Share:
     """One point of what a whole loss may keep.
 
     Attributes:
-        share: Of what keeping everything dear would take, from 0 to 1; `keep_within` takes it.
+        share: Of what keeping everything dear would take, from 0 to 1; `Joined.keep_within` takes it.
         bytes: Kept besides the values at the cuts.
         flops: Operations computed again.
     """
@@ -141,44 +134,6 @@ class Share:
     share: float
     bytes: int
     flops: int
-
-
-def shares(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int]) -> list[Share]:
-    """The frontier of a whole loss: from nothing kept to hardly anything dear computed again."""
-    whole = _everything(frontiers, trips)
-    kept = 0
-    again = sum(points[0].flops * times for points, times in zip(frontiers, trips, strict=True))
-    found = [Share(0.0, 0, again)]
-    for place, index in _dearest_first(frontiers):
-        before, point = frontiers[place][index - 1 : index + 1]
-        kept += (point.bytes - before.bytes) * trips[place]
-        again -= (before.flops - point.flops) * trips[place]
-        found.append(Share(kept / whole if whole else 1.0, kept, again))
-    return found
-
-
-def _everything(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int]) -> int:
-    return sum(points[-1].bytes * times for points, times in zip(frontiers, trips, strict=True))
-
-
-def _dearest_first(frontiers: Sequence[Sequence[Kept]]) -> Iterator[tuple[int, int]]:
-    """Segment and point, one step along one frontier at a time, those first that save most operations a byte."""
-    waiting = [(_gain(points, 1), -place) for place, points in enumerate(frontiers) if len(points) > 1]
-    heapq.heapify(waiting)
-    index = [1] * len(frontiers)
-    while waiting:
-        _, negative = heapq.heappop(waiting)
-        place = -negative
-        yield place, index[place]
-        index[place] += 1
-        if index[place] < len(frontiers[place]):
-            heapq.heappush(waiting, (_gain(frontiers[place], index[place]), negative))
-
-
-def _gain(points: Sequence[Kept], index: int) -> float:
-    """Negative operations saved by a byte, for a heap that gives the smallest first."""
-    before, point = points[index - 1], points[index]
-    return -(before.flops - point.flops) / max(point.bytes - before.bytes, 1)
 
 
 def _once(atoms: Sequence[Any]) -> dict[Any, None]:
@@ -218,6 +173,10 @@ class _Graph:
         edges = np.array([*sources, *zip(self._makers, self._values, strict=True), *endless], np.int32).reshape(-1, 2)
         self._rows, self._columns = edges.T
         self._endless = np.full(len(endless), _ENDLESS)
+        self._takes = [[var for var in _once(eqn.invars) if var in number] for eqn in eqns]
+        self._anyway = {place - 2 for place in anyway}
+        self._results = [list(eqn.outvars) for eqn in eqns]
+        self._place = {var: index for index, var in enumerate(made)}
         self._nodes = 2 + len(eqns) + len(made)
         #: Two segments with equal keys have equal frontiers, value for value.
         self.key = (len(eqns), bool(self.needed), edges.tobytes(), self.work.tobytes(), self.sizes.tobytes())
@@ -235,6 +194,40 @@ class _Graph:
         values = frozenset(self.made[index] for index in np.flatnonzero(kept))
         priced = float((self.sizes * self._later)[kept].sum())
         return Kept(int(self.sizes[kept].sum()), int(self.work[again].sum()), values, priced)
+
+    def every_set(self, always: frozenset[Any], free: frozenset[Any]) -> list[Kept]:
+        """The best of every set of the ``free`` values, with those that are kept ``always``.
+
+        All sets are followed at once through the equations, last first: an array tells for each whether a value must be had.
+        Of more than the most that can be tried, the largest are varied and the others kept.
+        """
+        ordered = sorted(free, key=lambda var: (-self.sizes[self._place[var]], self._place[var]))
+        varied = {var: place for place, var in enumerate(ordered[:_MOST_TRIED])}
+        always |= frozenset(ordered[_MOST_TRIED:])
+        sets = np.arange(1 << len(varied))
+        wanted = dict.fromkeys(self.needed, np.ones(len(sets), bool))
+        bytes_, flops, priced = (np.zeros(len(sets)) for _ in range(3))
+        stored: dict[Any, np.ndarray] = {}
+        for place in reversed(range(len(self.work))):
+            again = np.full(len(sets), place in self._anyway)
+            for var in self._results[place]:
+                if (missing := wanted.get(var)) is None:
+                    continue
+                if var in always or var in varied:
+                    kept = missing & (sets >> varied[var] & 1 == 1) if var in varied else missing
+                    stored[var], missing = kept, missing & ~kept
+                    bytes_ += self.sizes[self._place[var]] * kept
+                    priced += (self.sizes * self._later)[self._place[var]] * kept
+                again |= missing
+            flops += self.work[place] * again
+            for var in self._takes[place]:
+                wanted[var] = wanted[var] | again if var in wanted else again
+        order = np.lexsort((priced, flops, bytes_))
+        best = order[np.r_[True, np.diff(np.minimum.accumulate(flops[order])) < 0]]
+        return [
+            Kept(int(bytes_[i]), int(flops[i]), frozenset(v for v, kept in stored.items() if kept[i]), float(priced[i]))
+            for i in best
+        ]
 
     def _cut(self, price: float) -> tuple[np.ndarray, np.ndarray]:
         """Which results are kept and which equations are done again."""

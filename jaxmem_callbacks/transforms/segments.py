@@ -34,7 +34,8 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
-from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier, keep_within, shares
+from jaxmem_callbacks.transforms.joining import join
+from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
@@ -252,10 +253,10 @@ def keeping(share: float, survey: Callable[[list[Share]], None] | None = None) -
 
     def keep(pieces: Sequence[Segment | Loop]) -> Sequence[frozenset[Any]]:
         known: Known = {}
-        frontiers, trips = [piece.frontier(known) for piece in pieces], [piece.trips for piece in pieces]
+        joined = join([piece.frontier(known) for piece in pieces], [piece.trips for piece in pieces])
         if survey is not None:
-            survey(shares(frontiers, trips))
-        return keep_within(frontiers, trips, share) if share else no_more(pieces)
+            survey(joined.shares())
+        return joined.keep_within(share) if share else no_more(pieces)
 
     return keep
 
