@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,12 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.offers import offers
+from jaxmem_callbacks.planning.search import RematSearch, choose
+from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.transforms.equations import flatten
-from jaxmem_callbacks.transforms.keeping import Share
-from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.remat import cut_equations
 from tests.comparisons import CHECKPOINTS
 from tests.exact_plans import Chain, Made, Plan
@@ -25,7 +26,8 @@ from tests.exact_plans import Chain, Made, Plan
 pytestmark = pytest.mark.core
 
 ROWS, START, STEPS, CHAINS = 16, 4, 7, 24
-WITHIN = 1.05
+WITHIN, COMPILES = 1.05, 6
+FULL = jm.StepPolicy(remat="full")
 # As much of a plain step's operations is no more than elementwise work.
 SAME_WORK = 0.01
 
@@ -102,25 +104,72 @@ def plan_in(jaxpr: Any, steps: int) -> Plan:
     return Plan(tuple(sorted(cuts - {0, steps})), kept)
 
 
-def offered(spec: Spec, numbers: tuple[int | None, ...] = (None, 2, 3, 4)) -> list[Plan]:
-    """The plain loss, and for every number of segments every share that the survey names."""
-    loss, args = loss_of(spec)
-    traced, plans = jax.make_jaxpr(loss)(*args), [Plan(())]
+@final
+class Reference:
+    """Stands where compilers do: it answers for a chain's policies by the model, at most six times for one budget.
 
-    def cut(policy: jm.StepPolicy, survey: Any = None) -> None:
-        with activate(ActivePolicy(policy, survey)):
-            plans.append(plan_in(cut_equations(flatten(traced), policy), len(spec)))
+    Args:
+        spec: The chain.
+    """
 
-    for segments in numbers:
-        told: list[list[Share]] = []
-        policy = jm.StepPolicy(remat="full", segments=segments)
-        try:
-            cut(policy, told.append)
-        except (PolicyError, LossRefusedError):  # fewer places than that, or all of it the last segment
-            continue
-        for share in told[0][1:]:
-            cut(dataclasses.replace(policy, keep=min(math.ceil(share.share * 1e5) / 1e5, 1.0)))
-    return plans
+    def __init__(self, spec: Spec) -> None:
+        self.model = model_of(spec)
+        self._loss, self._args = loss_of(spec)
+        self._traced = jax.make_jaxpr(self._loss)(*self._args)
+        self.left = 0
+        self.notes: list[str] = []
+        self.note = self.notes.append
+        self._plans: dict[jm.StepPolicy, Plan] = {}
+
+    def compiler(self, budget: int | None = None) -> Compiler:
+        """What the planner traces with; whose need has to be at most ``budget``."""
+
+        def step(*args: Any) -> Any:
+            return jm.value_and_grad(self._loss)(*args)
+
+        given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
+        return Compiler(Problem(train_step=step, args=self._args, kwargs={}, target=None, budget=given))
+
+    def cost(self, policy: jm.StepPolicy) -> tuple[int, int]:
+        """Bytes and operations computed again of the plan that a policy makes."""
+        if policy not in self._plans:
+            flat = flatten(self._traced)
+            steps = len(flat.eqns)
+            self._plans[policy] = Plan(()) if policy.remat == "none" else plan_in(cut_equations(flat, policy), steps)
+        return self.model.cost(self._plans[policy])
+
+    def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
+        """As the planner's ledger does."""
+        new = asked[: self.left]
+        self.left -= len(new)
+        answers: list[Candidate | None] = [None] * len(asked)
+        for place, (compiler, policy) in enumerate(new):
+            needs, again = self.cost(policy)
+            limit = compiler.problem.budget.bytes
+            answers[place] = Candidate(
+                policy=policy,
+                step_bytes=needs,
+                need_bytes=needs,
+                fits=limit is None or needs <= limit,
+                flops=compiler.plain.flops + again,
+                extra_flops=again,
+                plain_flops=compiler.plain.flops,
+            )
+        return answers
+
+    def offered(self) -> list[tuple[int, int]]:
+        """Bytes and operations of the plain loss and of all that the planner may choose from."""
+        policies = [offer.policy for some in offers(self.compiler(), FULL) for offer in some]
+        return [self.cost(policy) for policy in (jm.StepPolicy(), *policies)]
+
+    def planned(self, budget: int) -> int | None:
+        """Operations that are computed again by what the planner chooses for a budget; None where nothing fits."""
+        self.left = COMPILES
+        search = RematSearch(self.compiler(budget), self)
+        search.run(frontier=False)
+        found = list(search.found.values())
+        chosen = found[choose(found)[0]]
+        return chosen.extra_flops if chosen.fits else None
 
 
 @pytest.fixture(scope="module")

@@ -2,26 +2,26 @@
 
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
 shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for.
+`offers.py` makes the list.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.offers import Offer, evenly, offers
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms.keeping import Share
 
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
-_DIGITS = 10**5
 # The needs of policies between the ends lie less than this below those of the ends.
 _NEAR = 1.3
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -43,7 +43,8 @@ class RematSearch:
         self._ledger = ledger
         self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
-        self._shares: list[Share] = []
+        self._offers: list[Offer] = []
+        self._others: list[Offer] = []
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -77,7 +78,7 @@ class RematSearch:
     def ends(self, *, plain: bool = True) -> bool:
         """Compile the two ends, or the full one alone; whether there is anything between them."""
         try:
-            self._shares = self._survey()
+            self._offers, self._others = offers(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
             self._ledger.note(f"Remat was not tried: {error}")
             self._compile([self._plain] if plain else [])
@@ -91,11 +92,11 @@ class RematSearch:
 
     def fill(self) -> None:
         """Points between the ends, evenly spaced in operations."""
-        self._compile(list(dict.fromkeys(self._kept(share) for share in _evenly(self._shares, self._ledger.left))))
+        self._compile(list(dict.fromkeys(offer.policy for offer in evenly(self._offers, self._ledger.left))))
 
     def close_in(self) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
-        problem, shares, full = self._compiler.problem, self._shares, self.full
+        problem, offered, full = self._compiler.problem, self._offers, self.full
         if problem.beside_alone_is_too_much:
             return
         limit = problem.budget.bytes
@@ -112,17 +113,25 @@ class RematSearch:
             nonlocal reached
             reached = low
             scale = self._corrected(least)
-            under = [place for place in range(low + 1, high or len(shares)) if shares[place].bytes * scale <= spare]
+            under = [place for place in range(low + 1, high or len(offered)) if offered[place].bytes * scale <= spare]
             return max(under, default=low + 1)
 
         def ask(places: Sequence[int]) -> dict[int, bool]:
-            worth = (shares[reached].flops - shares[-1].flops) > _WORTH * self._compiler.plain.flops
+            worth = (offered[reached].flops - offered[-1].flops) > _WORTH * self._compiler.plain.flops
             asked = places[: self._ledger.left] if worth else []
-            self._compile([self._kept(shares[place]) for place in asked])
-            kept = {place: self.found.get(self._kept(shares[place])) for place in asked}
+            self._compile([offered[place].policy for place in asked])
+            kept = {place: self.found.get(offered[place].policy) for place in asked}
             return {place: bool(candidate is not None and candidate.fits) for place, candidate in kept.items()}
 
-        last_that_fits(0, len(shares), guess, ask)
+        last_that_fits(0, len(offered), guess, ask)
+        self._ask_others(spare / self._corrected(least))
+
+    def _ask_others(self, spare: float) -> None:
+        """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
+        again = min(each.extra_flops for each in self.found.values() if each.fits)
+        worth = _WORTH * self._compiler.plain.flops
+        near = [each for each in self._others if each.bytes <= _NEAR * spare and each.flops < again - worth]
+        self._compile([each.policy for each in near][: self._ledger.left])
 
     def _is_near(self, limit: int) -> bool:
         """Whether nothing fits yet and what comes nearest is so near that another policy may."""
@@ -131,26 +140,16 @@ class RematSearch:
             bool(needs) and limit < min(needs) <= _NEAR * limit and not any(each.fits for each in self.found.values())
         )
 
-    def _survey(self) -> list[Share]:
-        """What the losses of the step could keep, joined by share."""
-        facts = self._compiler.facts(self._full, survey=True)
-        curves = [curve for curve in facts.shares if len(curve) > 1]
-        return sorted(curves[0], key=lambda point: point.share) if len(curves) == 1 else _joined(curves)
-
     def _corrected(self, least: int) -> float:
         """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
         part = 1 / self._compiler.problem.device_count
-        modelled = {self._kept(share).keep: share.bytes for share in self._shares}
+        modelled = {offer.policy: offer.bytes for offer in self._offers}
         ratios = [
-            (candidate.step_bytes - least) / modelled[policy.keep]
+            (candidate.step_bytes - least) / modelled[policy]
             for policy, candidate in self.found.items()
-            if candidate.step_bytes is not None and modelled.get(policy.keep)
+            if candidate.step_bytes is not None and modelled.get(policy)
         ]
         return max(max(ratios, default=part), _LEAST_PART * part)
-
-    def _kept(self, share: Share) -> StepPolicy:
-        """A share as people can write it: rounded up, so that nothing of it is left out."""
-        return replace(self._full, keep=min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0))
 
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
         answers = self._ledger.compile([(self._compiler, policy) for policy in policies])
@@ -189,30 +188,6 @@ def _reason(best: Candidate) -> str:
 def _cost(candidate: Candidate) -> tuple[float, float, float, float]:
     rows = candidate.batch_rows or 0
     return -rows, candidate.extra_flops, candidate.modelled_s or 0.0, _bytes(candidate)
-
-
-def _evenly(shares: Sequence[Share], count: int) -> Iterator[Share]:
-    """Points of a frontier evenly spaced in operations, without its first."""
-    if not shares[1:]:
-        return
-    most, least = shares[0].flops, shares[-1].flops
-    seen = {0.0}
-    for place in range(1, count + 1):
-        goal = most - (most - least) * place / count
-        point = next(share for share in shares if share.flops <= goal + 1)
-        if point.share not in seen:
-            seen.add(point.share)
-            yield point
-
-
-def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
-    """Several losses of one step, each with its own shares, at a few common ones."""
-    grid = [place / 20 for place in range(21)]
-    rows = [[[point for point in curve if point.share <= share + 1e-12][-1] for curve in curves] for share in grid]
-    return [
-        Share(share, sum(point.bytes for point in row), sum(point.flops for point in row))
-        for share, row in zip(grid, rows, strict=True)
-    ]
 
 
 def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

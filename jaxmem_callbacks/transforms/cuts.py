@@ -118,6 +118,22 @@ def _smallest(table: _Table, segments: int | None) -> int:
     return high
 
 
+def segment_peaks(land: Landscape, cuts: Sequence[int], in_the_last: int = 0) -> list[int]:
+    """Estimated bytes alive at most while each segment is differentiated, with what was stored before it.
+
+    Args:
+        land: What lives where.
+        cuts: Positions, ascending, without the ends.
+        in_the_last: What JAX keeps of the last segment, which has no checkpoint: compilers hold no more than that, and
+            seldom as little as they could.
+    """
+    table = _Table(land, np.array([0, *cuts, land.length]))
+    here = np.arange(len(cuts) + 1)
+    stored, own = table.stored[here, here + 1], table.own[here, here + 1]
+    own[-1] = max(own[-1], in_the_last)
+    return (np.cumsum(stored) - stored + own).tolist()
+
+
 def _candidates(land: Landscape) -> np.ndarray:
     """Positions worth cutting at: the ends, the forced ones, and where little is alive or something lasting is made.
 

@@ -28,6 +28,7 @@ class Joined:
     Attributes:
         bytes: int64[points], ascending: kept besides the values at the cuts.
         flops: float64[points], descending: operations computed again.
+        peaks: int64[points]: estimated bytes alive at most while one of the segments is differentiated.
         parts: The two that it was joined of; none for a single segment.
         chosen: int64[points, 2]: which point of each of these.
         values: What a single segment keeps at each point.
@@ -35,6 +36,7 @@ class Joined:
 
     bytes: np.ndarray
     flops: np.ndarray
+    peaks: np.ndarray
     parts: tuple[Joined, ...] = ()
     chosen: np.ndarray
     values: tuple[frozenset[Any], ...] = ()
@@ -47,10 +49,10 @@ class Joined:
 
     def shares(self) -> list[Share]:
         """The points as shares of what the last one keeps."""
-        whole = int(self.bytes[-1])
+        whole, segments = int(self.bytes[-1]), len(self.kept(0))
         return [
-            Share(int(kept) / whole if whole else float(place > 0), int(kept), int(again))
-            for place, (kept, again) in enumerate(zip(self.bytes, self.flops, strict=True))
+            Share(int(kept) / whole if whole else 0.0, int(kept), int(again), int(peak), segments)
+            for kept, again, peak in zip(self.bytes, self.flops, self.peaks, strict=True)
         ]
 
     def keep_within(self, share: float) -> list[frozenset[Any]]:
@@ -60,7 +62,7 @@ class Joined:
         return self.kept(int(np.searchsorted(self.bytes, limit, side="right")) - 1)
 
 
-def join(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int]) -> Joined:
+def join(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], peaks: Sequence[int] = ()) -> Joined:
     """The frontier of a whole loss: from nothing kept to hardly anything dear computed again.
 
     Of equal savings those of later segments come first: the backward pass frees them first.
@@ -68,39 +70,43 @@ def join(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int]) -> Joined:
     Args:
         frontiers: One a segment, in the order of the forward pass.
         trips: How often each segment runs, and so how often its kept values are stored.
+        peaks: Estimated bytes alive while each is differentiated, where nothing is kept; where unknown 0.
     """
-    known: dict[tuple[bytes, ...], Joined] = {}
-    whole = [_single(points, times) for points, times in zip(frontiers, trips, strict=True)]
+    known: dict[tuple[bytes, ...], np.ndarray] = {}
+    alive = peaks or [0] * len(frontiers)
+    whole = [_single(points, times, peak) for points, times, peak in zip(frontiers, trips, alive, strict=True)]
     while len(whole) > 1:
         pairs = [whole[place : place + 2] for place in range(0, len(whole), 2)]
         whole = [_both(*pair, known) if len(pair) > 1 else pair[0] for pair in pairs]
-    return whole[0] if whole else _single([Kept(0, 0, frozenset(), 0.0)], 1)
+    return whole[0] if whole else _single([Kept(0, 0, frozenset(), 0.0)], 1, 0)
 
 
-def _single(points: Sequence[Kept], times: int) -> Joined:
+def _single(points: Sequence[Kept], times: int, peak: int) -> Joined:
+    bytes_ = np.array([point.bytes for point in points], np.int64) * times
     return Joined(
-        bytes=np.array([point.bytes for point in points], np.int64) * times,
+        bytes=bytes_,
+        # What a segment keeps is there anyway while it is differentiated itself; a loop differentiates one step at a time.
+        peaks=peak + (bytes_ if times > 1 else np.zeros_like(bytes_)),
         flops=np.array([point.flops for point in points], np.float64) * times,
         chosen=np.zeros((len(points), 0), np.int64),
         values=tuple(point.values for point in points),
     )
 
 
-def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], Joined]) -> Joined:
+def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], np.ndarray]) -> Joined:
     """Two frontiers joined; layers that were unrolled are alike, and so are the sums of theirs."""
     key = tuple(array.tobytes() for part in (left, right) for array in (part.bytes, part.flops))
     if key not in known:
         enough = len(left.bytes) * len(right.bytes) <= _MOST_SUMS
-        chosen = _every_sum(left, right) if enough else _by_price(left, right)
-        known[key] = _sum(left, right, chosen)
-    found = known[key]
-    return Joined(bytes=found.bytes, flops=found.flops, parts=(left, right), chosen=found.chosen)
-
-
-def _sum(left: Joined, right: Joined, chosen: np.ndarray) -> Joined:
-    one, other = chosen.T
-    bytes_, flops = left.bytes[one] + right.bytes[other], left.flops[one] + right.flops[other]
-    return Joined(bytes=bytes_, flops=flops, parts=(left, right), chosen=chosen)
+        known[key] = _every_sum(left, right) if enough else _by_price(left, right)
+    one, other = known[key].T
+    return Joined(
+        bytes=left.bytes[one] + right.bytes[other],
+        flops=left.flops[one] + right.flops[other],
+        peaks=np.maximum(left.peaks[one], left.bytes[one] + right.peaks[other]),
+        parts=(left, right),
+        chosen=known[key],
+    )
 
 
 def _every_sum(left: Joined, right: Joined) -> np.ndarray:

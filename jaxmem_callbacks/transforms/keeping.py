@@ -129,11 +129,15 @@ class Share:
         share: Of what keeping everything dear would take, from 0 to 1; `Joined.keep_within` takes it.
         bytes: Kept besides the values at the cuts.
         flops: Operations computed again.
+        peak: Estimated bytes alive at most in the backward pass, for comparisons of one number of segments with another.
+        segments: How many there are.
     """
 
     share: float
     bytes: int
     flops: int
+    peak: int = 0
+    segments: int = 0
 
 
 def _once(atoms: Sequence[Any]) -> dict[Any, None]:

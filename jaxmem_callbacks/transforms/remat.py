@@ -21,7 +21,7 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
-from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of, smallest_peak
+from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of, segment_peaks, smallest_peak
 from jaxmem_callbacks.transforms.equations import (
     Equations,
     flatten,
@@ -195,7 +195,9 @@ class _Told:
 
         def of_all(found: list[Share]) -> None:
             assert survey is not None
-            survey([Share(one.share, one.bytes * parts, one.flops * parts) for one in found])
+            survey(
+                [replace(one, bytes=one.bytes * parts, flops=one.flops * parts, peak=one.peak * parts) for one in found]
+            )
 
         return replace(self, copies=parts, weights={}, survey=None if survey is None else of_all)
 
@@ -243,7 +245,9 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
         loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
     )
-    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey))
+    in_the_last = int(residuals[places[-1] if places else 0 :].sum())
+    peaks = functools.partial(segment_peaks, land, places, in_the_last)
+    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
     return grouped(flat, jaxpr) if twice else jaxpr
 
 

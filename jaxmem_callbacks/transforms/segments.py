@@ -233,27 +233,36 @@ class Cuts:
     offload: Sequence[str] = ()
 
 
-Keep = Callable[[Sequence["Segment | Loop"]], Sequence[frozenset[Any]]]
+Keep = Callable[[Sequence["Segment | Loop | None"]], Sequence[frozenset[Any]]]
+# What is left as it is keeps nothing besides.
+_AS_IT_IS = [Kept(0, 0, frozenset(), 0.0)]
 
 
-def no_more(pieces: Sequence[Segment | Loop]) -> list[frozenset[Any]]:
+def no_more(pieces: Sequence[Segment | Loop | None]) -> list[frozenset[Any]]:
     """Nothing besides what the policy says."""
     return [frozenset()] * len(pieces)
 
 
-def keeping(share: float, survey: Callable[[list[Share]], None] | None = None) -> Keep:
+def keeping(
+    share: float,
+    survey: Callable[[list[Share]], None] | None = None,
+    peaks: Callable[[], Sequence[int]] = tuple,
+) -> Keep:
     """Values that are dear to compute again, within a share of their bytes.
 
     Args:
         share: From 0 to 1.
         survey: Told what other shares would keep and compute again.
+        peaks: Tells for it how many bytes are alive while each segment is differentiated, where nothing is kept.
     """
     if not share and survey is None:
         return no_more
 
-    def keep(pieces: Sequence[Segment | Loop]) -> Sequence[frozenset[Any]]:
+    def keep(pieces: Sequence[Segment | Loop | None]) -> Sequence[frozenset[Any]]:
         known: Known = {}
-        joined = join([piece.frontier(known) for piece in pieces], [piece.trips for piece in pieces])
+        frontiers = [_AS_IT_IS if piece is None else piece.frontier(known) for piece in pieces]
+        trips = [1 if piece is None else piece.trips for piece in pieces]
+        joined = join(frontiers, trips, () if survey is None else peaks())
         if survey is not None:
             survey(joined.shares())
         return joined.keep_within(share) if share else no_more(pieces)
@@ -273,23 +282,21 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     """
     bounds = [0, *cuts.places, len(flat.eqns)]
     segments: list[Segment] = []
-    pieces: dict[int, Segment | Loop] = {}
+    pieces: list[Segment | Loop | None] = []
     for position, results in enumerate(results_by_segment(flat.eqns, flat.outvars, bounds)):
         start, end = bounds[position : position + 2]
         segments.append(Segment(flat.eqns[start:end], sunk, results))
         if start in cuts.loops:
-            pieces[position] = Loop(flat.eqns[start], cuts.loops[start], cuts.offload)
-        elif start not in cuts.whole and end < len(flat.eqns):
-            pieces[position] = segments[-1]
-    kept = dict(zip(pieces, keep(list(pieces.values())), strict=True))
+            pieces.append(Loop(flat.eqns[start], cuts.loops[start], cuts.offload))
+        else:
+            pieces.append(segments[-1] if start not in cuts.whole and end < len(flat.eqns) else None)
     template, sharing = checkpoint_template(policy, prevent_cse=True), Sharing()
     eqns: list[Any] = []
-    for position, segment in enumerate(segments):
-        piece = pieces.get(position)
+    for segment, piece, kept in zip(segments, pieces, keep(pieces), strict=True):
         if isinstance(piece, Loop):
-            segment = Segment(cuts.loop(piece, policy, kept[position]), sunk, segment.results)  # noqa: PLW2901 - itself
+            segment = Segment(cuts.loop(piece, policy, kept), sunk, segment.results)  # noqa: PLW2901 - itself
         if isinstance(piece, Segment):
-            eqns += piece.checkpointed(flat, template, dict.fromkeys(kept[position], KEPT), sharing)
+            eqns += piece.checkpointed(flat, template, dict.fromkeys(kept, KEPT), sharing)
         else:
             eqns += segment.eqns
     eqns += sunk.equations_for(variables(flat.outvars))
