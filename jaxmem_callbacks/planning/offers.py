@@ -19,8 +19,11 @@ from jaxmem_callbacks.transforms.keeping import Share
 _DIGITS = 10**5
 # Of more segments than this, what each may keep is fine enough, and one more or less changes little.
 _FEW = 4
-# Of another number of segments as much less must be promised: of the estimated peak, at no more operations.
-_MARGIN = 0.97
+# Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
+# differences compilers often make the opposite.
+_MARGIN = 0.9
+# As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
+_ALIKE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ def _of_other_numbers(compiler: Compiler, full: StepPolicy, own: Sequence[Share]
         except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make, or more than it has places
             continue
         for share in curves[0] if len(curves) == 1 else ():
-            least = min((mine.peak for mine in own if mine.flops <= share.flops), default=math.inf)
+            alike = share.flops + _ALIKE * own[0].flops
+            least = min((mine.peak for mine in own if mine.flops <= alike), default=math.inf)
             if share.peak <= _MARGIN * least:
                 yield _offer(policy, share, _bytes_at(own, share.peak))
 
@@ -122,10 +126,10 @@ def evenly(offered: Sequence[Offer], count: int) -> Iterator[Offer]:
     if not offered[1:]:
         return
     most, least = offered[0].flops, offered[-1].flops
-    seen = {offered[0].policy}
+    step = (most - least) / count
+    reached = float(most)
     for place in range(1, count + 1):
-        goal = most - (most - least) * place / count
-        offer = next(each for each in offered if each.flops <= goal + 1)
-        if offer.policy not in seen:
-            seen.add(offer.policy)
+        offer = next(each for each in offered if each.flops <= most - step * place + 1)
+        if offer.flops < reached - step / 4 or (offer.flops < reached and place == count):
+            reached = offer.flops
             yield offer

@@ -131,7 +131,7 @@ class RematSearch:
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = _WORTH * self._compiler.plain.flops
         near = [each for each in self._others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near][: self._ledger.left])
+        self._compile([each.policy for each in near[::-1]][: self._ledger.left])
 
     def _is_near(self, limit: int) -> bool:
         """Whether nothing fits yet and what comes nearest is so near that another policy may."""

@@ -124,13 +124,14 @@ def segment_peaks(land: Landscape, cuts: Sequence[int], in_the_last: int = 0) ->
     Args:
         land: What lives where.
         cuts: Positions, ascending, without the ends.
-        in_the_last: What JAX keeps of the last segment, which has no checkpoint: compilers hold no more than that, and
-            seldom as little as they could.
+        in_the_last: What JAX keeps of the last segment. It has no checkpoint: compilers seldom hold as little of it as fusions
+            would let them, and that is how segments that are computed again are estimated.
     """
     table = _Table(land, np.array([0, *cuts, land.length]))
     here = np.arange(len(cuts) + 1)
     stored, own = table.stored[here, here + 1], table.own[here, here + 1]
-    own[-1] = max(own[-1], in_the_last)
+    size, maker, _ = land.held.T
+    own[-1] += max(in_the_last - int(size[maker >= table.places[-2]].sum()), 0)
     return (np.cumsum(stored) - stored + own).tolist()
 
 
