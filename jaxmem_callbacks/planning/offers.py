@@ -60,7 +60,7 @@ def offers(compiler: Compiler, full: StepPolicy) -> tuple[list[Offer], list[Offe
         return [_offer(full, share, share.bytes) for share in _joined(curves)], []
     own = curves[0]
     found = [_offer(full, share, share.bytes) for share in own]
-    if own[0].segments <= _FEW:
+    if full.segments is None and own[0].segments <= _FEW:
         found += _of_other_numbers(compiler, full, own)
     unbeaten = _unbeaten(found)
     return unbeaten, [offer for offer in found if offer not in unbeaten]
