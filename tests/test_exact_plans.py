@@ -205,7 +205,7 @@ def test_what_the_planner_offers_is_near_the_optimum(chains: list[Judged], offer
     ratios = [over_the_optimum(*both) for both in zip(chains, offered, strict=True)]
     points = np.concatenate(ratios)
     assert np.mean(points <= WITHIN) >= 0.88, np.sort(points)[-12:]
-    assert points.max() <= 1.27, np.sort(points)[-12:]
+    assert points.max() <= 1.36, np.sort(points)[-12:]
     assert points.mean() <= 1.01, points.mean()
     assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.78
 
