@@ -27,7 +27,7 @@ from tests.exact_plans import Chain, Made, Plan
 
 pytestmark = pytest.mark.core
 
-ROWS, START, STEPS, CHAINS = 16, 4, 7, 48
+ROWS, START, STEPS, CHAINS = 16, 4, 7, 24
 WITHIN, COMPILES = 1.05, 6
 FULL = jm.StepPolicy(remat="full")
 # As much of a plain step's operations is no more than elementwise work.
@@ -204,10 +204,10 @@ def offered(chains: list[Judged]) -> list[list[tuple[int, int]]]:
 def test_what_the_planner_offers_is_near_the_optimum(chains: list[Judged], offered: list[Any]) -> None:
     ratios = [over_the_optimum(*both) for both in zip(chains, offered, strict=True)]
     points = np.concatenate(ratios)
-    assert np.mean(points <= WITHIN) >= 0.88, np.sort(points)[-12:]
-    assert points.max() <= 1.36, np.sort(points)[-12:]
-    assert points.mean() <= 1.01, points.mean()
-    assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.78
+    assert np.mean(points <= WITHIN) >= 0.93, np.sort(points)[-12:]
+    assert points.max() <= 1.24, np.sort(points)[-12:]
+    assert points.mean() <= 1.005, points.mean()
+    assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.83
 
 
 def test_with_the_number_of_segments_to_choose_it_is_nearer(chains: list[Judged], offered: list[Any]) -> None:
@@ -216,13 +216,13 @@ def test_with_the_number_of_segments_to_choose_it_is_nearer(chains: list[Judged]
     ]
     ratios = [over_the_optimum(*both) for both in zip(chains, ours, strict=True)]
     points = np.concatenate(ratios)
-    assert np.mean(points <= WITHIN) >= 0.92, np.sort(points)[-12:]
-    assert points.max() <= 1.27, np.sort(points)[-12:]
-    assert points.mean() <= 1.005, points.mean()
-    assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.84
+    assert np.mean(points <= WITHIN) >= 0.97, np.sort(points)[-12:]
+    assert points.max() <= 1.15, np.sort(points)[-12:]
+    assert points.mean() <= 1.0, points.mean()
+    assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.91
     smallest = np.array([min(some)[0] / points[0][0] for some, (_, points, _) in zip(ours, chains, strict=True)])
-    assert np.mean(smallest <= WITHIN) >= 0.92, smallest
-    assert smallest.max() <= 1.16, smallest
+    assert np.mean(smallest <= WITHIN) >= 0.95, smallest
+    assert smallest.max() <= 1.1, smallest
     assert smallest.mean() <= 1.01, smallest
 
 
