@@ -98,9 +98,8 @@ def test_padding_is_what_tiles_add(plan: jm.Plan) -> None:
 
 def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
     again = jm.plan(train_step, *abstract(), target=plan.record.target)
-    if again.record.compiled:  # what a compiler on a busy machine could not answer the first time was asked once more
-        again = jm.plan(train_step, *abstract(), target=plan.record.target)
-    assert again.record.compiled == 0
+    # A compile that crashed or ran into its time limit on a busy machine is no answer, and is asked for again.
+    assert again.record.compiled == plan.compiles - len(plan.candidates), (again.notes, plan.notes)
     sizes, before = ({each.policy: each.step_bytes for each in made.candidates} for made in (again, plan))
     assert sizes.items() >= before.items()
     assert "from the cache" in str(again)
