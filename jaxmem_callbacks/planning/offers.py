@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -24,6 +26,9 @@ _FEW = 4
 _MARGIN = 0.9
 # As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
 _ALIKE = 0.02
+# Policies nearer to each other than this are not worth two compiles.
+_CLOSE = 1.01
+_BISECTIONS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +126,40 @@ def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
     ]
 
 
-def evenly(offered: Sequence[Offer], count: int) -> Iterator[Offer]:
-    """Offers evenly spaced in operations, without the first."""
-    if not offered[1:]:
-        return
-    most, least = offered[0].flops, offered[-1].flops
-    step = (most - least) / count
-    reached = float(most)
-    for place in range(1, count + 1):
-        offer = next(each for each in offered if each.flops <= most - step * place + 1)
-        if offer.flops < reached - step / 4 or (offer.flops < reached and place == count):
-            reached = offer.flops
-            yield offer
+def spread(offered: Sequence[Offer], count: int, *, least: float, flops: int, scale: float) -> list[Offer]:
+    """At most so many offers, without the first, that any policy between two of them is near one of the two.
+
+    Near is a factor: the bytes of the larger of the two over those of what lies between, or the operations of the smaller. The
+    greatest of these factors is made as small as so many compiles allow.
+
+    Args:
+        offered: Offers, each of which computes less again than all before it.
+        count: How many may be asked for.
+        least: Bytes of the step under the first of them.
+        flops: Operations of the plain step.
+        scale: Bytes of the step for one that is modelled.
+    """
+    needs = least + scale * np.array([each.bytes for each in offered], np.float64)
+    work = flops + np.array([each.flops for each in offered], np.float64)
+    low, high = _CLOSE, float(max(needs[-1] / needs[0], work[0] / work[-1], _CLOSE)) + 1
+    places = _within(high, needs, work)
+    for _ in range(_BISECTIONS if count > 0 else 0):
+        middle = (low + high) / 2
+        some = _within(middle, needs, work)
+        if len(some) <= count:
+            places, high = some, middle
+        else:
+            low = middle
+    return [offered[place] for place in places[:count]]
+
+
+def _within(factor: float, needs: np.ndarray, work: np.ndarray) -> list[int]:
+    """The fewest places, the last included, between which all is within a factor; bytes ascend and operations descend."""
+    places, last = [0], len(needs) - 1
+    while places[-1] < last:
+        start = places[-1]
+        # Up to here the operations of the one below are near; from there on the bytes of the next one have to be.
+        beyond = start + 1 + int(np.searchsorted(-work[start + 1 :], -work[start] / factor, side="right"))
+        reach = int(np.searchsorted(needs, factor * needs[min(beyond, last)], side="right")) - 1
+        places.append(min(max(beyond, reach), last))
+    return places[1:]

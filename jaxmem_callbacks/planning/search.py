@@ -15,7 +15,7 @@ from typing import final
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.offers import Offer, evenly, offers
+from jaxmem_callbacks.planning.offers import Offer, offers, spread
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -91,8 +91,11 @@ class RematSearch:
         self._compile([self._plain])
 
     def fill(self) -> None:
-        """Points between the ends, evenly spaced in operations."""
-        self._compile(list(dict.fromkeys(offer.policy for offer in evenly(self._offers, self._ledger.left))))
+        """Points between the ends, spread so that what lies between two of them is near one of the two."""
+        sizes = [each.step_bytes for each in self.found.values() if each.step_bytes is not None]
+        least, flops = min(sizes, default=1), self._compiler.plain.flops
+        chosen = spread(self._offers, self._ledger.left, least=least, flops=flops, scale=self._corrected(least))
+        self._compile([offer.policy for offer in chosen])
 
     def close_in(self) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""

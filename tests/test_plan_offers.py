@@ -1,0 +1,59 @@
+"""Which policies of a frontier are compiled: against every choice of them, by the distance to what lies between."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.offers import Offer, spread
+
+pytestmark = pytest.mark.core
+
+LEAST, PLAIN, CLOSE = 300, 1500, 1.01
+
+
+@st.composite
+def frontiers(draw: st.DrawFn) -> list[Offer]:
+    count = draw(st.integers(2, 9))
+    kept = sorted(draw(st.sets(st.integers(1, 1000), min_size=count - 1, max_size=count - 1)))
+    again = sorted(draw(st.sets(st.integers(0, 500), min_size=count, max_size=count)), reverse=True)
+    pairs = enumerate(zip([0, *kept], again, strict=True))
+    return [Offer(jm.StepPolicy(remat="full", keep=place / 10), *pair) for place, pair in pairs]
+
+
+def farthest(offered: Sequence[Offer], places: Sequence[int]) -> float:
+    """The greatest factor by which something between two places is away from both of them."""
+    needs = [LEAST + 2 * each.bytes for each in offered]
+    work = [PLAIN + each.flops for each in offered]
+    return max(
+        (
+            min(needs[end] / needs[between], work[start] / work[between])
+            for start, end in itertools.pairwise([0, *places])
+            for between in range(start + 1, end)
+        ),
+        default=1.0,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(frontiers(), st.integers(1, 5))
+def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count: int) -> None:
+    found = [offered.index(each) for each in spread(offered, count, least=LEAST, flops=PLAIN, scale=2.0)]
+    last = len(offered) - 1
+    assert found[-1] == last
+    assert len(found) <= count
+    others = itertools.chain.from_iterable(itertools.combinations(range(1, last), some) for some in range(count))
+    best = min(farthest(offered, [*some, last]) for some in others)
+    assert farthest(offered, found) <= max(best, CLOSE) + 1e-3
+
+
+def test_nothing_is_asked_for_without_compiles_or_without_a_range() -> None:
+    only = Offer(jm.StepPolicy(remat="full"), 0, 10)
+    more = Offer(jm.StepPolicy(remat="full", keep=1.0), 10, 0)
+    assert spread([only], 4, least=1, flops=10, scale=1.0) == []
+    assert spread([only, more], 0, least=1, flops=10, scale=1.0) == []
