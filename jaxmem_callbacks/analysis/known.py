@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.analysis.figures import FIGURES, FRAGMENTATION
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, FRAGMENTATION, HEADROOM, OUTSIDE_POOL, Figure, values_of
 from jaxmem_callbacks.analysis.fragmentation import fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.plan_check import plan_row
@@ -17,6 +18,11 @@ from jaxmem_callbacks.records.units import format_bytes
 COLUMNS = ("figure", "latest", "from", "meaning, or why it is unknown")
 _NOT_IN_STATISTICS = "unknown, because the allocator's statistics do not have it here"
 _NOT_READ = "unknown, because nothing was read yet"
+_NOT_COMPUTED = "nothing that it is computed from was read yet"
+_MISSING_PARTS = {
+    HEADROOM.tag: "the allocator reports no limit",
+    OUTSIDE_POOL.tag: "the allocator reports no pool",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,45 +71,54 @@ class KnownHere:
     def rows(self) -> tuple[KnownRow, ...]:
         """All figures, known or not, then programs, then what the monitor itself lost."""
         return (
-            *self._figures(),
-            self._fragmentation(),
+            *map(self._figure, FIGURES),
+            *map(self._derived, DERIVED),
             *self._limit(),
             *self._needs(),
             *self._planned(),
             self._drops(),
         )
 
-    def _figures(self) -> list[KnownRow]:
-        rows: list[KnownRow] = []
-        for figure in FIGURES:
-            seen = [reading for (source, _), reading in self._latest.items() if source == figure.source]
-            values = {reading.device: getattr(reading, figure.field) for reading in seen}
-            known = {device: value for device, value in values.items() if value is not None}
-            if known:
-                latest = _spelled(known, in_bytes=figure.unit > 1)
-                rows.append(_row(figure.tag, latest, figure.source, figure.meaning))
-            else:
-                missing = _NOT_IN_STATISTICS if seen else _NOT_READ
-                why = self._why.get(figure.source)
-                rows.append(
-                    _unknown(figure.tag, figure.source, f"unknown, because {why}" if why and not seen else missing)
-                )
-        return rows
+    def _figure(self, figure: Figure) -> KnownRow:
+        seen = self._of(figure.source)
+        values = {reading.device: getattr(reading, figure.field or "") for reading in seen}
+        known = {device: value for device, value in values.items() if value is not None}
+        if known:
+            return _row(figure.tag, _spelled(known, figure), figure.source, figure.meaning)
+        why = self._why.get(figure.source)
+        if why and not seen:
+            return _unknown(figure.tag, figure.source, f"unknown, because {why}")
+        return _unknown(figure.tag, figure.source, _NOT_IN_STATISTICS if seen else _NOT_READ)
 
-    def _fragmentation(self) -> KnownRow:
-        found = {
-            reading.device: fragmentation_of(reading)
-            for (source, _), reading in self._latest.items()
-            if source == "allocator"
-        }
-        shares = {device: each.share for device, each in found.items() if not isinstance(each, Unavailable)}
-        if shares:
-            device = max(shares, key=lambda name: shares[name])
-            text = "share of free memory outside the largest free block"
-            return _row(FRAGMENTATION, f"{shares[device]:.1%} ({device})", "allocator", text)
-        reasons = [each.reason for each in found.values() if isinstance(each, Unavailable)]
-        reason = reasons[0] if reasons else self._why.get("allocator", "nothing was read yet")
-        return _unknown(FRAGMENTATION, "allocator", f"unknown, because {reason}")
+    def _derived(self, figure: Figure) -> KnownRow:
+        known: dict[str, float] = {}
+        for reading in self._of(figure.source):
+            value = values_of(reading, self._latest.get(("allocator", reading.device)), temp_bytes=self.temp_bytes)
+            if figure.tag in value:
+                known[reading.device] = value[figure.tag] * figure.divisor
+        if known:
+            return _row(figure.tag, _spelled(known, figure), figure.source, figure.meaning)
+        return _unknown(figure.tag, figure.source, f"unknown, because {self._why_not(figure)}")
+
+    def _why_not(self, figure: Figure) -> str:
+        """Why a figure that is computed from others has no value."""
+        if figure == OUTSIDE_POOL and "driver" in self._why:
+            return self._why["driver"]
+        allocators = self._of("allocator")
+        if not allocators:
+            return self._why.get("allocator", "nothing was read yet")
+        if figure == FRAGMENTATION:
+            found = fragmentation_of(allocators[0])
+            return found.reason if isinstance(found, Unavailable) else _NOT_COMPUTED
+        return _MISSING_PARTS.get(figure.tag, _NOT_COMPUTED)
+
+    def _of(self, source: str) -> list[Reading]:
+        return [reading for (of, _), reading in self._latest.items() if of == source]
+
+    @property
+    def temp_bytes(self) -> int:
+        """Temporaries of the largest program that is known."""
+        return max((program.temp_bytes for program in self._programs.values()), default=0)
 
     def _limit(self) -> list[KnownRow]:
         if self._limit_bytes is None:
@@ -130,14 +145,20 @@ class KnownHere:
         return _row("stamps dropped by the monitor", str(self._dropped), "monitor", "the ring was full that often")
 
 
-def _spelled(values: dict[str, int], *, in_bytes: bool) -> str:
-    """One value, or lowest to highest with the devices that have them."""
+def _spelled(values: Mapping[str, float], figure: Figure) -> str:
+    """One value, or lowest, mean and highest with the devices that have the ends."""
+
+    def spell(value: float) -> str:
+        if figure.unit == "GiB":
+            return format_bytes(round(value))
+        return f"{value:.1%}" if figure.unit == "share" else f"{value:,.0f}"
+
     low, high = min(values, key=lambda name: values[name]), max(values, key=lambda name: values[name])
-    spell = format_bytes if in_bytes else str
     if len(values) == 1 or values[low] == values[high]:
         where = low if len(values) == 1 else f"each of {len(values)} devices"
         return f"{spell(values[low])} ({where})"
-    return f"{spell(values[low])} ({low}) to {spell(values[high])} ({high})"
+    mean = sum(values.values()) / len(values)
+    return f"min {spell(values[low])} ({low}), mean {spell(mean)}, max {spell(values[high])} ({high})"
 
 
 def _row(figure: str, latest: str, source: str, text: str) -> KnownRow:

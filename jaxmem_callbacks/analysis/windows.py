@@ -12,12 +12,16 @@ from typing import final
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """What one tag did in one window, over all readings and devices: lowest, mean, highest, how many."""
+    """What one tag did in one window, over all readings and devices: lowest, mean, highest, how many.
+
+    ``high_at`` is the device that had the highest value, where several devices were read; else empty.
+    """
 
     low: float
     mean: float
     high: float
     count: int
+    high_at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,28 @@ class Window:
         return flat
 
 
+class _Sum:
+    """What is known of one tag in the open window."""
+
+    def __init__(self, value: float, device: str) -> None:
+        self.low = self.high = value
+        self.total, self.count = 0.0, 0
+        self.device = self.high_at = device
+        self.several = False
+
+    def add(self, value: float, device: str) -> None:
+        self.several = self.several or device != self.device
+        if value > self.high:
+            self.high, self.high_at = value, device
+        self.low = min(self.low, value)
+        self.total += value
+        self.count += 1
+
+    def spread(self) -> Spread:
+        where = self.high_at if self.several else ""
+        return Spread(low=self.low, mean=self.total / self.count, high=self.high, count=self.count, high_at=where)
+
+
 @final
 class Windows:
     """Collects values and closes windows.
@@ -57,17 +83,16 @@ class Windows:
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
-        self._sums: dict[str, tuple[float, float, float, int]] = {}
+        self._sums: dict[str, _Sum] = {}
         self._constants: dict[str, float] = {}
         self._ranged: set[str] = set()
         self._opened_s: float | None = None
         self._closed_step: int | None = None
 
-    def add(self, values: Mapping[str, float]) -> None:
-        """Count the values into the open window."""
+    def add(self, values: Mapping[str, float], device: str = "") -> None:
+        """Count the values, of one device where it is said, into the open window."""
         for tag, value in values.items():
-            low, total, high, count = self._sums.get(tag, (value, 0.0, value, 0))
-            self._sums[tag] = (min(low, value), total + value, max(high, value), count + 1)
+            self._sums.setdefault(tag, _Sum(value, device)).add(value, device)
 
     def keep(self, values: Mapping[str, float]) -> None:
         """Show these in every window from now on, such as limits: they have no spread."""
@@ -79,11 +104,8 @@ class Windows:
         over = self._opened_s is None or not 0 <= time_s - self._opened_s < self._span_s
         if not self._sums or not (force or (over and step != self._closed_step)):
             return None
-        self._ranged.update(tag for tag, (low, _, high, _) in self._sums.items() if low < high)
-        spreads = {
-            tag: Spread(low=low, mean=total / count, high=high, count=count)
-            for tag, (low, total, high, count) in self._sums.items()
-        }
+        spreads = {tag: each.spread() for tag, each in self._sums.items()}
+        self._ranged.update(tag for tag, spread in spreads.items() if spread.low < spread.high)
         spreads |= {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in self._constants.items()}
         self._sums, self._opened_s, self._closed_step = {}, time_s, step
         return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))

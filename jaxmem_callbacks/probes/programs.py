@@ -1,7 +1,8 @@
-"""Compiled programs: what registered steps need, and which other functions were compiled while a monitor was running.
+"""Compiled programs: what registered steps need, and other functions that were compiled while a monitor was running.
 
-Measured: bytes by the compiler, for steps of `jm.jit_step` and `jm.step_memory`; for all others only that they were compiled.
-Backends: all. Cost: nothing per step; JAX calls the listener once a compile.
+Measured: bytes by the compiler. Steps of `jm.jit_step` and `jm.step_memory` come with their arguments; all others with their name
+and, where the client tells which program the compile brought, their bytes. Backends: all. Cost: nothing per step; JAX calls the
+listener once a compile.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from typing import Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
 
+from jaxmem_callbacks._compat.executables import NewExecutables
+from jaxmem_callbacks.programs.reading.compiler_figures import figures_of
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 
 NOT_REGISTERED = "unknown, because not registered: only steps made by jm.jit_step know their arguments"
 
@@ -38,9 +41,17 @@ class Source(Protocol):
         ...
 
 
+class _Heard(NamedTuple):
+    """A compile of a program that may or may not be a registered step's."""
+
+    name: str
+    time_s: float
+    memory: ProgramMemory | None
+
+
 @final
 class ProgramsProbe:
-    """Tells compiles apart: registered steps with their arguments and bytes, others by name only.
+    """Tells compiles apart: registered steps with their arguments and bytes, others by name and bytes.
 
     What was compiled before ``start`` counts only once its step is called: the process may have compiled others for
     comparison, or for an earlier run.
@@ -54,7 +65,8 @@ class ProgramsProbe:
         earlier, self._cursor = source.since(0)
         self._idle = {_key(compilation): calls for compilation, calls in source.calls()}
         self._registered = {compilation.program for compilation in earlier}
-        self._heard: deque[tuple[str, float]] = deque(maxlen=_KEPT)
+        self._heard: deque[_Heard] = deque(maxlen=_KEPT)
+        self._executables = NewExecutables()
 
     def start(self) -> None:
         """Begin to listen to JAX's compile events."""
@@ -73,9 +85,11 @@ class ProgramsProbe:
         registered = (*self._awoken(), *registered)
         self._registered.update(compilation.program for compilation in registered)
         others = [
-            Compilation(program=name, time_s=heard_s, signature=(), unavailable=NOT_REGISTERED)
-            for name, heard_s in self._settled(time.time() - settle_s)
-            if name not in self._registered
+            Compilation(
+                program=heard.name, time_s=heard.time_s, signature=(), memory=heard.memory, unavailable=NOT_REGISTERED
+            )
+            for heard in self._settled(time.time() - settle_s)
+            if heard.name not in self._registered
         ]
         return tuple(sorted([*registered, *others], key=lambda compilation: compilation.time_s))
 
@@ -87,9 +101,9 @@ class ProgramsProbe:
             del self._idle[_key(compilation)]
         return awake
 
-    def _settled(self, until_s: float) -> list[tuple[str, float]]:
-        ready: list[tuple[str, float]] = []
-        while self._heard and self._heard[0][1] <= until_s:
+    def _settled(self, until_s: float) -> list[_Heard]:
+        ready: list[_Heard] = []
+        while self._heard and self._heard[0].time_s <= until_s:
             ready.append(self._heard.popleft())
         return ready
 
@@ -99,8 +113,16 @@ class ProgramsProbe:
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
         name = match[1] if match else name
+        statistics = self._executables.statistics()  # asked for JAX's own too, so that the next new one is the only one
         if not _is_jax_own(name):
-            self._heard.append((name, time.time()))
+            self._heard.append(_Heard(name, time.time(), _memory(name, statistics)))
+
+
+def _memory(name: str, statistics: Any) -> ProgramMemory | None:
+    if statistics is None:
+        return None
+    platform = jax.local_devices()[0].platform
+    return ProgramMemory(name=name, platform=platform, target="attached", **figures_of(statistics))  # type: ignore[arg-type]
 
 
 def _key(compilation: Compilation) -> tuple[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["allocator", "live_arrays", "programs", "host"]
+Source = Literal["allocator", "live_arrays", "programs", "host", "driver"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,7 @@ class Reading:
         live_array_bytes: Sum of the live arrays' bytes on this device.
         live_array_count: Number of live arrays on this device.
         resident_bytes: The process's resident memory (host).
+        device_used_bytes: Taken on the whole device, by this process and all others, as its driver counts it.
     """
 
     source: Source
@@ -41,6 +42,7 @@ class Reading:
     live_array_bytes: int | None = None
     live_array_count: int | None = None
     resident_bytes: int | None = None
+    device_used_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.units import GIB, format_bytes
 from jaxmem_callbacks.writers.plan_table import candidate_words, extra_text, need_of, plain_flops, plan_rows
@@ -34,11 +35,11 @@ def plan_scalars(record: PlanRecord) -> dict[str, float]:
     """Tag -> GiB on one device: the budget, and what the chosen step was foretold to need, to lie beside what is compiled."""
     needs, budget = record.candidates[record.chosen].step_bytes, record.budget_bytes
     found = {} if needs is None else {_planned_tag(record): needs / GIB}
-    return found if budget is None else {**found, "memory/plan_budget_gib": budget / GIB}
+    return found if budget is None else {**found, BUDGET: budget / GIB}
 
 
 def _planned_tag(record: PlanRecord) -> str:
-    return f"memory/planned_gib/{record.step}"
+    return PLANNED + record.step
 
 
 def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
@@ -77,7 +78,7 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
     if record.budget_bytes is None:
         yield "budget", "none", record.budget_reason
     else:
-        yield "budget", _exact(record.budget_bytes), f"{record.budget_reason}; the scalar memory/plan_budget_gib"
+        yield "budget", _exact(record.budget_bytes), f"{record.budget_reason}; the scalar {BUDGET}"
     if record.limit_bytes not in (None, record.budget_bytes):
         yield "usable", _exact(record.limit_bytes), "all that a program could use there"
     if record.resident_bytes:

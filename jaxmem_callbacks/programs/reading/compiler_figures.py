@@ -21,6 +21,11 @@ def memory_figures(compiled: Any) -> dict[str, int | None]:
     if stats is None:
         msg = "The compiler of this platform reports no memory figures. Compile for 'cpu', a TPU or a CUDA GPU."
         raise ValueError(msg)
+    return figures_of(stats)
+
+
+def figures_of(stats: Any) -> dict[str, int | None]:
+    """The same of the statistics themselves, such as a loaded executable has them."""
     total = getattr(stats, "total_allocation_bytes", None)
     return {
         "argument_bytes": int(stats.argument_size_in_bytes),
