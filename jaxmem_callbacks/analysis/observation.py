@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
@@ -46,6 +47,7 @@ class Observation:
         compilations: Compiles noticed, oldest first.
         metrics: The user's metrics that were ready.
         dropped: Stamps that were lost since the start because the ring was full.
+        heaps: Heap maps that were taken, one a device.
     """
 
     step: int
@@ -55,6 +57,7 @@ class Observation:
     compilations: Sequence[Compiled] = ()
     metrics: Sequence[Metrics] = field(default=())
     dropped: int = 0
+    heaps: Sequence[HeapMap] = ()
 
 
 class Detector(Protocol):

@@ -35,7 +35,8 @@ class PlanDetector:
         """One event at most in a run: stale before off, since a stale plan's bytes mean nothing."""
         for compiled in observation.compilations:
             compilation = compiled.compilation
-            if not self._done and compilation.program == self._plan.step and compilation.memory is not None:
+            registered = compilation.program == self._plan.step and compilation.signature
+            if not self._done and registered and compilation.memory is not None:
                 self._done = True
                 stale = self._stale(compilation)
                 return [_stale_event(self._plan, compiled, stale)] if stale else _off_events(self._plan, compiled)

@@ -6,6 +6,7 @@ The call only stamps the step. A daemon thread looks ten times a second, reads w
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import threading
 import time
@@ -21,12 +22,14 @@ from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.analysis.plan_check import PlanDetector
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.heap_maps import HeapMaps
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.callbacks.ticker import Ticker
 from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, versions_now, writers_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
+from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
@@ -46,8 +49,9 @@ class MemoryMonitor:
     steps at most. A part that fails is named once on stderr and switched off.
 
     Tags: ``memory/..._gib`` (mean of a window; ``/min`` and ``/max`` where there were several values or devices),
-    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/over_time``; of a plan
-    ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``.
+    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/over_time``, ``memory/heap_map``; of a plan
+    ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``. docs/figures.md
+    tells of each.
 
     Args:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
@@ -87,7 +91,7 @@ class MemoryMonitor:
         self._programs = ProgramsProbe()
         self._sampler = Sampler(
             settings,
-            probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe()) if probes is None else probes,
+            probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()) if probes is None else probes,
             programs=self._programs,
             faults=self._faults,
             look_s=look_s,
@@ -100,6 +104,7 @@ class MemoryMonitor:
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
+        self._heaps = HeapMaps(settings.heap_map_s, self._faults)
         self._ticker = Ticker(look_s, self._try_look)
         self._look_lock = threading.Lock()
         self._pid = os.getpid()
@@ -149,7 +154,11 @@ class MemoryMonitor:
         return self._recorder.events
 
     def flush(self) -> None:
-        """Look now, at everything, and write it; for the end of an epoch or a test, not for every step."""
+        """Look now, at everything, and write it; for the end of an epoch or a test, not for every step.
+
+        Call it on the thread that calls the hook: it asks live arrays for their addresses.
+        """
+        self._take_heap()
         self._try_look(scan=True)
         self._faults.raise_pending()
 
@@ -183,6 +192,17 @@ class MemoryMonitor:
             atexit.register(self._finish)
             self._ticker.start()
 
+    def _stamp_and_map(self, step: Any, metrics: Any) -> None:
+        """The hook once in `heap_map_s` seconds."""
+        self._stamp = self._sampler.stamp if self._running else _ignore
+        self._stamp(step, metrics)
+        if self._recorder.takes_pictures:
+            self._take_heap()
+
+    def _take_heap(self) -> None:
+        if self._running and os.getpid() == self._pid:
+            self._heaps.take(self._sampler.step)
+
     def _try_look(self, *, scan: bool = False, last: bool = False) -> None:
         # After a fork there is no such thread, and a lock that it held at that moment stays locked.
         if self._running and os.getpid() == self._pid:
@@ -191,10 +211,14 @@ class MemoryMonitor:
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
         with self._look_lock:
             observation = self._sampler.collect(scan=scan or last)
+            heaps, why = self._heaps.collect()
+            observation = dataclasses.replace(observation, heaps=heaps, unavailable=[*observation.unavailable, *why])
             events: list[MemoryEvent] = []
             for detector in self._detectors:
                 events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
             self._recorder.record(observation, events, last=last)
+        if self._heaps.is_due() and self._stamp == self._sampler.stamp:
+            self._stamp = self._stamp_and_map
 
     def _finish(self, *, wait: bool = True) -> None:
         self._stamp = _ignore
@@ -208,6 +232,7 @@ class MemoryMonitor:
             return
         if wait:
             self._sampler.wait_for_metrics()
+            self._take_heap()
         self._try_look(last=True)
         self._running = False
         self._sampler.let_go()

@@ -8,23 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from jaxmem_callbacks.analysis.figures import values_of
+from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, values_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import GIB
+from jaxmem_callbacks.writers.heap_figure import draw_heap
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
 
 KNOWN_TAG = "memory/known_here"
-_FIGURE_S = 600.0  # a run that is killed keeps a figure at most so old
 
 
 @final
@@ -81,6 +82,7 @@ class Recorder:
             self._write(window)
         self._write_table(observation, last=last)
         self._write_figure(observation.time_s, last=last)
+        self._write_heap(observation.heaps)
         if window is not None or events:
             self._each(lambda writer: writer.flush())
 
@@ -89,10 +91,15 @@ class Recorder:
         readings = self._latest | {(each.source, each.device): each for each in fresh}
         pool = Windows(0.0)
         for reading in readings.values():
-            pool.add(self._shown(reading))
+            pool.add(self._shown(reading), reading.device)
         pool.keep(self._constants())
         window = pool.close(0, 0.0, force=True)
         return window.scalars() if window is not None else {}
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether anything is shown of what is drawn; no while the writers are not opened."""
+        return any(writer.takes_pictures for writer in self._writers or ())
 
     def close(self) -> None:
         """Close the writers."""
@@ -103,8 +110,8 @@ class Recorder:
         self._known.learn(observation)
         self._used.update(reading.device for reading in observation.readings if reading.live_array_bytes)
         for reading in observation.readings:
-            self._windows.add(self._shown(reading))
             self._latest[reading.source, reading.device] = reading
+            self._windows.add(self._shown(reading), reading.device)
             if reading.limit_bytes is not None:
                 self._limit = min(reading.limit_bytes, self._settings.limit_bytes or reading.limit_bytes)
         for metrics in observation.metrics:
@@ -118,14 +125,20 @@ class Recorder:
     def _shown(self, reading: Reading) -> dict[str, float]:
         """What a reading adds to the curves; devices that never held an array would only pull the mean down."""
         idle = reading.source == "live_arrays" and bool(self._used) and reading.device not in self._used
-        return {} if idle else values_of(reading)
+        if idle:
+            return {}
+        allocator = self._latest.get(("allocator", reading.device))
+        return values_of(reading, allocator, temp_bytes=self._known.temp_bytes)
 
     def _constants(self) -> dict[str, float]:
-        values = {f"memory/program_gib/{name}": need / GIB for name, need in dict(self._needs).items()}
+        values = {f"{PROGRAM}{name}": need / GIB for name, need in dict(self._needs).items()}
         if self._plan is not None:
             values |= plan_scalars(self._plan)
+            predicted, compiled = self._plan.candidates[self._plan.chosen].step_bytes, self._needs.get(self._plan.step)
+            if predicted and compiled:
+                values[ERROR + self._plan.step] = compiled / predicted - 1
         if self._settings.limit_bytes is not None:
-            values["memory/preset_limit_gib"] = self._settings.limit_bytes / GIB
+            values[PRESET_LIMIT] = self._settings.limit_bytes / GIB
         return values
 
     def _raw(self, observation: Observation) -> list[Record]:
@@ -149,7 +162,7 @@ class Recorder:
         frontier = pareto(plan.candidates)
         for record in plan_page(plan, frontier, step=observation.step, time_s=observation.time_s):
             self._write(record)
-        if any(writer.takes_pictures for writer in self._opened()):
+        if self.takes_pictures:
             self._write(plan_picture(plan, frontier, step=observation.step, time_s=observation.time_s))
 
     def _write_table(self, observation: Observation, *, last: bool) -> None:
@@ -163,11 +176,21 @@ class Recorder:
     def _write_figure(self, time_s: float, *, last: bool) -> None:
         if self._figure_s is None:
             self._figure_s = time_s
-        due = last or not 0 <= time_s - self._figure_s < _FIGURE_S
-        if not due or not any(writer.takes_pictures for writer in self._opened()):
+        # A run that is killed keeps a figure at most so old.
+        due = last or not 0 <= time_s - self._figure_s < self._settings.figure_s
+        if not due or not self.takes_pictures:
             return
         self._figure_s = time_s
         picture = self._faults.attempt("the memory figure", self._draw, default=None)
+        if picture is not None:
+            self._write(picture)
+
+    def _write_heap(self, heaps: Sequence[HeapMap]) -> None:
+        """The device that holds most is drawn."""
+        if not self.takes_pictures:
+            return
+        fullest = max(heaps, key=lambda heap: sum(buffer.bytes for buffer in heap.buffers), default=None)
+        picture = self._faults.attempt("the heap figure", draw_heap, fullest, default=None) if fullest else None
         if picture is not None:
             self._write(picture)
 

@@ -15,6 +15,8 @@ from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.callbacks import metrics as user_metrics
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.probes.allocator import AllocatorProbe, Snapshot
+from jaxmem_callbacks.probes.driver import DriverProbe
+from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.records.programs import Compilation
@@ -56,6 +58,8 @@ class Sampler:
         self._allocator = next((probe for probe in probes if isinstance(probe, AllocatorProbe)), None)
         self._each_step = self._allocator  # None once it is known that no device here reports anything
         self._probes = tuple(probe for probe in probes if probe is not self._allocator)
+        self._cadences: dict[type, float] = {HostProbe: settings.host_s, DriverProbe: settings.driver_s}
+        self._due_s: dict[int, float] = {}
         self._programs = programs
         self._faults = faults
         self._look_s = look_s
@@ -97,7 +101,7 @@ class Sampler:
                 seen.extend(self._allocator.readings(step, time_s, snapshot))
         if scan or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + self._settings.scan_s
-            seen.extend(self._scan())
+            seen.extend(self._scan(all_of_them=scan))
         return Observation(
             step=self._step,
             time_s=time.time(),
@@ -107,6 +111,11 @@ class Sampler:
             metrics=self._ready_metrics(),
             dropped=self._stamped - self._taken - len(self._ring),
         )
+
+    @property
+    def step(self) -> int:
+        """The latest step that was stamped, or -1."""
+        return self._step
 
     def now(self) -> list[Reading]:
         """Allocator readings of this moment, where there are any; a few microseconds a device."""
@@ -142,14 +151,24 @@ class Sampler:
         self._marks = (self._marks + [(time_s, step) for step, time_s, _ in stamps])[-_RING:]
         return stamps
 
-    def _scan(self) -> list[Reading | Unavailable]:
+    def _scan(self, *, all_of_them: bool) -> list[Reading | Unavailable]:
         seen: list[Reading | Unavailable] = []
         if self._allocator is not None and not self._allocator.reports:
             seen.extend(self._allocator.readings(self._step, time.time(), ()))
         for probe in self._probes:
+            if not (all_of_them or self._is_due(probe)):
+                continue
             part = f"the probe {type(probe).__name__}"
             seen.extend(self._faults.attempt(part, probe.read, self._step, default=()))
         return seen
+
+    def _is_due(self, probe: Probe) -> bool:
+        """Whether a probe with a cadence of its own is read at this scan; others are read at each."""
+        now, every_s = time.monotonic(), self._cadences.get(type(probe), 0.0)
+        due = now >= self._due_s.get(id(probe), 0.0)
+        if due:
+            self._due_s[id(probe)] = now + every_s
+        return due
 
     def _compiled(self, scan: bool) -> list[Compiled]:  # noqa: FBT001 - passed on by Faults.attempt
         """Compiles whose step is known: the one that is stamped next. With ``scan`` also those that no stamp followed."""

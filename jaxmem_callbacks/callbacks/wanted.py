@@ -15,6 +15,8 @@ from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer
 
+_SPANS = ("window_s", "scan_s", "host_s", "driver_s", "heap_map_s", "figure_s")
+
 
 def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSettings:
     """The monitor's settings, from a preset, a preset's name, settings, or None for the defaults.
@@ -91,8 +93,7 @@ def _check(settings: MonitorSettings) -> None:
         f"{name}={getattr(settings, name)!r} (expected {expected})"
         for name, expected, right in (
             ("every_steps", "at least 1", settings.every_steps >= 1),
-            ("window_s", "more than 0 seconds", settings.window_s > 0),
-            ("scan_s", "more than 0 seconds", settings.scan_s > 0),
+            *((name, "more than 0 seconds", getattr(settings, name) > 0) for name in _SPANS),
             ("limit_bytes", "more than 0 bytes, or None", settings.limit_bytes is None or settings.limit_bytes > 0),
             ("near_oom_headroom", "a share from 0 to under 1", 0 <= settings.near_oom_headroom < 1),
             ("fragmentation_share", "a share above 0, at most 1", 0 < settings.fragmentation_share <= 1),

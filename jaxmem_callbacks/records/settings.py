@@ -17,7 +17,11 @@ class MonitorSettings:
     Attributes:
         every_steps: Allocator statistics are read at every N-th step (on the training thread; microseconds).
         window_s: Seconds that one TensorBoard point covers (minimum, mean and maximum of the readings in it).
-        scan_s: Seconds between the dearer readings on the monitor's own thread: live arrays, host memory, programs.
+        scan_s: Seconds between readings of live arrays, on the monitor's own thread, as all that follow but the heap map.
+        host_s: Seconds between readings of the process's resident memory.
+        driver_s: Seconds between questions to NVIDIA's driver.
+        heap_map_s: Seconds between heap maps, which are read on the training thread (about 10 microseconds an array), and at the end.
+        figure_s: Seconds between drawings of memory over time, and at the end.
         limit_bytes: A limit to judge against where the platform reports none, or a tighter one than it reports; bytes.
         near_oom_headroom: Near-OOM begins when free memory falls under this share of the limit.
         fragmentation_share: A fragmentation event begins when this share of the free pool is outside the largest free block.
@@ -30,6 +34,10 @@ class MonitorSettings:
     every_steps: int = 1
     window_s: float = 1.0
     scan_s: float = 1.0
+    host_s: float = 1.0
+    driver_s: float = 5.0
+    heap_map_s: float = 600.0
+    figure_s: float = 600.0
     limit_bytes: int | None = None
     near_oom_headroom: float = 0.05
     fragmentation_share: float = 0.5

@@ -16,13 +16,16 @@ from jaxmem_callbacks.writers.markdown import EVENT_TITLES
 from jaxmem_callbacks.writers.protocol import Picture
 
 TAG = "memory/over_time"
-_SIZE = (720, 480)  # pixels; TensorBoard shows images at half this width, so the letters are large for it
+_SIZE = (1008, 576)  # pixels
 _DPI = 120
 _DEVICE_LINES = {
-    "memory/in_use_gib": ("bytes in use", "#1f77b4"),
+    "memory/in_use_gib": ("in use", "#1f77b4"),
+    "memory/peak_since_start_gib": ("peak since the process began", "#08306b"),
     "memory/pool_gib": ("pool taken from the driver", "#9ecae1"),
     "memory/live_arrays_gib": ("live arrays", "#2ca02c"),
+    "memory/device_used_gib": ("whole device, by its driver", "#bdbdbd"),
 }
+_MOST_PROGRAMS = 4
 _HOST = "memory/host_gib"
 _EVENT_COLOURS: dict[EventKind, str] = {
     "near_oom": "#d62728",
@@ -63,6 +66,8 @@ def draw_over_time(
     _draw_line(host, points, _HOST, GIB, label="host, resident", color="#7f7f7f")
     _mark_events(device, host, events)
     _name_axes(figure, device, host)
+    title = f"Memory over time, highest value of each window; {_told(events)}"
+    figure.suptitle(title, fontsize="medium", x=0.02, ha="left")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     last = points[-1]
@@ -73,12 +78,21 @@ def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, ne
     highest = max((point.highs.get(tag, 0.0) * GIB for point in points for tag in _DEVICE_LINES), default=0.0)
     unit = GIB if max(highest, limit_bytes or 0, *needs.values(), 0) >= GIB else MIB
     for tag, (label, colour) in _DEVICE_LINES.items():
-        _draw_line(axes, points, tag, unit, label=label, color=colour)
-    for number, (name, need) in enumerate(needs.items()):
+        _draw_line(axes, points, tag, unit, label=label + _place(points, tag), color=colour)
+    largest = sorted(needs.items(), key=lambda item: -item[1])
+    for number, (name, need) in enumerate(largest[:_MOST_PROGRAMS]):
         axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{name} needs, by its compiler")
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, linestyle="--", color="#d62728", label="limit")
     axes.set_ylabel("device, GiB" if unit == GIB else "device, MiB")
+
+
+def _place(points: Sequence[Point], tag: str) -> str:
+    """Which device had the highest value of all, where there are several."""
+    known = [point for point in points if tag in point.highs]
+    highest = max(known, key=lambda point: point.highs[tag], default=None)
+    place = "" if highest is None else highest.places.get(tag, "")
+    return f" (highest on {place})" if place else ""
 
 
 def _draw_line(axes: Any, points: Sequence[Point], tag: str, unit: int, **style: Any) -> None:
@@ -88,18 +102,23 @@ def _draw_line(axes: Any, points: Sequence[Point], tag: str, unit: int, **style:
         axes.plot(steps, values, linewidth=1.6, marker="." if len(known) == 1 else None, **style)
 
 
+def _told(events: Sequence[MemoryEvent]) -> str:
+    return f"{len(events)} event{'' if len(events) == 1 else 's'}" if events else "no event"
+
+
 def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:
     named: set[EventKind] = set()
     for event in events:
-        label = None if event.kind in named else EVENT_TITLES[event.kind].lower()
+        label = None if event.kind in named else f"event: {EVENT_TITLES[event.kind].lower()}"
         named.add(event.kind)
         for axes in (device, host):
-            style = {"color": _EVENT_COLOURS[event.kind], "linewidth": 1.2, "alpha": 0.8}
+            style = {"color": _EVENT_COLOURS.get(event.kind, "#000000"), "linewidth": 1.2, "alpha": 0.8}
             axes.axvline(max(event.step, 0), label=label if axes is device else None, **style)
 
 
 def _name_axes(figure: Any, device: Any, host: Any) -> None:
     host.set_ylabel("host, GiB")
+    figure.align_ylabels()
     host.set_xlabel("step")
     for axes in (device, host):
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)

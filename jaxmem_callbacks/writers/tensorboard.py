@@ -1,8 +1,8 @@
-"""TensorBoard: windows as scalars, events and tables as text, pictures as images; one event file a run.
+"""TensorBoard: windows as scalars with a page of charts, events and tables as text, pictures as images; one event file a run.
 
 It goes through tensorboardX's event file, not its SummaryWriter: that one moves every value through a `multiprocessing.Queue`,
 which fixes the process's start method (a later `set_start_method` of the user's fails) and makes `flush` return before anything
-is on disk. Tags: `memory/...` and `train/...` (scalars), `memory/events`, `memory/known_here` (text), `memory/over_time` (image).
+is on disk. Tags: docs/figures.md lists them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from tensorboardX.event_file_writer import EventsWriter
 
 # protobuf makes these classes at import, so type checkers see none.
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.summary import text
+from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.summary import custom_scalars, text
 
+from jaxmem_callbacks.analysis.figures import figure_of
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.writers.layout import Layout, layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
 
@@ -39,13 +41,14 @@ class TensorBoardWriter(Writer):
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._file = EventsWriter(str(folder / "events"), filename_suffix=f".{run_id}")
+        self._tags: set[str] = set()
+        self._layout: Layout = {}
 
     def write(self, record: Record) -> None:
         """Write windows, events, tables and pictures."""
         match record:
             case Window():
-                values = [Summary.Value(tag=tag, simple_value=value) for tag, value in record.scalars().items()]
-                self._add(Summary(value=values), record.step, record.time_s)
+                self._add_scalars(record)
             case MemoryEvent():
                 self._add(text(EVENTS_TAG, event_markdown(record)), record.step, record.time_s)
             case Table():
@@ -63,10 +66,35 @@ class TensorBoardWriter(Writer):
         """Flush and close the file."""
         self._file.close()
 
+    def _add_scalars(self, window: Window) -> None:
+        scalars = window.scalars()
+        values = [
+            Summary.Value(tag=tag, simple_value=value, metadata=None if tag in self._tags else _described(tag))
+            for tag, value in scalars.items()
+        ]
+        self._add(Summary(value=values), window.step, window.time_s)
+        if scalars.keys() <= self._tags:
+            return
+        self._tags.update(scalars)
+        layout = layout_of(self._tags)
+        if layout != self._layout:  # TensorBoard takes the latest one
+            self._layout = layout
+            self._add(custom_scalars(layout), window.step, window.time_s)
+
     def _add(self, summary: Summary, step: int, time_s: float) -> None:
         event = Event(wall_time=time_s or time.time(), summary=summary)
         event.step = max(step, 0)  # before the first step there is no number that TensorBoard could show
         self._file.write_event(event)
+
+
+def _described(tag: str) -> SummaryMetadata | None:
+    """What TensorBoard says of a tag beside its chart; it takes the first one it meets."""
+    figure = figure_of(tag)
+    if figure is None:
+        return None
+    end = tag.rpartition("/")[2]
+    which = {"min": "Lowest of each window: ", "max": "Highest of each window: "}.get(end, "")
+    return SummaryMetadata(summary_description=f"{which}{figure.described()}")
 
 
 def _image(picture: Picture) -> Summary:

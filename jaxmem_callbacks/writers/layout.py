@@ -1,0 +1,79 @@
+"""Layout of TensorBoard's Custom Scalars page: the scalars' tags enter, titled charts leave, each with its unit and source.
+
+Charts only of what this platform reports, since the page shows an error in place of a chart without data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from jaxmem_callbacks.analysis.figures import BUDGET, DERIVED, ERROR, FIGURES, PLANNED, PRESET_LIMIT, PROGRAM
+
+Chart = tuple[str, list[str]]
+Layout = dict[str, dict[str, Chart]]
+
+_MULTILINE, _MARGIN = "Multiline", "Margin"
+# Category -> title of a chart of several lines, and its tags; a tag that ends with a slash stands for all that begin so.
+_LINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "Device memory": {
+        "Against the limit, mean of each window [GiB]": (
+            *("memory/in_use_gib", "memory/peak_since_start_gib", "memory/pool_gib", "memory/live_arrays_gib"),
+            *("memory/limit_gib", PRESET_LIMIT),
+        ),
+        "Room that is left [GiB]": ("memory/headroom_gib", "memory/largest_free_gib"),
+        "Not explained, or outside JAX [GiB]": (
+            *("memory/unattributed_gib", "memory/outside_pool_gib", "memory/device_used_gib", "memory/reserved_gib"),
+        ),
+    },
+    "Programs": {
+        "Need of each program by its compiler, beside what was planned [GiB]": (PROGRAM, PLANNED, BUDGET, PRESET_LIMIT),
+        "Compiled over planned, less 1 [share]": (ERROR,),
+    },
+    "Host": {"Resident memory of the process [GiB]": ("memory/host_gib",)},
+}
+_SHORT = {
+    "memory/in_use_gib": "In use",
+    "memory/live_arrays_gib": "Live arrays",
+    "memory/live_arrays_count": "Live arrays",
+    "memory/headroom_gib": "Headroom",
+    "memory/fragmentation_share": "Fragmentation",
+    "memory/unattributed_gib": "Unattributed",
+    "memory/device_used_gib": "Whole device, by the driver",
+}
+_RANGES = "Range of each window: min, mean, max"
+
+
+def layout_of(tags: Collection[str]) -> Layout:
+    """Category -> title -> chart, as ``tensorboardX.summary.custom_scalars`` takes it."""
+    found: Layout = {}
+    for category, charts in _LINES.items():
+        for title, wanted in charts.items():
+            lines = [pattern for tag in wanted for pattern in _pattern(tag, tags)]
+            if lines:
+                found.setdefault(category, {})[title] = (_MULTILINE, lines)
+    ranged = {title: chart for title, chart in _ranges(tags)}
+    if ranged:
+        found[_RANGES] = ranged
+    metrics = sorted(tag for tag in tags if tag.startswith("train/") and not tag.endswith(("/min", "/max")))
+    if metrics:
+        found["Training"] = {"The step's metrics": (_MULTILINE, [_exactly(tag) for tag in metrics])}
+    return found
+
+
+def _ranges(tags: Collection[str]) -> Iterator[tuple[str, Chart]]:
+    for figure in (*FIGURES, *DERIVED):
+        ends = [f"{figure.tag}/min", f"{figure.tag}/max"]
+        if figure.tag in _SHORT and all(tag in tags for tag in (figure.tag, *ends)):
+            yield f"{_SHORT[figure.tag]} [{figure.unit}], from {figure.source}", (_MARGIN, [figure.tag, *ends])
+
+
+def _pattern(tag: str, tags: Collection[str]) -> list[str]:
+    """The regular expression of a tag, or of those that begin so; none where there is none of them."""
+    if tag.endswith("/"):
+        return [f"^{re.escape(tag)}"] if any(each.startswith(tag) for each in tags) else []
+    return [_exactly(tag)] if tag in tags else []
+
+
+def _exactly(tag: str) -> str:
+    return f"^{re.escape(tag)}$"
