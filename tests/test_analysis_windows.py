@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.analysis.figures import FIGURES, values_of
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, figure_of, values_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
@@ -86,10 +86,11 @@ def test_a_bounded_history_never_loses_the_peak(highs: list[float]):
 
 
 def test_every_figure_has_its_unit_in_the_tag():
-    for figure in FIGURES:
+    endings = {"GiB": "_gib", "arrays": "_count", "share": "_share"}
+    for figure in (*FIGURES, *DERIVED, *NAMED):
         assert figure.tag.startswith("memory/")
-        assert figure.tag.endswith("_gib" if figure.unit == GIB else "_count")
-        assert figure.field in Reading.__slots__
+        assert figure.tag.rstrip("/").endswith(endings[figure.unit])
+        assert figure.field is None or figure.field in Reading.__slots__
 
 
 def test_values_of_a_gpu_reading():
@@ -134,7 +135,7 @@ def test_what_is_unknown_says_why():
     assert known.shape() != before
     assert row(known, "memory/in_use_gib") == (False, "unknown", "unknown, because this client keeps none")
     assert row(known, "memory/fragmentation_share")[2] == "unknown, because this client keeps none"
-    assert row(known, "memory/live_arrays_gib")[:2] == (True, "0 B (cpu:0) to 2.0 GiB (cpu:2)")
+    assert row(known, "memory/live_arrays_gib")[:2] == (True, "min 0 B (cpu:0), mean 1.0 GiB, max 2.0 GiB (cpu:2)")
     assert (
         row(known, "memory/live_arrays_count")[2] == "unknown, because the allocator's statistics do not have it here"
     )
@@ -184,5 +185,75 @@ def test_fragmentation_is_shown_for_the_worst_device():
             )
         )
     )
-    assert row(known, "memory/fragmentation_share")[1] == "20.0% (gpu:2)"
+    assert row(known, "memory/fragmentation_share")[1] == "min 0.0% (gpu:0), mean 10.0%, max 20.0% (gpu:2)"
     assert row(known, "memory/in_use_gib")[1] == "0 B (each of 3 devices)"
+
+
+def gpu(number: int = 0, **fields: int) -> Reading:
+    return Reading(source="allocator", device=f"gpu:{number}", step=0, time_s=0.0, **fields)
+
+
+def live(number: int, held: int) -> Reading:
+    return Reading(source="live_arrays", device=f"gpu:{number}", step=0, time_s=0.0, live_array_bytes=held)
+
+
+def test_unattributed_bytes_are_in_use_less_live_arrays_less_the_largest_programs_temporaries():
+    in_use = gpu(in_use_bytes=10 * GIB)
+    assert values_of(live(0, 6 * GIB), in_use, temp_bytes=GIB)["memory/unattributed_gib"] == 3.0
+    assert values_of(live(0, 9 * GIB), in_use, temp_bytes=4 * GIB)["memory/unattributed_gib"] == 0.0, "never below"
+    tpu = gpu(in_use_bytes=10 * GIB, reserved_bytes=4 * GIB)
+    assert values_of(live(0, 6 * GIB), tpu, temp_bytes=4 * GIB)["memory/unattributed_gib"] == 4.0, "they are reserved"
+    assert "memory/unattributed_gib" not in values_of(live(0, 6 * GIB), None)
+    assert "memory/unattributed_gib" not in values_of(in_use, in_use), "only where live arrays were read"
+
+
+def test_what_is_taken_outside_the_pool_is_the_drivers_less_the_pool():
+    driver = Reading(source="driver", device="gpu:0", step=0, time_s=0.0, device_used_bytes=63 * GIB)
+    assert values_of(driver, gpu(pool_bytes=60 * GIB)) == {
+        "memory/device_used_gib": 63.0,
+        "memory/outside_pool_gib": 3.0,
+    }
+    assert values_of(driver, gpu(in_use_bytes=1)) == {"memory/device_used_gib": 63.0}
+
+
+def test_figures_that_are_computed_have_their_row_with_devices_or_a_reason():
+    known = KnownHere()
+    why = Unavailable(figure="driver", device="gpu:0", reason="the driver is not asked")
+    readings = [gpu(number, in_use_bytes=(4 + number) * GIB, limit_bytes=8 * GIB) for number in range(3)]
+    known.learn(observed(*readings, live(0, GIB), live(1, GIB), unavailable=[why]))
+    assert row(known, "memory/headroom_gib")[1] == "min 2.0 GiB (gpu:2), mean 3.0 GiB, max 4.0 GiB (gpu:0)"
+    assert row(known, "memory/unattributed_gib")[1] == "min 3.0 GiB (gpu:0), mean 3.5 GiB, max 4.0 GiB (gpu:1)"
+    assert row(known, "memory/outside_pool_gib") == (False, "unknown", "unknown, because the driver is not asked")
+    assert "does not report the largest free block" in row(known, "memory/fragmentation_share")[2] or (
+        "neither a pool" in row(known, "memory/fragmentation_share")[2]
+    )
+
+
+def test_a_window_names_the_device_that_had_the_highest_value():
+    windows = Windows(1.0)
+    for device, value in (("gpu:0", 1.0), ("gpu:1", 3.0), ("gpu:2", 2.0)):
+        windows.add({"several": value}, device)
+    windows.add({"one": 5.0}, "gpu:0")
+    spreads = windows.close(0, 0.0).spreads
+    assert (spreads["several"].high_at, spreads["one"].high_at) == ("gpu:1", "")
+    history = History(kept=2)
+    for step, (device, value) in enumerate((("gpu:1", 3.0), ("gpu:0", 9.0), ("gpu:1", 4.0))):
+        high = Spread(low=0.0, mean=0.0, high=value, count=2, high_at=device)
+        history.add(Window(step=step, time_s=0.0, spreads={"several": high}))
+    assert history.points[0].places == {"several": "gpu:0"}, "joined points keep the place of the higher one"
+
+
+def test_a_range_that_is_only_rounding_is_none():
+    windows = Windows(1.0)
+    for value in (0.7, 0.7 + 1e-12):
+        windows.add({"share": value})
+    assert windows.close(0, 0.0).scalars().keys() == {"share"}
+
+
+def test_a_scalars_tag_leads_to_its_figure():
+    assert figure_of("memory/in_use_gib/max") is FIGURES[0]
+    assert figure_of("memory/program_gib/max").tag == "memory/program_gib/"
+    assert figure_of("train/loss") is None
+    assert figure_of("memory/host_gib").described() == (
+        "Resident memory of the process; in GiB, from the operating system, at the moment of reading."
+    )

@@ -121,9 +121,10 @@ def test_a_run_says_what_is_known_here(run: Run):
 
 
 def test_a_run_ends_with_its_figure(run: Run):
-    (picture,) = run.double.of(Picture)
-    assert picture.step == STEPS - 1
-    assert run.page.Images("memory/over_time")[0].encoded_image_string == picture.png
+    over_time, heap = run.double.of(Picture)
+    assert (over_time.tag, over_time.step, heap.tag, heap.step) == ("memory/over_time", STEPS - 1, "memory/heap_map", STEPS - 1)
+    for picture in (over_time, heap):
+        assert run.page.Images(picture.tag)[0].encoded_image_string == picture.png
     assert run.double.closed
 
 
@@ -132,7 +133,9 @@ def test_every_line_of_a_run_carries_its_id(run: Run):
     readings = [line for line in run.lines if line["kind"] == "reading"]
     assert {line["source"] for line in readings} == {"live_arrays", "host"}
     why = [line for line in run.lines if line["kind"] == "unavailable"]
-    assert [line["device"] for line in why] == [f"cpu:{index}" for index in range(8)], "each said once"
+    assert sorted((line["figure"], line["device"]) for line in why) == [
+        (figure, f"cpu:{index}") for figure in ("allocator", "driver") for index in range(8)
+    ], "each said once"
     assert all(isinstance(line["live_array_bytes"], int) for line in readings if line["source"] == "live_arrays")
 
 

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.executables import NewExecutables
 from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe, reading_of
+from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import NOT_REGISTERED, ProgramsProbe
@@ -235,9 +238,131 @@ def test_unregistered_compiles_are_heard_while_listening_and_jax_own_operations_
     assert probe.drain(settle_s=3600.0) == (), "they settle first, so that a registered step can enter the registry"
     compiled = probe.drain(settle_s=0.0)
     assert [each.program for each in compiled] == ["uncommon_step"]
+    assert (compiled[0].memory.argument_bytes, compiled[0].memory.output_bytes) == (44, 44), "of this compile, not another"
     assert compiled[0].unavailable == NOT_REGISTERED
     assert abs(compiled[0].time_s - time.time()) < 60
     probe.stop()
     step(longer)
     assert probe.drain(settle_s=0.0) == ()
     probe.stop()  # a second time is harmless
+
+
+@pytest.mark.core
+def test_the_need_of_each_unregistered_program_is_its_own():
+    def first(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x.T).sum()
+
+    def second(x: jax.Array) -> jax.Array:
+        return jnp.cos(x)
+
+    probe = ProgramsProbe(Registry())
+    x = jnp.ones((37, 11))
+    probe.start()
+    for function in (first, second, first):
+        jax.jit(function)(x)
+    needs = {each.program: each.memory for each in probe.drain(settle_s=0.0)}
+    probe.stop()
+    expected = {function.__name__: jax.jit(function).lower(x).compile().memory_analysis() for function in (first, second)}
+    for name, stats in expected.items():
+        assert (needs[name].temp_bytes, needs[name].output_bytes) == (
+            stats.temp_size_in_bytes,
+            stats.output_size_in_bytes,
+        )
+
+
+@pytest.mark.core
+def test_programs_that_cannot_be_told_apart_have_no_need():
+    new = NewExecutables()
+    x = jnp.ones((5, 7))
+    # Programs live as long as their functions.
+    first, second, third, fourth = (jax.jit(lambda x, n=n: x * n) for n in (3, 11, 12, 7))
+    first(x)
+    assert new.statistics() is not None, "the newest"
+    assert new.statistics() is None, "no new one"
+    second(x)
+    third(x)
+    assert new.statistics() is None, "one of two"
+    fourth(x)
+    assert new.statistics().argument_size_in_bytes == 140
+
+
+# The driver
+
+
+class Nvml:
+    """NVML as nvidia-ml-py has it, of a machine with these GPUs."""
+
+    def __init__(self, used: dict[str, int], names: list[str] | None = None) -> None:
+        self.used, self.names = used, names or ["NVIDIA H100"] * len(used)
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's names
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.used)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return list(self.used)[index]
+
+    def nvmlDeviceGetHandleByUUID(self, mark: str) -> str:  # noqa: N802
+        return mark
+
+    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
+        return self.names[list(self.used).index(handle)]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(used=self.used[handle], free=0, total=0)
+
+
+class Gpu(Card):
+    """A GPU with its CUDA number; its label is that of its global id."""
+
+    @property
+    def local_hardware_id(self) -> int:
+        return self.id
+
+
+GPUS = [Gpu("gpu", GPU, id=0), Gpu("gpu", GPU, id=1)]
+
+
+def driver_says(library: Nvml | None, **variables: str) -> list[int | str]:
+    found = DriverProbe(GPUS, library=library, variables=variables).read(4)
+    return [each.device_used_bytes if isinstance(each, Reading) else each.reason for each in found]
+
+
+def test_the_driver_is_asked_for_the_devices_that_cuda_shows():
+    library = Nvml({"GPU-a": 10, "GPU-b": 20, "GPU-c": 30})
+    assert driver_says(library) == [10, 20]
+    assert driver_says(library, CUDA_VISIBLE_DEVICES="2,0") == [30, 10]
+    assert driver_says(library, CUDA_VISIBLE_DEVICES="GPU-b, GPU-a") == [20, 10]
+    (why, again) = driver_says(library, CUDA_VISIBLE_DEVICES="1")
+    assert why == again == "NVML refuses: the device has the CUDA number 1, of 1"
+
+
+def test_the_driver_of_several_kinds_is_asked_only_where_the_order_is_known():
+    mixed = Nvml({"GPU-a": 10, "GPU-b": 20}, ["H100", "A100"])
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in str(driver_says(mixed)[0])
+    assert driver_says(mixed, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [10, 20]
+
+
+def test_without_nvml_or_a_gpu_the_driver_tells_why():
+    try:
+        import pynvml  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+        expected = "NVML refuses"  # the package is there and the driver is not
+    except ModuleNotFoundError:
+        expected = "nvidia-ml-py, which is not installed"
+    assert expected in str(driver_says(None)[0])
+    entries = DriverProbe().read(0)
+    assert {type(each) for each in entries} == {Unavailable}
+    assert entries[0].reason.startswith("no driver counts the memory of JAX's CPU devices")
+
+
+def test_a_device_that_the_driver_refuses_hides_no_other():
+    library = Nvml({"GPU-a": 10, "GPU-b": 20})
+    probe = DriverProbe(GPUS, library=library, variables={})
+    probe.read(0)
+    del library.used["GPU-a"]
+    first, second = probe.read(1)
+    assert first.reason == "NVML refuses: 'GPU-a'"
+    assert (second.device_used_bytes, second.step, second.device) == (20, 1, "gpu:1")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from rich.console import Console
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jaxmem_callbacks.analysis.observation import Metrics
@@ -18,6 +20,7 @@ from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.writers.collecting import CollectingWriter
 from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
+from jaxmem_callbacks.writers.layout import layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.protocol import Picture, Record, Table
@@ -65,6 +68,59 @@ def test_tensorboard_scalars_carry_step_and_time(page):
     assert page[1].Scalars("memory/in_use_gib/max")[0].value == 4.0
 
 
+def test_tensorboard_says_beside_each_chart_what_it_shows(page):
+    """In a field that TensorBoard's own data server reads too: `data_class` says that it is no old metadata."""
+    about = page[1].SummaryMetadata("memory/in_use_gib")
+    assert about.summary_description == (
+        "Held by the allocator; in GiB, from the allocator's statistics (Device.memory_stats), at the moment of reading."
+    )
+    assert about.SerializeToString().endswith(about.summary_description.encode() + b"\x20\x01")
+    assert page[1].SummaryMetadata("memory/in_use_gib/max").summary_description.startswith("Highest of each window")
+    assert "train/loss" not in page[1].summary_metadata, "what a user's metric means only the user knows"
+
+
+def test_tensorboard_has_a_page_of_charts(page):
+    (entry,) = page[1].Tensors("custom_scalars__config__")
+    layout = Layout.FromString(entry.tensor_proto.string_val[0])
+    charts = {category.title: [chart.title for chart in category.chart] for category in layout.category}
+    assert charts == {
+        "Device memory": ["Against the limit, mean of each window [GiB]"],
+        "Training": ["The step's metrics, mean of each window"],
+        "Range of each window: min, mean, max": ["In use [GiB], from allocator"],
+    }
+    (series,) = layout.category[-1].chart[0].margin.series
+    assert (series.value, series.lower, series.upper) == (
+        "memory/in_use_gib",
+        "memory/in_use_gib/min",
+        "memory/in_use_gib/max",
+    )
+
+
+def test_the_page_of_charts_is_written_again_when_a_chart_comes(tmp_path: Path):
+    writer = TensorBoardWriter(tmp_path, "x")
+    still = Spread(low=1.0, mean=1.0, high=1.0, count=1)
+    for step, tags in enumerate(
+        [["memory/host_gib"], ["memory/host_gib"], ["memory/host_gib", "memory/program_gib/train_step"]]
+    ):
+        writer.write(Window(step=step, time_s=1.0, spreads=dict.fromkeys(tags, still)))
+    writer.close()
+    read_back = EventAccumulator(str(tmp_path))
+    read_back.Reload()
+    assert [entry.step for entry in read_back.Tensors("custom_scalars__config__")] == [0, 2]
+
+
+def test_charts_are_the_same_for_all_platforms_so_that_tensorboard_shows_them_once():
+    cpu, gpu = ["memory/live_arrays_gib"], ["memory/in_use_gib", "memory/limit_gib", "memory/live_arrays_gib"]
+    assert layout_of(cpu) == layout_of(gpu)
+    _, patterns = layout_of(["train/loss"])["Training"]["The step's metrics, mean of each window"]
+    assert [bool(re.match(patterns[0], tag)) for tag in ("train/loss", "train/a/b", "train/loss/max", "memory/x")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_tensorboard_events_are_markdown_text(page):
     (entry,) = page[1].Tensors("memory/events/text_summary")
     text = entry.tensor_proto.string_val[0].decode()
@@ -83,7 +139,7 @@ def test_tensorboard_shows_the_table_of_what_is_known(page):
 def test_tensorboard_shows_the_figure(page, picture: Picture):
     (image,) = page[1].Images("memory/over_time")
     assert (image.width, image.height) == (picture.width, picture.height)
-    assert Image.open(io.BytesIO(image.encoded_image_string)).size == (720, 480)
+    assert Image.open(io.BytesIO(image.encoded_image_string)).size == (840, 600)
 
 
 def test_a_point_before_the_first_step_is_shown_at_zero(tmp_path: Path):
@@ -115,6 +171,11 @@ def test_the_figure_shows_limit_line_and_events():
     red = (0xD6, 0x27, 0x28)
     assert red in colours(with_event)
     assert red not in colours(without)
+
+
+def test_the_figure_draws_the_largest_programs_only_and_any_kind_of_event():
+    many = {f"program_{number}": number * MIB for number in range(30)}
+    assert draw_over_time(points(), [], needs=many).png == draw_over_time(points(), [], needs=dict(list(many.items())[-4:])).png
 
 
 def test_the_figure_leaves_pyplot_alone():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import tensorboardX
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from jaxmem_callbacks.analysis.windows import Spread, Window
 from jaxmem_callbacks.writers.collecting import CollectingWriter
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.shapes import as_writer
@@ -19,10 +22,23 @@ from tests.sample_records import EVENT, READING, TABLE, WINDOW, points
 SCALARS = {"memory/in_use_gib": 2.0, "memory/in_use_gib/min": 1.0, "memory/in_use_gib/max": 4.0, "train/loss": 0.5}
 
 
+def assert_is_a_drawing(images: list[Any], where: tuple[int, str]) -> None:
+    """One image of N x height x width x 3 colours, as clu takes it, with white paper and red in it."""
+    ((step, drawn),) = images
+    ((tag, pixels),) = drawn.items()
+    assert (step, tag) == where
+    assert (pixels.shape, str(pixels.dtype)) == ((1, 600, 840, 3), "uint8")
+    assert pixels[0, 0, 0].tolist() == [255, 255, 255]
+    assert (pixels == [0xD6, 0x27, 0x28]).all(axis=-1).any(), "the limit"
+
+
 class Clu:
+    """As clu.metric_writers.MetricWriter."""
+
     def __init__(self) -> None:
         self.scalars: list[Any] = []
         self.texts: list[Any] = []
+        self.images: list[Any] = []
         self.flushed = 0
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -31,6 +47,9 @@ class Clu:
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self.texts.append((step, texts))
 
+    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+        self.images.append((step, images))
+
     def flush(self) -> None:
         self.flushed += 1
 
@@ -38,9 +57,10 @@ class Clu:
 def test_clu():
     logger = Clu()
     writer = as_writer(logger)
-    for record in (WINDOW, EVENT, TABLE, READING):
+    for record in (WINDOW, EVENT, TABLE, READING, draw_over_time(points(), [], limit_bytes=2**30)):
         writer.write(record)
     writer.close()
+    assert_is_a_drawing(logger.images, (9, "memory/over_time"))
     assert logger.scalars == [(7, SCALARS)]
     assert [list(texts) for _, texts in logger.texts] == [["memory/events"], ["memory/known_here"]]
     assert "Near out of memory" in logger.texts[0][1]["memory/events"]
@@ -60,10 +80,12 @@ def test_the_real_tensorboardx(tmp_path: Path):
     assert {tag: read_back.Scalars(tag)[0].value for tag in read_back.Tags()["scalars"]} == SCALARS
     assert read_back.Scalars("train/loss")[0].step == 7
     assert sorted(read_back.Tags()["tensors"]) == ["memory/events/text_summary", "memory/known_here/text_summary"]
-    assert read_back.Images("memory/over_time")[0].width == 720
+    assert read_back.Images("memory/over_time")[0].width == 840
 
 
 class Flax:
+    """As flax.metrics.tensorboard.SummaryWriter."""
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
@@ -73,6 +95,9 @@ class Flax:
     def text(self, tag: str, textdata: str, step: int) -> None:
         self.calls.append((tag, textdata[:6], step))
 
+    def image(self, tag: str, image: Any, step: int, max_outputs: int = 3) -> None:
+        self.calls.append((tag, image.shape, step))
+
     def flush(self) -> None:
         self.calls.append("flush")
 
@@ -80,6 +105,8 @@ class Flax:
 def test_flax():
     logger = Flax()
     writer = as_writer(logger)
+    writer.write(draw_over_time(points(), []))
+    assert logger.calls.pop() == ("memory/over_time", (600, 840, 3), 9)
     writer.write(WINDOW)
     writer.write(EVENT)
     writer.flush()
@@ -87,21 +114,104 @@ def test_flax():
     assert logger.calls[4:] == [("memory/events", "**Near", 12), "flush"]
 
 
-class Wandb:
+class Levanter:
+    """As levanter.tracker.Tracker."""
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def log(self, data: dict[str, Any], step: int | None = None) -> None:
-        self.calls.append((data, step))
+    def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None) -> None:
+        del commit
+        self.calls.append((metrics, step))
 
 
-def test_wandb():
-    logger = Wandb()
+def test_levanter():
+    logger = Levanter()
     as_writer(logger).write(WINDOW)
     assert logger.calls == [(SCALARS, 7)]
 
 
+class Run:
+    """As wandb.Run keeps its rows: one is open, a log for an earlier one is dropped, one for a later one closes it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.dropped: list[Any] = []
+        self.metrics: list[Any] = []
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        if step is not None and step < self.step:
+            self.dropped.append(data)
+            return
+        self.step = self.step if step is None else step
+        self.rows.setdefault(self.step, {}).update(data)
+        if commit if commit is not None else step is None:
+            self.step += 1
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.metrics.append((name, step_metric))
+
+
+class Image:
+    """As wandb.Image, found in the module that the run is from."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+def windows(steps: list[int]) -> list[Window]:
+    return [
+        Window(step=step, time_s=0.0, spreads={"memory/host_gib": Spread(low=step, mean=step, high=step, count=1)})
+        for step in steps
+    ]
+
+
+def test_wandb_gets_every_window_and_loses_nothing_of_the_users():
+    run = Run()
+    writer = as_writer(run)
+    logged = 0
+    for step, window in enumerate(windows([100, 200, 300, 400, 500, 600])):
+        writer.write(window)
+        if step % 3 == 0:
+            run.log({"loss": 0.5}, step=window.step - 1)  # a loop that reads metrics one step late
+            logged += 1
+    assert run.dropped == []
+    assert sum("loss" in row for row in run.rows.values()) == logged
+    shown = [row["memory/step"] for row in run.rows.values() if "memory/step" in row]
+    assert shown == [100, 200, 300, 400, 500, 600], "each in a row of its own"
+    assert run.metrics == [("memory/*", "memory/step")]
+
+
+def test_wandb_rows_that_the_run_numbers_itself_are_shared():
+    run = Run()
+    writer = as_writer(run)
+    for window in windows([10, 20, 30]):
+        writer.write(window)
+        run.log({"loss": 0.5})
+    assert [sorted(row) for row in run.rows.values()] == [["loss", "memory/host_gib", "memory/step"]] * 3
+
+
+def test_wandb_shows_events_and_pictures_by_its_own_classes(monkeypatch: pytest.MonkeyPatch):
+    package = ModuleType("wandb_like")
+    package.Image, package.Html = Image, str
+    monkeypatch.setitem(sys.modules, "wandb_like", package)
+    run = type("Run", (Run,), {"__module__": "wandb_like.sdk.run"})()
+    writer = as_writer(run)
+    writer.write(EVENT)
+    writer.write(draw_over_time(points(), []))
+    (row,) = run.rows.values()
+    assert row["memory/events"].startswith("<pre>**Near out of memory**")
+    assert row["memory/over_time"].data.shape == (600, 840, 3)
+    package.run = run
+    package.log = run.log
+    as_writer(package).write(WINDOW)
+    assert row["memory/step"] == 7, "the module stands for its run"
+
+
 class Metrax:
+    """As metrax.logging's backends."""
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
 

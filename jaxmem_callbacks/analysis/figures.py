@@ -23,7 +23,8 @@ _FROM: dict[str, str] = {
     "plan": "the plan",
     "preset": "the preset",
 }
-_MOMENT = "the moment of reading"
+_UNIT_WORDS: dict[Unit, str] = {"GiB": "in GiB", "arrays": "a number", "share": "a share of 1"}
+_MOMENT = "at the moment of reading"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +54,16 @@ class Figure:
 
     def described(self) -> str:
         """Meaning, unit, source and window, for the page of a logger."""
-        unit = "share of 1" if self.unit == "share" else self.unit
-        return f"{self.meaning}. Unit: {unit}. From: {_FROM[self.source]}. One value is about {self.window}."
+        return f"{self.meaning[0].upper()}{self.meaning[1:]}; {_UNIT_WORDS[self.unit]}, from {_FROM[self.source]}, {self.window}."
 
 
 def _figure(tag: str, source: Source, unit: Unit, field: str | None, meaning: str, window: str = _MOMENT) -> Figure:
     return Figure(tag=tag, source=source, unit=unit, field=field, meaning=meaning, window=window)
 
 
-SINCE_START = "the time since the process began"
+SINCE_START = "over the time since the process began"
 FIGURES = (
-    _figure("memory/in_use_gib", "allocator", "GiB", "in_use_bytes", "held at the moment of reading"),
+    _figure("memory/in_use_gib", "allocator", "GiB", "in_use_bytes", "held by the allocator"),
     _figure("memory/reserved_gib", "allocator", "GiB", "reserved_bytes", "for temporaries (TPU)"),
     _figure(
         "memory/peak_since_start_gib",
@@ -117,7 +117,7 @@ DERIVED = (HEADROOM, FRAGMENTATION, UNATTRIBUTED, OUTSIDE_POOL)
 
 PROGRAM, PLANNED, ERROR = "memory/program_gib/", "memory/planned_gib/", "memory/prediction_error_share/"
 BUDGET, PRESET_LIMIT = "memory/plan_budget_gib", "memory/preset_limit_gib"
-_ONE_STEP = "one step on one device, and holds from the compile on"
+_ONE_STEP = "for one step on one device, from its compile on"
 # Figures of programs and plans: a tag that ends with a slash is followed by a program's name.
 NAMED = (
     Figure(tag=PROGRAM, source="compiler", unit="GiB", meaning="what the program needs, by its compiler", window=_ONE_STEP),
@@ -125,9 +125,9 @@ NAMED = (
     Figure(
         tag=ERROR, source="plan", unit="share", meaning="compiled bytes over foretold bytes, less 1", window=_ONE_STEP
     ),
-    Figure(tag=BUDGET, source="plan", unit="GiB", meaning="the budget that was planned for", window="the whole run"),
+    Figure(tag=BUDGET, source="plan", unit="GiB", meaning="the budget that was planned for", window="for the whole run"),
     Figure(
-        tag=PRESET_LIMIT, source="preset", unit="GiB", meaning="the limit that events are judged by", window="the whole run"
+        tag=PRESET_LIMIT, source="preset", unit="GiB", meaning="the limit that events are judged by", window="for the whole run"
     ),
 )
 

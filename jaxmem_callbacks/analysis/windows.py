@@ -5,6 +5,7 @@ A window closes when its span is over and a step was completed in it, so that no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -105,7 +106,7 @@ class Windows:
         if not self._sums or not (force or (over and step != self._closed_step)):
             return None
         spreads = {tag: each.spread() for tag, each in self._sums.items()}
-        self._ranged.update(tag for tag, spread in spreads.items() if spread.low < spread.high)
+        self._ranged.update(tag for tag, each in spreads.items() if not math.isclose(each.low, each.high))
         spreads |= {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in self._constants.items()}
         self._sums, self._opened_s, self._closed_step = {}, time_s, step
         return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))

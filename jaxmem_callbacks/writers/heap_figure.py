@@ -12,14 +12,14 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Picture
 
 TAG = "memory/heap_map"
-_SIZE = (1008, 576)  # pixels; the list of kinds beside the map needs the width
+_SIZE = (840, 600)  # pixels; TensorBoard shows images at less than half this width, so the letters are large for it
 _DPI = 120
-_COLUMNS, _ROWS = 96, 40
+_COLUMNS, _ROWS = 64, 36
 _COLOURS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#d62728", "#5b6770"),
 )
 _HOLE_COLOUR, _BREAK_COLOUR = "#e4e4e4", "#ffffff"
-_LONGEST = 34
+_LONGEST = 22
 _FAR = 2**38  # a GPU's pools lie farther apart than any GPU is large
 
 
@@ -31,13 +31,13 @@ def draw_heap(heap: HeapMap) -> Picture | None:
     from matplotlib.figure import Figure
 
     on_host = heap.device.startswith("cpu")
-    layout = layout_of(heap.buffers, apart_bytes=None if on_host else _FAR)
+    layout = layout_of(heap.buffers, most_groups=7, apart_bytes=None if on_host else _FAR)
     figure = Figure(figsize=(_SIZE[0] / _DPI, _SIZE[1] / _DPI), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
     _draw_cells(axes, layout)
-    figure.suptitle(f"Live arrays by address, {heap.device}, step {max(heap.step, 0)}", fontsize="medium", x=0.02, ha="left")
-    axes.set_title(_summary(heap, layout, on_host=on_host), fontsize="x-small", loc="left")
+    head = f"Live arrays by address: {heap.device}, step {max(heap.step, 0)}"
+    figure.suptitle("\n".join([head, *_summary(heap, layout, on_host=on_host)]), fontsize="small", x=0.02, ha="left")
     _list_groups(axes, layout, on_host=on_host)
     file = io.BytesIO()
     figure.savefig(file, format="png")
@@ -58,20 +58,21 @@ def _draw_cells(axes: Any, layout: HeapLayout) -> None:
     axes.set_xticks([])
     step = max(rows // 5, 1)
     axes.set_yticks(range(0, rows, step), [format_bytes(round(row * _COLUMNS * width)) for row in range(0, rows, step)])
-    axes.tick_params(labelsize="x-small")
-    axes.set_ylabel("from the lowest address", fontsize="x-small")
-    axes.set_xlabel(f"a row is {format_bytes(round(_COLUMNS * width))}, left to right", fontsize="x-small")
+    axes.tick_params(labelsize="small")
+    axes.set_ylabel("from the lowest address", fontsize="small")
+    axes.set_xlabel(f"a row is {format_bytes(round(_COLUMNS * width))}, left to right", fontsize="small")
 
 
-def _summary(heap: HeapMap, layout: HeapLayout, *, on_host: bool) -> str:
-    parts = [f"{format_bytes(layout.held_bytes)} in {layout.buffers} buffers"]
-    if not on_host:
-        parts.append(f"{format_bytes(layout.hole_bytes)} between them, the largest hole {format_bytes(layout.largest_hole_bytes)}")
-    if heap.left_out_count:
-        parts.append(f"{heap.left_out_count} more still being computed ({format_bytes(heap.left_out_bytes)}), not drawn")
+def _summary(heap: HeapMap, layout: HeapLayout, *, on_host: bool) -> list[str]:
+    held = f"{format_bytes(layout.held_bytes)} in {layout.buffers} buffers"
     if len(layout.regions) > 1:
-        parts.append(f"{len(layout.regions)} regions, white between")
-    return "; ".join(parts)
+        held += f" in {len(layout.regions)} regions, white between"
+    if not on_host:
+        holes = f"{format_bytes(layout.hole_bytes)} between, largest {format_bytes(layout.largest_hole_bytes)}"
+        held += f"; {holes}"
+    if not heap.left_out_count:
+        return [held]
+    return [held, f"not drawn: {heap.left_out_count} still being computed, {format_bytes(heap.left_out_bytes)}"]
 
 
 def _list_groups(axes: Any, layout: HeapLayout, *, on_host: bool) -> None:
@@ -81,9 +82,9 @@ def _list_groups(axes: Any, layout: HeapLayout, *, on_host: bool) -> None:
         Patch(color=_COLOURS[number % len(_COLOURS)], label=f"{_short(group.label)}\n{group.count} x, {format_bytes(group.bytes)}")
         for number, group in enumerate(layout.groups)
     ]
-    words = "other memory of the process" if on_host else "no live array: free, or a program's"
+    words = "other memory\nof the process" if on_host else "no live array:\nfree or a program's"
     handles.append(Patch(facecolor=_HOLE_COLOUR, edgecolor="#bbbbbb", label=words))
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize="x-small")
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize="small")
 
 
 def _short(label: str) -> str:

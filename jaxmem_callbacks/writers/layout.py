@@ -18,8 +18,8 @@ _MULTILINE, _MARGIN = "Multiline", "Margin"
 _LINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Device memory": {
         "Against the limit, mean of each window [GiB]": (
-            *("memory/in_use_gib", "memory/peak_since_start_gib", "memory/pool_gib", "memory/live_arrays_gib"),
-            *("memory/limit_gib", PRESET_LIMIT),
+            *("memory/limit_gib", PRESET_LIMIT, "memory/peak_since_start_gib", "memory/pool_gib"),
+            *("memory/in_use_gib", "memory/live_arrays_gib"),
         ),
         "Room that is left [GiB]": ("memory/headroom_gib", "memory/largest_free_gib"),
         "Not explained, or outside JAX [GiB]": (
@@ -31,6 +31,7 @@ _LINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "Compiled over planned, less 1 [share]": (ERROR,),
     },
     "Host": {"Resident memory of the process [GiB]": ("memory/host_gib",)},
+    "Training": {"The step's metrics, mean of each window": ("train/",)},
 }
 _SHORT = {
     "memory/in_use_gib": "In use",
@@ -45,19 +46,19 @@ _RANGES = "Range of each window: min, mean, max"
 
 
 def layout_of(tags: Collection[str]) -> Layout:
-    """Category -> title -> chart, as ``tensorboardX.summary.custom_scalars`` takes it."""
+    """Category -> title -> chart, as ``tensorboardX.summary.custom_scalars`` takes it.
+
+    A chart names all its lines, also those without data here: TensorBoard joins the layouts of several runs, and shows equal
+    charts once.
+    """
     found: Layout = {}
     for category, charts in _LINES.items():
-        for title, wanted in charts.items():
-            lines = [pattern for tag in wanted for pattern in _pattern(tag, tags)]
-            if lines:
-                found.setdefault(category, {})[title] = (_MULTILINE, lines)
-    ranged = {title: chart for title, chart in _ranges(tags)}
-    if ranged:
+        for title, lines in charts.items():
+            patterns = [_pattern(tag) for tag in lines]
+            if any(re.match(pattern, tag) for pattern in patterns for tag in tags):
+                found.setdefault(category, {})[title] = (_MULTILINE, patterns)
+    if ranged := dict(_ranges(tags)):
         found[_RANGES] = ranged
-    metrics = sorted(tag for tag in tags if tag.startswith("train/") and not tag.endswith(("/min", "/max")))
-    if metrics:
-        found["Training"] = {"The step's metrics": (_MULTILINE, [_exactly(tag) for tag in metrics])}
     return found
 
 
@@ -68,12 +69,6 @@ def _ranges(tags: Collection[str]) -> Iterator[tuple[str, Chart]]:
             yield f"{_SHORT[figure.tag]} [{figure.unit}], from {figure.source}", (_MARGIN, [figure.tag, *ends])
 
 
-def _pattern(tag: str, tags: Collection[str]) -> list[str]:
-    """The regular expression of a tag, or of those that begin so; none where there is none of them."""
-    if tag.endswith("/"):
-        return [f"^{re.escape(tag)}"] if any(each.startswith(tag) for each in tags) else []
-    return [_exactly(tag)] if tag in tags else []
-
-
-def _exactly(tag: str) -> str:
-    return f"^{re.escape(tag)}$"
+def _pattern(tag: str) -> str:
+    """The regular expression of a tag, or of all that begin so, without the ends of ranges."""
+    return rf"^{re.escape(tag)}(?!.*/(min|max)$)" if tag.endswith("/") else f"^{re.escape(tag)}$"

@@ -16,14 +16,14 @@ from jaxmem_callbacks.writers.markdown import EVENT_TITLES
 from jaxmem_callbacks.writers.protocol import Picture
 
 TAG = "memory/over_time"
-_SIZE = (1008, 576)  # pixels
+_SIZE = (840, 600)  # pixels; TensorBoard shows images at less than half this width, so the letters are large for it
 _DPI = 120
 _DEVICE_LINES = {
     "memory/in_use_gib": ("in use", "#1f77b4"),
-    "memory/peak_since_start_gib": ("peak since the process began", "#08306b"),
-    "memory/pool_gib": ("pool taken from the driver", "#9ecae1"),
+    "memory/peak_since_start_gib": ("peak since start", "#08306b"),
+    "memory/pool_gib": ("pool", "#9ecae1"),
     "memory/live_arrays_gib": ("live arrays", "#2ca02c"),
-    "memory/device_used_gib": ("whole device, by its driver", "#bdbdbd"),
+    "memory/device_used_gib": ("whole device (driver)", "#bdbdbd"),
 }
 _MOST_PROGRAMS = 4
 _HOST = "memory/host_gib"
@@ -66,8 +66,8 @@ def draw_over_time(
     _draw_line(host, points, _HOST, GIB, label="host, resident", color="#7f7f7f")
     _mark_events(device, host, events)
     _name_axes(figure, device, host)
-    title = f"Memory over time, highest value of each window; {_told(events)}"
-    figure.suptitle(title, fontsize="medium", x=0.02, ha="left")
+    several = "; of several devices the highest is named" if any(point.places for point in points) else ""
+    device.set_title(f"Highest value of each window; {_told(events)}{several}", fontsize="small", loc="left")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     last = points[-1]
@@ -81,7 +81,7 @@ def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, ne
         _draw_line(axes, points, tag, unit, label=label + _place(points, tag), color=colour)
     largest = sorted(needs.items(), key=lambda item: -item[1])
     for number, (name, need) in enumerate(largest[:_MOST_PROGRAMS]):
-        axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{name} needs, by its compiler")
+        axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{name} needs (compiler)")
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, linestyle="--", color="#d62728", label="limit")
     axes.set_ylabel("device, GiB" if unit == GIB else "device, MiB")
@@ -92,7 +92,7 @@ def _place(points: Sequence[Point], tag: str) -> str:
     known = [point for point in points if tag in point.highs]
     highest = max(known, key=lambda point: point.highs[tag], default=None)
     place = "" if highest is None else highest.places.get(tag, "")
-    return f" (highest on {place})" if place else ""
+    return f", {place}" if place else ""
 
 
 def _draw_line(axes: Any, points: Sequence[Point], tag: str, unit: int, **style: Any) -> None:

@@ -5,15 +5,17 @@ Calls come from the monitor's own thread, once a window. The logger stays the us
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
+from jaxmem_callbacks.writers.pixels import pixels_of
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
+from jaxmem_callbacks.writers.wandb_rows import WandbRows
 
 SendScalars = Callable[[int, Mapping[str, float]], object]
 SendText = Callable[[int, str, str], object]
@@ -97,16 +99,23 @@ def as_writer(obj: Any) -> Writer:
 
 
 def _clu(obj: Any) -> Writer:
-    texts = getattr(obj, "write_texts", None)
-    send_text = None if texts is None else lambda step, tag, text: texts(step, {tag: text})
+    texts, images = getattr(obj, "write_texts", None), getattr(obj, "write_images", None)
+    send_text = None if texts is None else lambda step, tag, text: texts(max(step, 0), {tag: text})
+
+    def picture(drawn: Picture) -> None:
+        obj.write_images(max(drawn.step, 0), {drawn.tag: pixels_of(drawn)[None]})
+
     return ForwardingWriter(
-        lambda step, scalars: obj.write_scalars(step, dict(scalars)), text=send_text, flush=_flush_of(obj)
+        lambda step, scalars: obj.write_scalars(max(step, 0), dict(scalars)),
+        text=send_text,
+        picture=None if images is None else picture,
+        flush=_flush_of(obj),
     )
 
 
 def _tensorboardx(obj: Any) -> Writer:
     def picture(drawn: Picture) -> None:
-        obj.add_image(drawn.tag, _pixels(drawn), global_step=max(drawn.step, 0), dataformats="HWC")
+        obj.add_image(drawn.tag, pixels_of(drawn), global_step=max(drawn.step, 0), dataformats="HWC")
 
     text = getattr(obj, "add_text", None)
     return ForwardingWriter(
@@ -119,8 +128,14 @@ def _tensorboardx(obj: Any) -> Writer:
 
 def _flax(obj: Any) -> Writer:
     text = getattr(obj, "text", None)
-    send_text = None if text is None else lambda step, tag, words: text(tag, words, step)
-    return ForwardingWriter(_each(obj.scalar), text=send_text, flush=_flush_of(obj))
+    send_text = None if text is None else lambda step, tag, words: text(tag, words, max(step, 0))
+
+    def picture(drawn: Picture) -> None:
+        obj.image(drawn.tag, pixels_of(drawn), max(drawn.step, 0))
+
+    return ForwardingWriter(
+        _each(obj.scalar), text=send_text, picture=picture if hasattr(obj, "image") else None, flush=_flush_of(obj)
+    )
 
 
 def _metrax(obj: Any) -> Writer:
@@ -132,6 +147,11 @@ def _big_vision(obj: Any) -> Writer:
 
 
 def _wandb(obj: Any) -> Writer:
+    """A run of Weights & Biases, its module with a run, or what takes ``log(scalars, step=)`` and counts no rows (Levanter)."""
+    run = getattr(obj, "run", None) if isinstance(obj, ModuleType) else obj
+    if isinstance(getattr(run, "step", None), int):
+        rows = WandbRows(run)
+        return ForwardingWriter(rows.scalars, text=rows.text, picture=rows.picture)
     return ForwardingWriter(lambda step, scalars: obj.log(dict(scalars), step=step))
 
 
@@ -148,7 +168,7 @@ _SHAPES: dict[str, Callable[[Any], Writer]] = {
 def _each(send: Callable[[str, float, int], object]) -> SendScalars:
     def scalars(step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
-            send(tag, value, step)
+            send(tag, value, max(step, 0))
 
     return scalars
 
@@ -156,11 +176,3 @@ def _each(send: Callable[[str, float, int], object]) -> SendScalars:
 def _flush_of(obj: Any) -> Callable[[], object] | None:
     flush = getattr(obj, "flush", None)
     return flush if callable(flush) else None
-
-
-def _pixels(picture: Picture) -> Any:
-    """The picture as height x width x colours of uint8."""
-    import numpy as np
-    from matplotlib.image import imread
-
-    return np.asarray(imread(io.BytesIO(picture.png), format="png") * 255).round().astype(np.uint8)

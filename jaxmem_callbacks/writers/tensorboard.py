@@ -25,6 +25,9 @@ from jaxmem_callbacks.writers.layout import Layout, layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
 
+# `data_class: DATA_CLASS_SCALAR`, a field that tensorboardX's copy of the format lacks. Without it TensorBoard's data server takes
+# the metadata for an old one and drops the description.
+_IS_SCALAR = b"\x20\x01"
 _RGBA = 4  # TensorBoard's number for the colours of a PNG with transparency
 
 
@@ -93,8 +96,10 @@ def _described(tag: str) -> SummaryMetadata | None:
     if figure is None:
         return None
     end = tag.rpartition("/")[2]
-    which = {"min": "Lowest of each window: ", "max": "Highest of each window: "}.get(end, "")
-    return SummaryMetadata(summary_description=f"{which}{figure.described()}")
+    which = {"min": "Lowest of each window and all devices. ", "max": "Highest of each window and all devices. "}.get(end, "")
+    scalars = SummaryMetadata.PluginData(plugin_name="scalars")
+    metadata = SummaryMetadata(summary_description=f"{which}{figure.described()}", plugin_data=scalars)
+    return SummaryMetadata.FromString(metadata.SerializeToString() + _IS_SCALAR)
 
 
 def _image(picture: Picture) -> Summary:

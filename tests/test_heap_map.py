@@ -1,0 +1,212 @@
+"""The heap map: buffers by address become groups, holes and cells; asking for addresses waits for nothing and changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import io
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from PIL import Image
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
+from jaxmem_callbacks.probes.heap import HeapProbe
+from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
+from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
+from jaxmem_callbacks.records.readings import Unavailable
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.heap_figure import TAG, draw_heap
+from jaxmem_callbacks.writers.protocol import Picture
+from tests.processes import until
+
+# The pure part
+
+
+def rows(*entries: tuple[int, int, str]) -> list[LiveBuffer]:
+    return [LiveBuffer(address=address, bytes=size, label=label) for address, size, label in entries]
+
+
+def test_buffers_become_groups_and_holes_by_address():
+    layout = layout_of(rows((300, 100, "b"), (0, 100, "a"), (100, 100, "a")), apart_bytes=1000)
+    assert [(group.label, group.count, group.bytes) for group in layout.groups] == [("a", 2, 200), ("b", 1, 100)]
+    (region,) = layout.regions
+    assert [(each.begin, each.end, each.group) for each in region] == [
+        (0, 100, 0),
+        (100, 200, 0),
+        (200, 300, HOLE),
+        (300, 400, 1),
+    ]
+    assert (layout.held_bytes, layout.hole_bytes, layout.largest_hole_bytes, layout.buffers) == (300, 100, 100, 3)
+
+
+def test_arrays_that_share_memory_are_counted_once():
+    layout = layout_of(rows((0, 100, "a"), (0, 100, "again"), (50, 100, "c")), apart_bytes=0)
+    assert layout.held_bytes == 150
+    assert [(group.label, group.bytes) for group in layout.groups] == [("a", 100), ("c", 50)]
+
+
+def test_what_lies_far_away_is_another_region_and_rare_labels_share_a_group():
+    far = rows(*((number * 10, 10, f"kind {number}") for number in range(20)), (10**12, 10, "far"))
+    layout = layout_of(far, most_groups=4, apart_bytes=1000)
+    assert [group.label for group in layout.groups][-1] == "17 other kinds"
+    assert len(layout.regions) == 2
+    cells, width = cells_of(layout, 100)
+    assert cells.count(BREAK) == 1
+    assert width >= 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**47), st.integers(1, 2**32), st.sampled_from("abcdefghijklmnop")),
+        min_size=1,
+        max_size=60,
+    ),
+    st.integers(1, 500),
+)
+def test_no_byte_is_lost_or_counted_twice(entries: list[tuple[int, int, str]], count: int):
+    buffers = rows(*entries)
+    layout = layout_of(buffers, most_groups=5)
+    edges = sorted({edge for each in buffers for edge in (each.address, each.address + each.bytes)})
+    covered = sum(
+        end - begin
+        for begin, end in zip(edges, edges[1:], strict=False)
+        if any(each.address <= begin and end <= each.address + each.bytes for each in buffers)
+    )
+    assert layout.held_bytes == covered == sum(group.bytes for group in layout.groups)
+    spans = sum(region[-1].end - region[0].begin for region in layout.regions)
+    assert spans == layout.held_bytes + layout.hole_bytes
+    assert len(layout.groups) <= 6
+    assert len(layout.regions) <= 60
+    cells, _ = cells_of(layout, count)
+    assert len(cells) <= max(count, 3 * len(layout.regions))
+    assert set(cells) <= {HOLE, BREAK, *range(len(layout.groups))}
+
+
+# Reading addresses
+
+
+def fullest(step: int = 0) -> HeapMap:
+    maps = [each for each in HeapProbe().read(step) if isinstance(each, HeapMap)]
+    assert len(maps) == len(jax.local_devices())
+    return maps[0]
+
+
+@pytest.mark.core
+def test_a_live_array_lies_where_jax_says():
+    array = jax.block_until_ready(jnp.ones((123, 7)) + 1)
+    seen = fullest(5)
+    (mine,) = [each for each in seen.buffers if each.label == "float32[123,7]"]
+    assert (mine.address, mine.bytes) == (array.unsafe_buffer_pointer(), 123 * 7 * 4)
+    assert (seen.device, seen.step) == ("cpu:0", 5)
+
+
+@pytest.mark.core
+def test_parts_of_a_sharded_array_are_found_and_leave_no_array_behind():
+    """JAX keeps parts that were asked for with their array, and counts them as live from then on."""
+    mesh = Mesh(jax.devices(), ("data",))
+    split = jax.device_put(jnp.ones((8, 531)), NamedSharding(mesh, P("data")))
+    whole = jax.device_put(jnp.ones((3, 531)), NamedSharding(mesh, P()))
+    jax.block_until_ready((split, whole))
+    before = [(each.live_array_bytes, each.live_array_count) for each in LiveArraysProbe().read(0)]
+    labels = [[each.label for each in seen.buffers] for seen in HeapProbe().read(0)]
+    assert all("float32[1,531]" in each and "float32[3,531]" in each for each in labels)
+    gc.collect()
+    assert [(each.live_array_bytes, each.live_array_count) for each in LiveArraysProbe().read(0)] == before
+
+
+@pytest.mark.core
+def test_a_map_keeps_nothing_alive_and_steps_donate_as_before():
+    step = jax.jit(lambda state: [each + 1 for each in state], donate_argnums=0)
+    mesh = Mesh(jax.devices(), ("data",))
+    state = step([jax.device_put(jnp.zeros((8, 977)), NamedSharding(mesh, P("data")))])
+    jax.block_until_ready(state)
+    addresses = {each.address for each in fullest().buffers if each.label == "float32[1,977]"}
+    old, state = state, step(state)
+    assert all(each.is_deleted() for each in old)
+    jax.block_until_ready(state)
+    assert {each.address for each in fullest().buffers if each.label == "float32[1,977]"} == addresses, "used again"
+    gone = weakref.ref(old[0])
+    del old
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.core
+def test_arrays_that_are_still_computed_are_not_waited_for():
+    @jax.jit
+    def slow(state: jax.Array, rounds: int) -> jax.Array:
+        return jax.lax.fori_loop(0, rounds, lambda _, value: jnp.tanh(value @ value) * 0.5, state)
+
+    state, few = jnp.full((300, 301), 0.01)[:, :300], 5
+    jax.block_until_ready(slow(state, few))
+    began = time.perf_counter()
+    jax.block_until_ready(slow(state, few))
+    rounds = int(few * 0.5 / (time.perf_counter() - began)) + few
+    running = slow(state, rounds)
+    seen = fullest()
+    assert not running.is_ready(), "it was not waited for"
+    assert seen.left_out_count >= 1
+    assert seen.left_out_bytes >= running.nbytes
+    jax.block_until_ready(running)
+
+
+def test_of_too_many_arrays_none_is_asked():
+    arrays = [jnp.ones(3) + number for number in range(5)]
+    entries = HeapProbe(most_arrays=4).read(0)
+    assert all(isinstance(each, Unavailable) and each.figure == "heap_map" for each in entries)
+    assert "asking more than 4 would hold the training thread up" in entries[0].reason
+    del arrays
+
+
+# The monitor
+
+
+def heaps(double: jm.CollectingWriter) -> list[Picture]:
+    return [picture for picture in double.of(Picture) if picture.tag == TAG]
+
+
+def test_the_monitor_takes_maps_in_the_hook_when_one_is_due_and_at_the_end():
+    """Never on its own thread: a step that donates an array while its address is asked for fails on a GPU."""
+    kept = jax.block_until_ready(jnp.ones((64, 65)))
+    double = jm.CollectingWriter()
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, heap_map_s=0.05, on_error="raise")
+    with jm.MemoryMonitor(settings, writer=double) as monitor:
+        monitor(0)
+        time.sleep(0.4)
+        assert heaps(double) == [], "due, and the hook was not called"
+        monitor(1)
+        until(lambda: heaps(double))
+        monitor(2)
+    steps = [picture.step for picture in heaps(double)]
+    assert (steps[0], steps[-1]) == (1, 2)
+    del kept
+
+
+def test_without_a_logger_for_pictures_nothing_is_drawn():
+    seen = []
+    with jm.MemoryMonitor(MonitorSettings(heap_map_s=0.01), writer=lambda step, scalars: seen.append(step)) as monitor:
+        monitor(0)
+        monitor.flush()
+    assert seen
+
+
+# The figure
+
+
+def test_the_figure_shows_groups_holes_and_what_is_left_out():
+    buffers = rows((2**40, 2**28, "float32[8192,8192]"), (2**40 + 2**29, 2**28, "bfloat16[16,8192,1024]"))
+    drawn = draw_heap(HeapMap(device="gpu:3", step=7, time_s=2.0, buffers=buffers, left_out_count=2, left_out_bytes=5))
+    assert (drawn.tag, drawn.step, drawn.width, drawn.height) == (TAG, 7, 840, 600)
+    pixels = np.asarray(Image.open(io.BytesIO(drawn.png)).convert("RGB"))
+    shares = [(pixels == colour).all(axis=-1).mean() for colour in ((31, 119, 180), (255, 127, 14), (228, 228, 228))]
+    assert min(shares) > 0.1, "two groups and the hole between them"
+    assert draw_heap(HeapMap(device="cpu:0", step=0, time_s=0.0, buffers=[])) is None
