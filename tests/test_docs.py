@@ -16,9 +16,16 @@ import jax
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED
+from jaxmem_callbacks.analysis.known import HEAP_MAP
+from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.config.schema import short_key
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.writers.over_time import TAG as OVER_TIME
+from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
+from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
+from jaxmem_callbacks.writers.protocol import EVENTS_TAG
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -158,6 +165,20 @@ def test_every_preset_is_described_and_no_other() -> None:
     rows = described("The parts")
     assert sorted(row[0].strip("`") for row in rows) == list(jm.list_presets())
     assert {len(row) for row in rows} == {4}, "what it does, when to use it, its cost"
+
+
+def test_every_tag_of_the_monitor_is_told_with_unit_source_window_backends_and_cost() -> None:
+    text = (ROOT / "docs" / "figures.md").read_text()
+    rows = [re.split(r" \| ", line.strip("| ")) for line in re.findall(r"^\| `.*\|$", text, re.MULTILINE)]
+    told = {row[0].strip("`"): row for row in rows if len(row) == 7}
+    units = {"GiB": "GiB", "arrays": "arrays", "share": "share"}
+    for figure in (*FIGURES, *DERIVED, *NAMED):
+        (row,) = [row for tag, row in told.items() if tag.partition("<")[0] == figure.tag]
+        assert row[2] == units[figure.unit], figure.tag
+    known = {figure.tag for figure in (*FIGURES, *DERIVED, *NAMED)} | {"train/"}
+    assert {tag.partition("<")[0] for tag in told} == known, "no other"
+    written = {EVENTS_TAG, KNOWN_TAG, HEAP_MAP, OVER_TIME, FRONTIER, CANDIDATES_TAG, SOURCES_TAG}
+    assert written == {tag for row in rows if len(row) == 3 for tag in re.findall(r"`((?:memory|plan)/\w+)`", row[0])}
 
 
 def test_the_keys_of_presets_are_all_told() -> None:

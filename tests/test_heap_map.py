@@ -19,13 +19,14 @@ from PIL import Image
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
+from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
-from jaxmem_callbacks.writers.heap_figure import TAG, draw_heap
-from jaxmem_callbacks.writers.protocol import Picture
+from jaxmem_callbacks.writers.heap_figure import draw_heap
+from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests.processes import until
 
 # The pure part
@@ -171,7 +172,7 @@ def test_of_too_many_arrays_none_is_asked():
 
 
 def heaps(double: jm.CollectingWriter) -> list[Picture]:
-    return [picture for picture in double.of(Picture) if picture.tag == TAG]
+    return [picture for picture in double.of(Picture) if picture.tag == HEAP_MAP]
 
 
 def test_the_monitor_takes_maps_in_the_hook_when_one_is_due_and_at_the_end():
@@ -186,6 +187,8 @@ def test_the_monitor_takes_maps_in_the_hook_when_one_is_due_and_at_the_end():
         monitor(1)
         until(lambda: heaps(double))
         monitor(2)
+    (told,) = [row for row in double.of(Table)[-1].rows if row[0] == HEAP_MAP]
+    assert told[1].endswith("(cpu:0)")
     steps = [picture.step for picture in heaps(double)]
     assert (steps[0], steps[-1]) == (1, 2)
     del kept
@@ -205,7 +208,7 @@ def test_without_a_logger_for_pictures_nothing_is_drawn():
 def test_the_figure_shows_groups_holes_and_what_is_left_out():
     buffers = rows((2**40, 2**28, "float32[8192,8192]"), (2**40 + 2**29, 2**28, "bfloat16[16,8192,1024]"))
     drawn = draw_heap(HeapMap(device="gpu:3", step=7, time_s=2.0, buffers=buffers, left_out_count=2, left_out_bytes=5))
-    assert (drawn.tag, drawn.step, drawn.width, drawn.height) == (TAG, 7, 840, 600)
+    assert (drawn.tag, drawn.step, drawn.width, drawn.height) == (HEAP_MAP, 7, 840, 600)
     pixels = np.asarray(Image.open(io.BytesIO(drawn.png)).convert("RGB"))
     shares = [(pixels == colour).all(axis=-1).mean() for colour in ((31, 119, 180), (255, 127, 14), (228, 228, 228))]
     assert min(shares) > 0.1, "two groups and the hole between them"

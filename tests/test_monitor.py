@@ -122,7 +122,12 @@ def test_a_run_says_what_is_known_here(run: Run):
 
 def test_a_run_ends_with_its_figure(run: Run):
     over_time, heap = run.double.of(Picture)
-    assert (over_time.tag, over_time.step, heap.tag, heap.step) == ("memory/over_time", STEPS - 1, "memory/heap_map", STEPS - 1)
+    assert (over_time.tag, over_time.step, heap.tag, heap.step) == (
+        "memory/over_time",
+        STEPS - 1,
+        "memory/heap_map",
+        STEPS - 1,
+    )
     for picture in (over_time, heap):
         assert run.page.Images(picture.tag)[0].encoded_image_string == picture.png
     assert run.double.closed

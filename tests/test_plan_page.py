@@ -153,7 +153,11 @@ def test_a_plan_as_a_run_of_tensorboard(written: Path) -> None:
     events = events_of(written)
     tags = events.Tags()
     assert tags["images"] == ["plan/frontier"]
-    assert set(tags["tensors"]) == {"plan/candidates/text_summary", "plan/where_figures_come_from/text_summary"}
+    assert set(tags["tensors"]) == {
+        "plan/candidates/text_summary",
+        "plan/where_figures_come_from/text_summary",
+        "custom_scalars__config__",
+    }
     (image,) = events.Images("plan/frontier")
     assert (image.width, image.height) == (1008, 677)
     assert image.encoded_image_string.startswith(b"\x89PNG")
@@ -247,7 +251,7 @@ def test_a_monitor_writes_its_plan_once_at_the_start(tmp_path: Path) -> None:
     windows = writer.of(Window)
     assert len(windows) > 1
     assert {window.scalars()["memory/plan_budget_gib"] for window in windows} == {72 / 1024}
-    assert events_of(tmp_path).Tags()["images"] == ["plan/frontier", "memory/over_time"]
+    assert sorted(events_of(tmp_path).Tags()["images"]) == ["memory/heap_map", "memory/over_time", "plan/frontier"]
     lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
     (plan,) = [line["plan"] for line in lines if line["kind"] == "plan"]
     assert plan["candidates"][plan["chosen"]]["step_bytes"] == samples.six().candidates[3].step_bytes

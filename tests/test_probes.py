@@ -238,7 +238,9 @@ def test_unregistered_compiles_are_heard_while_listening_and_jax_own_operations_
     assert probe.drain(settle_s=3600.0) == (), "they settle first, so that a registered step can enter the registry"
     compiled = probe.drain(settle_s=0.0)
     assert [each.program for each in compiled] == ["uncommon_step"]
-    assert (compiled[0].memory.argument_bytes, compiled[0].memory.output_bytes) == (44, 44), "of this compile, not another"
+    assert (compiled[0].memory.argument_bytes, compiled[0].memory.output_bytes) == (44, 44), (
+        "of this compile, not another"
+    )
     assert compiled[0].unavailable == NOT_REGISTERED
     assert abs(compiled[0].time_s - time.time()) < 60
     probe.stop()
@@ -262,7 +264,9 @@ def test_the_need_of_each_unregistered_program_is_its_own():
         jax.jit(function)(x)
     needs = {each.program: each.memory for each in probe.drain(settle_s=0.0)}
     probe.stop()
-    expected = {function.__name__: jax.jit(function).lower(x).compile().memory_analysis() for function in (first, second)}
+    expected = {
+        function.__name__: jax.jit(function).lower(x).compile().memory_analysis() for function in (first, second)
+    }
     for name, stats in expected.items():
         assert (needs[name].temp_bytes, needs[name].output_bytes) == (
             stats.temp_size_in_bytes,

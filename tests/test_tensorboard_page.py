@@ -156,7 +156,37 @@ def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser, ru
     text = look("images", "memory/over_time")
     assert f"step\n{run.last_step}" in text
     widths = browser.wait_for(lambda: browser.run(_WIDTHS))
-    assert sorted(widths) == [720, 1008, 1008], "all really loaded: memory over time, and both plans' frontiers"
+    assert sorted(widths) == [840, 840, 1008, 1008], "all loaded: memory over time, heap map, and both plans' frontiers"
+    assert "memory/heap_map" in text
+
+
+def test_the_scalars_say_what_they_are_and_from_where(look: Look, browser: Browser):
+    """As TensorBoard shows it beside a chart."""
+    look("scalars", "tag:\nmemory/live_arrays_gib")
+    tags = browser.run("return fetch('data/plugin/scalars/tags').then(answer => answer.json())")["demo"]
+    assert "in GiB, from jax.live_arrays(), at the moment of reading" in tags["memory/live_arrays_gib"]["description"]
+    undescribed = [tag for tag, about in tags.items() if not about["description"] and not tag.startswith("train/")]
+    assert undescribed == []
+
+
+def test_the_custom_scalars_page_has_titled_charts_with_data(look: Look, browser: Browser):
+    text = look("custom_scalars", "Range of each window: min, mean, max")
+    for title in (
+        "Device memory",
+        "Against the limit, mean of each window [GiB]",
+        "Need of each program by its compiler, beside what was planned [GiB]",
+        "Compiled over planned, less 1 [share]",
+        "Resident memory of the process [GiB]",
+        "The step's metrics, mean of each window",
+        "Live arrays [GiB], from live_arrays",
+    ):
+        assert title in text
+    assert "Room that is left [GiB]" not in text, "no chart without data"
+    lines = browser.run(
+        "return fetch('data/plugin/custom_scalars/scalars?run=demo&tag=' + "
+        "encodeURIComponent('^memory/program_gib/(?!.*/(min|max)$)')).then(answer => answer.json())"
+    )
+    assert "memory/program_gib/page_step" in lines["tag_to_events"]
 
 
 def test_the_text_page_shows_the_plans(look: Look):

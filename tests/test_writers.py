@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.console import Console
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Spread, Window
@@ -175,7 +175,10 @@ def test_the_figure_shows_limit_line_and_events():
 
 def test_the_figure_draws_the_largest_programs_only_and_any_kind_of_event():
     many = {f"program_{number}": number * MIB for number in range(30)}
-    assert draw_over_time(points(), [], needs=many).png == draw_over_time(points(), [], needs=dict(list(many.items())[-4:])).png
+    assert (
+        draw_over_time(points(), [], needs=many).png
+        == draw_over_time(points(), [], needs=dict(list(many.items())[-4:])).png
+    )
 
 
 def test_the_figure_leaves_pyplot_alone():

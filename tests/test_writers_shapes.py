@@ -96,7 +96,7 @@ class Flax:
         self.calls.append((tag, textdata[:6], step))
 
     def image(self, tag: str, image: Any, step: int, max_outputs: int = 3) -> None:
-        self.calls.append((tag, image.shape, step))
+        self.calls.append((tag, image.shape[-max_outputs:], step))
 
     def flush(self) -> None:
         self.calls.append("flush")

@@ -120,14 +120,24 @@ BUDGET, PRESET_LIMIT = "memory/plan_budget_gib", "memory/preset_limit_gib"
 _ONE_STEP = "for one step on one device, from its compile on"
 # Figures of programs and plans: a tag that ends with a slash is followed by a program's name.
 NAMED = (
-    Figure(tag=PROGRAM, source="compiler", unit="GiB", meaning="what the program needs, by its compiler", window=_ONE_STEP),
-    Figure(tag=PLANNED, source="plan", unit="GiB", meaning="what the plan foretold that the step needs", window=_ONE_STEP),
+    Figure(
+        tag=PROGRAM, source="compiler", unit="GiB", meaning="what the program needs, by its compiler", window=_ONE_STEP
+    ),
+    Figure(
+        tag=PLANNED, source="plan", unit="GiB", meaning="what the plan foretold that the step needs", window=_ONE_STEP
+    ),
     Figure(
         tag=ERROR, source="plan", unit="share", meaning="compiled bytes over foretold bytes, less 1", window=_ONE_STEP
     ),
-    Figure(tag=BUDGET, source="plan", unit="GiB", meaning="the budget that was planned for", window="for the whole run"),
     Figure(
-        tag=PRESET_LIMIT, source="preset", unit="GiB", meaning="the limit that events are judged by", window="for the whole run"
+        tag=BUDGET, source="plan", unit="GiB", meaning="the budget that was planned for", window="for the whole run"
+    ),
+    Figure(
+        tag=PRESET_LIMIT,
+        source="preset",
+        unit="GiB",
+        meaning="the limit that events are judged by",
+        window="for the whole run",
     ),
 )
 
@@ -179,7 +189,12 @@ def unattributed_bytes(live: Reading, allocator: Reading | None, temp_bytes: int
 
 def outside_pool_bytes(driver: Reading, allocator: Reading | None) -> int | None:
     """What is taken on the device and is not JAX's pool."""
-    if driver.source != "driver" or driver.device_used_bytes is None or allocator is None or allocator.pool_bytes is None:
+    if (
+        driver.source != "driver"
+        or driver.device_used_bytes is None
+        or allocator is None
+        or allocator.pool_bytes is None
+    ):
         return None
     return max(driver.device_used_bytes - allocator.pool_bytes, 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -10,6 +10,7 @@ from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, FRAGMENTATION, H
 from jaxmem_callbacks.analysis.fragmentation import fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.plan_check import plan_row
+from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
@@ -18,6 +19,7 @@ from jaxmem_callbacks.records.units import format_bytes
 COLUMNS = ("figure", "latest", "from", "meaning, or why it is unknown")
 _NOT_IN_STATISTICS = "unknown, because the allocator's statistics do not have it here"
 _NOT_READ = "unknown, because nothing was read yet"
+HEAP_MAP = "memory/heap_map"
 _NOT_COMPUTED = "nothing that it is computed from was read yet"
 _MISSING_PARTS = {
     HEADROOM.tag: "the allocator reports no limit",
@@ -47,6 +49,7 @@ class KnownHere:
         self._why: dict[str, str] = {}
         self._programs: dict[str, ProgramMemory] = {}
         self._unknown_programs: dict[str, str] = {}
+        self._heaps: Sequence[HeapMap] = ()
         self._dropped = 0
 
     def learn(self, observation: Observation) -> None:
@@ -62,6 +65,7 @@ class KnownHere:
                 self._programs[compilation.program] = larger
             elif compilation.program not in self._programs:
                 self._unknown_programs[compilation.program] = compilation.unavailable or "unknown"
+        self._heaps = observation.heaps or self._heaps
         self._dropped = observation.dropped
 
     def shape(self) -> tuple[tuple[str, bool], ...]:
@@ -73,6 +77,7 @@ class KnownHere:
         return (
             *map(self._figure, FIGURES),
             *map(self._derived, DERIVED),
+            self._heap_map(),
             *self._limit(),
             *self._needs(),
             *self._planned(),
@@ -119,6 +124,19 @@ class KnownHere:
     def temp_bytes(self) -> int:
         """Temporaries of the largest program that is known."""
         return max((program.temp_bytes for program in self._programs.values()), default=0)
+
+    def _heap_map(self) -> KnownRow:
+        held = {heap.device: sum(buffer.bytes for buffer in heap.buffers) for heap in self._heaps}
+        if held:
+            device = max(held, key=lambda name: held[name])
+            return _row(
+                HEAP_MAP,
+                f"{format_bytes(held[device])} ({device})",
+                "live_arrays",
+                "addresses of arrays that are ready",
+            )
+        why = self._why.get("heap_map", "none was taken yet; the first comes after heap_map_s seconds, or at the end")
+        return _unknown(HEAP_MAP, "live_arrays", f"unknown, because {why}")
 
     def _limit(self) -> list[KnownRow]:
         if self._limit_bytes is None:

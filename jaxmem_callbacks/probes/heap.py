@@ -47,7 +47,10 @@ class HeapProbe:
         arrays = jax.live_arrays() if addressed else []
         if len(arrays) > self._most:
             why = f"{len(arrays)} arrays are alive, and asking more than {self._most} would hold the training thread up"
-            return [*found, *(Unavailable(figure="heap_map", device=device_label(each), reason=why) for each in addressed)]
+            return [
+                *found,
+                *(Unavailable(figure="heap_map", device=device_label(each), reason=why) for each in addressed),
+            ]
         parts: dict[Device, list[LiveBuffer]] = {device: [] for device in addressed}
         left_out: dict[Device, list[int]] = {device: [0, 0] for device in addressed}
         for array in arrays:

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, HeapLayout, cells_of, layout_of
+from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Picture
 
-TAG = "memory/heap_map"
 _SIZE = (840, 600)  # pixels; TensorBoard shows images at less than half this width, so the letters are large for it
 _DPI = 120
 _COLUMNS, _ROWS = 64, 36
@@ -41,7 +41,9 @@ def draw_heap(heap: HeapMap) -> Picture | None:
     _list_groups(axes, layout, on_host=on_host)
     file = io.BytesIO()
     figure.savefig(file, format="png")
-    return Picture(tag=TAG, step=heap.step, time_s=heap.time_s, png=file.getvalue(), width=_SIZE[0], height=_SIZE[1])
+    return Picture(
+        tag=HEAP_MAP, step=heap.step, time_s=heap.time_s, png=file.getvalue(), width=_SIZE[0], height=_SIZE[1]
+    )
 
 
 def _draw_cells(axes: Any, layout: HeapLayout) -> None:
@@ -79,7 +81,10 @@ def _list_groups(axes: Any, layout: HeapLayout, *, on_host: bool) -> None:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(color=_COLOURS[number % len(_COLOURS)], label=f"{_short(group.label)}\n{group.count} x, {format_bytes(group.bytes)}")
+        Patch(
+            color=_COLOURS[number % len(_COLOURS)],
+            label=f"{_short(group.label)}\n{group.count} x, {format_bytes(group.bytes)}",
+        )
         for number, group in enumerate(layout.groups)
     ]
     words = "other memory\nof the process" if on_host else "no live array:\nfree or a program's"

@@ -27,7 +27,8 @@ _LINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "Programs": {
-        "Need of each program by its compiler, beside what was planned [GiB]": (PROGRAM, PLANNED, BUDGET, PRESET_LIMIT),
+        "Need of each program by its compiler, beside what was planned [GiB]": (PROGRAM, PLANNED),
+        "What it is judged by [GiB]": (BUDGET, PRESET_LIMIT),
         "Compiled over planned, less 1 [share]": (ERROR,),
     },
     "Host": {"Resident memory of the process [GiB]": ("memory/host_gib",)},

@@ -96,7 +96,9 @@ def _described(tag: str) -> SummaryMetadata | None:
     if figure is None:
         return None
     end = tag.rpartition("/")[2]
-    which = {"min": "Lowest of each window and all devices. ", "max": "Highest of each window and all devices. "}.get(end, "")
+    which = {"min": "Lowest of each window and all devices. ", "max": "Highest of each window and all devices. "}.get(
+        end, ""
+    )
     scalars = SummaryMetadata.PluginData(plugin_name="scalars")
     metadata = SummaryMetadata(summary_description=f"{which}{figure.described()}", plugin_data=scalars)
     return SummaryMetadata.FromString(metadata.SerializeToString() + _IS_SCALAR)
