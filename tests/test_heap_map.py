@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import time
 import weakref
 
@@ -79,7 +80,7 @@ def test_no_byte_is_lost_or_counted_twice(entries: list[tuple[int, int, str]], c
     edges = sorted({edge for each in buffers for edge in (each.address, each.address + each.bytes)})
     covered = sum(
         end - begin
-        for begin, end in zip(edges, edges[1:], strict=False)
+        for begin, end in itertools.pairwise(edges)
         if any(each.address <= begin and end <= each.address + each.bytes for each in buffers)
     )
     assert layout.held_bytes == covered == sum(group.bytes for group in layout.groups)

@@ -251,7 +251,7 @@ def test_a_monitor_writes_its_plan_once_at_the_start(tmp_path: Path) -> None:
     windows = writer.of(Window)
     assert len(windows) > 1
     assert {window.scalars()["memory/plan_budget_gib"] for window in windows} == {72 / 1024}
-    assert sorted(events_of(tmp_path).Tags()["images"]) == ["memory/heap_map", "memory/over_time", "plan/frontier"]
+    assert {"memory/over_time", "plan/frontier"} <= set(events_of(tmp_path).Tags()["images"])
     lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
     (plan,) = [line["plan"] for line in lines if line["kind"] == "plan"]
     assert plan["candidates"][plan["chosen"]]["step_bytes"] == samples.six().candidates[3].step_bytes

@@ -1,8 +1,8 @@
 """The parts of a sharded array, one a device, without leaving anything behind.
 
 JAX's public ways (``addressable_shards``, ``addressable_data``) make the parts once and keep them with the array, and
-``jax.live_arrays()`` counts them from then on. A clone shares the array's memory, donation included, and its parts go with it. Where
-arrays cannot be cloned there are no parts.
+``jax.live_arrays()`` counts them from then on. A clone shares the array's memory, donation included, and its parts go
+with it. Where arrays cannot be cloned there are no parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What programs compiled outside `jm.jit_step` need: the statistics of the executable that a compile event has just brought.
 
-JAX has no public way from a compile event to its program. The client's list of live executables has the newest first, and the event
-comes right after the newest one was made. Where the list does not answer or answers more than one new program, there is None.
+JAX has no public way from a compile event to its program. The client's list of live executables has the newest first, and
+the event comes right after the newest one was made. Where the list has no new program, or more than one, there is None.
 """
 
 from __future__ import annotations

@@ -57,61 +57,103 @@ class Figure:
         return f"{self.meaning[0].upper()}{self.meaning[1:]}; {_UNIT_WORDS[self.unit]}, from {_FROM[self.source]}, {self.window}."
 
 
-def _figure(tag: str, source: Source, unit: Unit, field: str | None, meaning: str, window: str = _MOMENT) -> Figure:
-    return Figure(tag=tag, source=source, unit=unit, field=field, meaning=meaning, window=window)
-
-
 SINCE_START = "over the time since the process began"
 FIGURES = (
-    _figure("memory/in_use_gib", "allocator", "GiB", "in_use_bytes", "held by the allocator"),
-    _figure("memory/reserved_gib", "allocator", "GiB", "reserved_bytes", "for temporaries (TPU)"),
-    _figure(
-        "memory/peak_since_start_gib",
-        "allocator",
-        "GiB",
-        "peak_bytes_since_start",
-        "largest in use since the process began, not one step's peak",
-        SINCE_START,
+    Figure(
+        tag="memory/in_use_gib",
+        source="allocator",
+        unit="GiB",
+        field="in_use_bytes",
+        meaning="held by the allocator",
     ),
-    _figure("memory/limit_gib", "allocator", "GiB", "limit_bytes", "what the allocator may use"),
-    _figure("memory/pool_gib", "allocator", "GiB", "pool_bytes", "taken from the driver so far"),
-    _figure(
-        "memory/largest_free_gib", "allocator", "GiB", "largest_free_bytes", "largest block that could be given out"
+    Figure(
+        tag="memory/reserved_gib",
+        source="allocator",
+        unit="GiB",
+        field="reserved_bytes",
+        meaning="for temporaries (TPU)",
     ),
-    _figure(
-        "memory/live_arrays_gib", "live_arrays", "GiB", "live_array_bytes", "arrays that Python holds; no temporaries"
+    Figure(
+        tag="memory/peak_since_start_gib",
+        source="allocator",
+        unit="GiB",
+        field="peak_bytes_since_start",
+        meaning="largest in use since the process began, not one step's peak",
+        window=SINCE_START,
     ),
-    _figure("memory/live_arrays_count", "live_arrays", "arrays", "live_array_count", "number of those arrays"),
-    _figure("memory/host_gib", "host", "GiB", "resident_bytes", "resident memory of the process"),
-    _figure(
-        "memory/device_used_gib",
-        "driver",
-        "GiB",
-        "device_used_bytes",
-        "taken on the whole device, by this process and all others",
+    Figure(
+        tag="memory/limit_gib",
+        source="allocator",
+        unit="GiB",
+        field="limit_bytes",
+        meaning="what the allocator may use",
+    ),
+    Figure(
+        tag="memory/pool_gib",
+        source="allocator",
+        unit="GiB",
+        field="pool_bytes",
+        meaning="taken from the driver so far",
+    ),
+    Figure(
+        tag="memory/largest_free_gib",
+        source="allocator",
+        unit="GiB",
+        field="largest_free_bytes",
+        meaning="largest block that could be given out",
+    ),
+    Figure(
+        tag="memory/live_arrays_gib",
+        source="live_arrays",
+        unit="GiB",
+        field="live_array_bytes",
+        meaning="arrays that Python holds; no temporaries",
+    ),
+    Figure(
+        tag="memory/live_arrays_count",
+        source="live_arrays",
+        unit="arrays",
+        field="live_array_count",
+        meaning="number of those arrays",
+    ),
+    Figure(
+        tag="memory/host_gib",
+        source="host",
+        unit="GiB",
+        field="resident_bytes",
+        meaning="resident memory of the process",
+    ),
+    Figure(
+        tag="memory/device_used_gib",
+        source="driver",
+        unit="GiB",
+        field="device_used_bytes",
+        meaning="taken on the whole device, by this process and all others",
     ),
 )
-HEADROOM = _figure("memory/headroom_gib", "allocator", "GiB", None, "limit less in use and reserved")
-FRAGMENTATION = _figure(
-    "memory/fragmentation_share",
-    "allocator",
-    "share",
-    None,
-    "share of the pool's free memory outside the largest free block",
+HEADROOM = Figure(
+    tag="memory/headroom_gib",
+    source="allocator",
+    unit="GiB",
+    meaning="limit less in use and reserved",
 )
-UNATTRIBUTED = _figure(
-    "memory/unattributed_gib",
-    "live_arrays",
-    "GiB",
-    None,
-    "in use, less live arrays, less the temporaries of the largest known program",
+FRAGMENTATION = Figure(
+    tag="memory/fragmentation_share",
+    source="allocator",
+    unit="share",
+    meaning="share of the pool's free memory outside the largest free block",
 )
-OUTSIDE_POOL = _figure(
-    "memory/outside_pool_gib",
-    "driver",
-    "GiB",
-    None,
-    "taken on the device outside JAX's pool: CUDA context, NCCL, cuDNN, other processes",
+UNATTRIBUTED = Figure(
+    tag="memory/unattributed_gib",
+    source="live_arrays",
+    unit="GiB",
+    meaning="in use, less live arrays, less the temporaries of the largest known program",
+)
+OUTSIDE_POOL = Figure(
+    tag="memory/outside_pool_gib",
+    source="driver",
+    unit="GiB",
+    meaning="taken on the device outside JAX's pool: CUDA context, NCCL, cuDNN, other processes",
 )
 DERIVED = (HEADROOM, FRAGMENTATION, UNATTRIBUTED, OUTSIDE_POOL)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,7 +142,5 @@ def _grouped(rows: Sequence[LiveBuffer], most: int) -> tuple[list[Group], dict[s
 
 def _apart(stretches: Sequence[Stretch], held: int) -> int:
     """The hole that still belongs to a region: a twentieth of what is held, or more where that leaves too many regions."""
-    gaps = sorted(
-        (after.begin - before.end for before, after in zip(stretches, stretches[1:], strict=False)), reverse=True
-    )
+    gaps = sorted((after.begin - before.end for before, after in itertools.pairwise(stretches)), reverse=True)
     return max(held // 20, *gaps[_MOST_REGIONS - 1 : _MOST_REGIONS], 4096)

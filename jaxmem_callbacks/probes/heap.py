@@ -2,9 +2,9 @@
 
 Measured: where the buffers of arrays lie that are ready. Backends: CPU and GPU. Cost: about 10 microseconds an array.
 
-Two facts of the runtime decide how it is used. Asking an array for its address may wait until its memory is there, so only arrays
-that are ready are asked. And while an address is asked for, the runtime lends the buffer out: a step that donates it at that moment
-fails on a GPU, and copies it on a CPU. So this runs on the thread that calls the hook, and on no other.
+Two facts of the runtime decide how it is used. Asking an array for its address may wait until its memory is there, so only
+arrays that are ready are asked. And while an address is asked for, the runtime lends the buffer out: a step that donates it at
+that moment fails on a GPU, and copies it on a CPU. So this runs on the thread that calls the hook, and on no other.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class MonitorSettings:
         scan_s: Seconds between readings of live arrays, on the monitor's own thread, as all that follow but the heap map.
         host_s: Seconds between readings of the process's resident memory.
         driver_s: Seconds between questions to NVIDIA's driver.
-        heap_map_s: Seconds between heap maps, which are read on the training thread (about 10 microseconds an array), and at the end.
+        heap_map_s: Seconds between heap maps, read on the training thread (about 10 microseconds an array); one more at the end.
         figure_s: Seconds between drawings of memory over time, and at the end.
         limit_bytes: A limit to judge against where the platform reports none, or a tighter one than it reports; bytes.
         near_oom_headroom: Near-OOM begins when free memory falls under this share of the limit.

@@ -25,8 +25,8 @@ from jaxmem_callbacks.writers.layout import Layout, layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
 
-# `data_class: DATA_CLASS_SCALAR`, a field that tensorboardX's copy of the format lacks. Without it TensorBoard's data server takes
-# the metadata for an old one and drops the description.
+# `data_class: DATA_CLASS_SCALAR`, a field that tensorboardX's copy of the format lacks. Without it TensorBoard's data server
+# takes the metadata for an old one and drops the description.
 _IS_SCALAR = b"\x20\x01"
 _RGBA = 4  # TensorBoard's number for the colours of a PNG with transparency
 

@@ -1,8 +1,8 @@
 """Weights & Biases: windows, events and pictures as rows of the user's run, beside his own and never in their way.
 
-A run has one row counter that only goes up, and drops what comes for a row behind it. So a window is added to the row that the user
-is at, or, when he wrote nothing since the last window, to one row more, yet never beyond the step of the window before: what the user
-logs late still finds its row. The step itself stands in ``memory/step``, which is made the axis of these figures.
+A run has one row counter that only goes up, and drops what comes for a row behind it. So a window is added to the row that the
+user is at, or, when he wrote nothing since the last window, to one row more, yet never beyond the step of the window before:
+what the user logs late still finds its row. The step itself stands in ``memory/step``, which is made the axis of these figures.
 """
 
 from __future__ import annotations
