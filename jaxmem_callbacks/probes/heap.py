@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import jax
 
@@ -70,7 +70,7 @@ class HeapProbe:
         return [*found, *maps]
 
 
-def _add(array: jax.Array, parts: dict[Device, list[LiveBuffer]], left_out: dict[Device, list[int]]) -> None:
+def _add(array: Any, parts: dict[Device, list[LiveBuffer]], left_out: dict[Device, list[int]]) -> None:
     """One array's parts on the devices, with their addresses if it is ready."""
     # A deleted array is never asked whether it is ready: jaxlib 0.10.2 crashes the process.
     if array.is_deleted():
