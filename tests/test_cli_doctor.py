@@ -50,7 +50,14 @@ def test_a_sound_machine_exits_0_in_80_columns_and_jax_is_not_even_imported():
     assert "Nothing is wrong with these settings." in out
     assert out.endswith("JAX False\n")
     assert max(map(len, out.splitlines())) <= 80
-    for name in ("allocator statistics", "largest free block", "live arrays", "compile-time analysis", "host memory"):
+    for name in (
+        "allocator statistics",
+        "largest free block",
+        "live arrays",
+        "array addresses",
+        "compile-time analysis",
+        "host memory",
+    ):
         assert f"\n  {name} " in out
 
 

@@ -83,6 +83,7 @@ def figures_here(
         _statistics(seen, devices, platform),
         _largest_block(seen, devices, platform),
         Figure(name="live arrays", exists=True, told="jax.live_arrays(), on every platform"),
+        _addresses(platform),
         Figure(name="compile-time analysis", exists=True, told=compiled),
         _driver(platform, has_driver=has_driver),
         Figure(name="host memory", exists=resident_bytes is not None, told=host),
@@ -121,11 +122,21 @@ def _largest_block(seen: Surroundings, devices: Sequence[DeviceFacts] | None, pl
     return Figure(name=name, exists=False, told="this allocator reports none: BFC and TPUs do")
 
 
+def _addresses(platform: Platform | None) -> Figure:
+    name = "array addresses"
+    if platform == "tpu":
+        return Figure(name=name, exists=False, told="a TPU's runtime tells none, so there is no heap map")
+    if platform is None:
+        return Figure(name=name, exists=None, told=_UNDECIDED)
+    return Figure(name=name, exists=True, told="of arrays that are ready: the monitor's heap map")
+
+
 def _driver(platform: Platform | None, *, has_driver: bool) -> Figure:
     name = "memory by the driver"
     if has_driver:
         told = (
-            "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took (nvidia-smi)"
+            "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took; the monitor asks "
+            "it through nvidia-ml-py (pip install 'jaxmem_callbacks[nvidia]')"
         )
         return Figure(name=name, exists=True, told=told)
     if platform == "cpu":
