@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -70,6 +70,8 @@ class MemoryMonitor:
         ()
     """
 
+    _running = False  # also where the constructor refused its arguments
+
     def __init__(
         self,
         preset: Preset | MonitorSettings | str | None = None,
@@ -100,10 +102,9 @@ class MemoryMonitor:
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
-        self._ticker = Ticker(look_s, self._try_look)
-        self._look_lock = threading.Lock()
+        self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
+        self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
-        self._running = False
         self._stamp: Callable[[Any, Any], None] = self._first_stamp
         self._programs.start()
         weakref.finalize(self, self._programs.stop)
@@ -120,7 +121,6 @@ class MemoryMonitor:
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here, training goes on
             self._stamp = _ignore
             self._faults.report("the hook", error)
-        if self._faults.pending is not None:
             self._faults.raise_pending()
 
     def on_step(self, info: Any, force: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - Levanter's hook signature
@@ -150,13 +150,18 @@ class MemoryMonitor:
 
     def flush(self) -> None:
         """Look now, at everything, and write it; for the end of an epoch or a test, not for every step."""
-        self._try_look(scan=True)
+        self._look_now()
         self._faults.raise_pending()
 
     def close(self) -> None:
         """Write what is left and let go of files and thread; further calls do nothing."""
         self._finish()
         self._faults.raise_pending()
+
+    def __del__(self) -> None:
+        """A monitor that nobody holds any longer, as after a notebook's cell was run again, is closed."""
+        if self._running:
+            self._finish(wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -171,48 +176,69 @@ class MemoryMonitor:
     def _latest(self) -> dict[str, float]:
         latest = self._recorder.latest(self._sampler.now())
         if not latest:
-            self._try_look(scan=True)
+            self._look_now()
             latest = self._recorder.latest()
         return latest
 
     def _first_stamp(self, step: Any, metrics: Any) -> None:
-        self._stamp = self._sampler.stamp
-        self._stamp(step, metrics)
+        self._stamp = self._strict_stamp if self._faults.raises else self._sampler.stamp
+        self._sampler.stamp(step, metrics)
         self._running = os.getpid() == self._pid
         if self._running:
-            atexit.register(self._finish)
+            atexit.register(self._at_exit)
             self._ticker.start()
 
+    def _strict_stamp(self, step: Any, metrics: Any) -> None:
+        self._sampler.stamp(step, metrics)
+        self._faults.raise_pending()
+
+    @property
+    def _has_thread(self) -> bool:
+        return self._running and os.getpid() == self._pid  # a fork copies the monitor without its thread
+
+    def _look_now(self) -> None:
+        if self._has_thread and not self._ticker.run(partial(self._try_look, scan=True)):
+            self._say_what_hangs()
+
     def _try_look(self, *, scan: bool = False, last: bool = False) -> None:
-        # After a fork there is no such thread, and a lock that it held at that moment stays locked.
-        if self._running and os.getpid() == self._pid:
-            self._faults.attempt("the monitor", self._look, scan, last, default=None)
+        self._faults.attempt("the monitor", self._look, scan, last, default=None)
 
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
-        with self._look_lock:
-            observation = self._sampler.collect(scan=scan or last)
-            events: list[MemoryEvent] = []
-            for detector in self._detectors:
-                events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
-            self._recorder.record(observation, events, last=last)
+        observation = self._sampler.collect(scan=scan or last)
+        events: list[MemoryEvent] = []
+        for detector in self._detectors:
+            events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
+        self._recorder.record(observation, events, last=last)
 
     def _finish(self, *, wait: bool = True) -> None:
         self._stamp = _ignore
         self._programs.stop()
-        if not self._running or os.getpid() != self._pid:
+        if not self._has_thread:
             return
-        atexit.unregister(self._finish)
-        if not self._ticker.stop():
-            self._faults.say("a writer hangs; the monitor's last window is not written.")
-            self._running = False
-            return
+        atexit.unregister(self._at_exit)
         if wait:
             self._sampler.wait_for_metrics()
-        self._try_look(last=True)
+        if not self._ticker.stop(self._end):
+            self._say_what_hangs()
         self._running = False
         self._sampler.let_go()
+
+    def _end(self) -> None:
+        self._try_look(last=True)
         self._faults.attempt("closing the writers", self._recorder.close, default=None)
+
+    def _say_what_hangs(self) -> None:
+        self._faults.note(
+            "hanging",
+            f"{self._faults.doing or 'the monitor'} hangs and is left behind: what it did not take is not written.",
+        )
 
 
 def _ignore(step: Any, metrics: Any) -> None:
     """The hook of a monitor that is closed or switched off."""
+
+
+def _finish_at_exit(monitor: weakref.ref[MemoryMonitor]) -> None:
+    alive = monitor()
+    if alive is not None:
+        alive.close()

@@ -60,6 +60,8 @@ class Sampler:
         self._faults = faults
         self._look_s = look_s
         self._ring: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
+        self._append = self._ring.append
+        self._clock = time.time
         self._held: deque[Held] = deque(maxlen=_HELD)
         self._skipped: set[str] = set()
         self._marks: list[tuple[float, int]] = []  # time and step of the latest stamps taken
@@ -67,30 +69,46 @@ class Sampler:
         self._stamped = self._taken = self._read_serial = 0
         self._step = -1
         self._made_s = time.time()
-        self._next_scan_s = self._hold_from_s = 0.0
+        self._next_scan_s = self._hold_from_s = self._attend_from_s = 0.0
 
     def stamp(self, step: Any, metrics: Any) -> None:
-        """Note that a step was dispatched; microseconds, waits for nothing, reads no device value."""
-        now = time.time()
-        number = step if type(step) is int else self._number(step)
-        snapshot: Snapshot = ()
-        allocator = self._each_step
-        if allocator is not None and self._stamped % self._settings.every_steps == 0:
-            snapshot = allocator.snapshot()
-            if not allocator.reports:
-                self._each_step = None
+        """Note that a step was dispatched; microseconds, waits for nothing, reads no device value.
+
+        After a training step the caches hold none of this, and each object that is touched costs a fetch from memory: what is
+        not needed at every step stands in ``_attend``.
+        """
+        now = self._clock()
+        if type(step) is not int:
+            step = self._number(step)
         self._stamped += 1
-        self._step = number
-        self._ring.append((number, now, snapshot))
-        if metrics is not None and now >= self._hold_from_s:
-            self._held.append((self._stamped, number, now, user_metrics.scalars_of(metrics, self._skipped)))
-        elif self._held and self._held[0][0] <= self._stamped - _HELD:
+        self._append((step, now, () if self._each_step is None else self._snapshot()))
+        if now >= self._attend_from_s:
+            self._attend(step, now, metrics)
+
+    def _snapshot(self) -> Snapshot:
+        allocator = self._each_step
+        if allocator is None or (self._stamped - 1) % self._settings.every_steps:
+            return ()
+        snapshot = allocator.snapshot()
+        if not allocator.reports:
+            self._each_step = None
+        return snapshot
+
+    def _attend(self, step: int, now: float, metrics: Any) -> None:
+        """Hold metrics when the next look is near, let go of older ones, and say from when on there is something to do again."""
+        if now >= self._hold_from_s:
+            if metrics is not None:
+                self._held.append((self._stamped, step, now, user_metrics.scalars_of(metrics, self._skipped)))
+                return
+        elif not self._held:
+            self._attend_from_s = self._hold_from_s
+        if self._held and self._held[0][0] <= self._stamped - _HELD:
             self._held.popleft()
 
     def collect(self, *, scan: bool = False) -> Observation:
         """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
         stamps = self._drain()
-        self._hold_from_s = _hold_from(stamps, self._look_s)
+        self._hold_from_s, self._attend_from_s = _hold_from(stamps, self._look_s), 0.0
         seen: list[Reading | Unavailable] = []
         for step, time_s, snapshot in stamps:
             if snapshot and self._allocator is not None:
@@ -132,13 +150,14 @@ class Sampler:
                 "the step was given as a jax.Array, and reading it would wait for the device; the monitor counts calls instead. "
                 "Give it a Python int: monitor(i, metrics).",
             )
-            return self._step + 1
+            return (self._ring[-1][0] if self._ring else self._step) + 1
         return int(step)
 
     def _drain(self) -> list[tuple[int, float, Snapshot]]:
         # The length is taken once: what comes meanwhile is for the next look.
         stamps = [self._ring.popleft() for _ in range(len(self._ring))]
         self._taken += len(stamps)
+        self._step = stamps[-1][0] if stamps else self._step
         self._marks = (self._marks + [(time_s, step) for step, time_s, _ in stamps])[-_RING:]
         return stamps
 
