@@ -24,6 +24,8 @@ from jaxmem_callbacks.records.settings import MonitorSettings
 _RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
 _HELD = 2  # steps whose metric scalars are held
 _AHEAD = 4  # steps before a look from which on they are held
+_LONG_S = 0.02  # of a probe, from which on it may take no more than this share of the time
+_SHARE = 0.01
 _LAST_WAIT_S = 0.5  # at close, for the metrics of steps still running
 
 
@@ -56,6 +58,7 @@ class Sampler:
         self._allocator = next((probe for probe in probes if isinstance(probe, AllocatorProbe)), None)
         self._each_step = self._allocator  # None once it is known that no device here reports anything
         self._probes = tuple(probe for probe in probes if probe is not self._allocator)
+        self._resting: dict[Probe, float] = {}  # those that took long, and until when they are not read
         self._programs = programs
         self._faults = faults
         self._look_s = look_s
@@ -115,7 +118,7 @@ class Sampler:
                 seen.extend(self._allocator.readings(step, time_s, snapshot))
         if scan or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + self._settings.scan_s
-            seen.extend(self._scan())
+            seen.extend(self._scan(whole=scan))
         return Observation(
             step=self._step,
             time_s=time.time(),
@@ -161,13 +164,29 @@ class Sampler:
         self._marks = (self._marks + [(time_s, step) for step, time_s, _ in stamps])[-_RING:]
         return stamps
 
-    def _scan(self) -> list[Reading | Unavailable]:
+    def _scan(self, *, whole: bool) -> list[Reading | Unavailable]:
         seen: list[Reading | Unavailable] = []
         if self._allocator is not None and not self._allocator.reports:
             seen.extend(self._allocator.readings(self._step, time.time(), ()))
         for probe in self._probes:
-            part = f"the probe {type(probe).__name__}"
-            seen.extend(self._faults.attempt(part, probe.read, self._step, default=()))
+            if whole or time.monotonic() >= self._resting.get(probe, 0.0):
+                seen.extend(self._read(probe))
+        return seen
+
+    def _read(self, probe: Probe) -> Sequence[Reading | Unavailable]:
+        """One probe's readings; one that takes long rests afterwards, because this thread takes turns with the training's."""
+        name = type(probe).__name__
+        began_s = time.thread_time()
+        seen = self._faults.attempt(f"the probe {name}", probe.read, self._step, default=())
+        took_s = time.thread_time() - began_s
+        rest_s = took_s / _SHARE
+        if took_s > _LONG_S and rest_s > self._settings.scan_s:
+            self._resting[probe] = time.monotonic() + rest_s
+            self._faults.note(
+                f"rest of {name}",
+                f"the probe {name} is read every {rest_s:.0f} s instead of every {self._settings.scan_s:g} s: it takes "
+                f"{took_s:.2f} s here.",
+            )
         return seen
 
     def _compiled(self, scan: bool) -> list[Compiled]:  # noqa: FBT001 - passed on by Faults.attempt
