@@ -137,28 +137,24 @@ def two_monitors(folder: Path) -> None:
 def forked(folder: Path) -> None:
     with monitor(folder) as hook:
 
-        def fork() -> None:
-            child = os.fork()
-            if child == 0:
-                hook(999, {"loss": 1.0})
-                hook.flush()
-                hook.close()
-                sys.exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        def worker() -> None:
+            hook(999, {"loss": 1.0})
+            hook.flush()
+            hook.close()
 
-        train(hook, fault=fork)
+        train(hook, fault=lambda: ran(multiprocessing.get_context("fork").Process(target=worker)))
+
+
+def ran(child: Any) -> None:
+    child.start()
+    child.join()
+    assert child.exitcode == 0, child.exitcode
 
 
 def spawned(folder: Path) -> None:
-    def spawn() -> None:
-        child = multiprocessing.get_context("spawn").Process(target=abs, args=(1,))
-        child.start()
-        child.join()
-        assert child.exitcode == 0
-
     multiprocessing.set_start_method("spawn")
     with monitor(folder) as hook:
-        train(hook, fault=spawn)
+        train(hook, fault=lambda: ran(multiprocessing.Process(target=abs, args=(1,))))
 
 
 def cell_again(folder: Path) -> None:

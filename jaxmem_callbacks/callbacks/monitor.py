@@ -214,6 +214,7 @@ class MemoryMonitor:
         self._stamp = _ignore
         self._programs.stop()
         if not self._has_thread:
+            self._running = False
             return
         atexit.unregister(self._at_exit)
         if wait:

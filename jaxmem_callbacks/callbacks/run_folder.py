@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar, final
@@ -14,6 +15,7 @@ from typing import TypeVar, final
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
+_CLOSING_S = 2.0  # one that is being closed, as when a notebook's cell runs again, draws its last figure meanwhile
 _Result = TypeVar("_Result")
 # What is no one file's fault: the disk or the quota is full, or the file system is gone.
 _OF_THE_FOLDER = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
@@ -90,15 +92,24 @@ def lock_folder(folder: Path) -> int:
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        msg = "another monitor writes to this folder; close it first (monitor.close()) or give this one another logdir"
-        raise RuntimeError(msg) from error
+    end_s = time.monotonic() + _CLOSING_S
+    while not _locked(descriptor):
+        if time.monotonic() >= end_s:
+            os.close(descriptor)
+            msg = "another monitor writes to this folder; close it first (monitor.close()) or give this one another logdir"
+            raise RuntimeError(msg)
+        time.sleep(0.02)
     return descriptor
+
+
+def _locked(descriptor: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def unlock(descriptor: int) -> None:
