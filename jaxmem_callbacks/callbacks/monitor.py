@@ -6,6 +6,7 @@ The call only stamps the step. A daemon thread looks ten times a second, reads w
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
@@ -23,7 +24,7 @@ from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
-from jaxmem_callbacks.callbacks.sampler import Sampler
+from jaxmem_callbacks.callbacks.sampler import Sampler, Stamp
 from jaxmem_callbacks.callbacks.ticker import Ticker
 from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, versions_now, writers_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
@@ -105,7 +106,11 @@ class MemoryMonitor:
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
         self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
-        self._stamp: Callable[[Any, Any], None] = self._first_stamp
+        self._count = 0
+        self._clock = time.time
+        self._append: Callable[[Stamp], None] = self._sampler.ring.append
+        self._attend: Callable[[int, int, float, Any], None] = self._first_attend
+        self._due_s = [0.0]
         self._programs.start()
         weakref.finalize(self, self._programs.stop)
 
@@ -116,10 +121,18 @@ class MemoryMonitor:
             step: Its number, a Python int.
             metrics: A mapping of names to scalars, on device or not; read later, when ready.
         """
+        # After a training step the caches hold none of this, and each object touched is fetched from memory: what is not needed at
+        # every step stands in `attend`.
         try:
-            self._stamp(step, metrics)
+            now = self._clock()
+            if type(step) is not int:
+                step = self._sampler.number(step)
+            self._count = serial = self._count + 1
+            self._append((serial, step, now))
+            if now >= self._due_s[0]:
+                self._attend(serial, step, now, metrics)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here, training goes on
-            self._stamp = _ignore
+            self._switch_off()
             self._faults.report("the hook", error)
             self._faults.raise_pending()
 
@@ -180,17 +193,23 @@ class MemoryMonitor:
             latest = self._recorder.latest()
         return latest
 
-    def _first_stamp(self, step: Any, metrics: Any) -> None:
-        self._stamp = self._strict_stamp if self._faults.raises else self._sampler.stamp
-        self._sampler.stamp(step, metrics)
+    def _first_attend(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        if self._faults.raises:
+            self._attend = self._attend_or_raise
+        else:
+            self._attend, self._due_s = self._sampler.attend, self._sampler.due_s
+        self._sampler.attend(serial, step, now, metrics)
         self._running = os.getpid() == self._pid
         if self._running:
             atexit.register(self._at_exit)
             self._ticker.start()
 
-    def _strict_stamp(self, step: Any, metrics: Any) -> None:
-        self._sampler.stamp(step, metrics)
+    def _attend_or_raise(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        self._sampler.attend(serial, step, now, metrics)
         self._faults.raise_pending()
+
+    def _switch_off(self) -> None:
+        self._append, self._due_s = _ignore, [math.inf]
 
     @property
     def _has_thread(self) -> bool:
@@ -211,7 +230,7 @@ class MemoryMonitor:
         self._recorder.record(observation, events, last=last)
 
     def _finish(self, *, wait: bool = True) -> None:
-        self._stamp = _ignore
+        self._switch_off()
         self._programs.stop()
         if not self._has_thread:
             self._running = False
@@ -235,8 +254,8 @@ class MemoryMonitor:
         )
 
 
-def _ignore(step: Any, metrics: Any) -> None:
-    """The hook of a monitor that is closed or switched off."""
+def _ignore(stamp: Stamp) -> None:
+    """The ring of a monitor that is closed or switched off."""
 
 
 def _finish_at_exit(monitor: weakref.ref[MemoryMonitor]) -> None:
