@@ -186,3 +186,16 @@ def test_fragmentation_is_shown_for_the_worst_device():
     )
     assert row(known, "memory/fragmentation_share")[1] == "20.0% (gpu:2)"
     assert row(known, "memory/in_use_gib")[1] == "0 B (each of 3 devices)"
+
+
+def test_windows_grow_with_a_long_run_and_stay_as_they_are_in_a_short_one():
+    def closed(steps: int, pace_s: float) -> int:
+        windows = Windows(1.0)
+        count = 0
+        for step in range(steps):
+            windows.add({"memory/host_gib": 1.0})
+            count += windows.close(step, step * pace_s) is not None
+        return count
+
+    assert closed(1500, 1.0) == 1500
+    assert closed(200_000, 10.0) < 2000 * 9
