@@ -3,8 +3,8 @@
     python -m benchmarks.hook_cost [--rounds 8] [--steps 400] [--devices 1 8]
 
 One real jitted step, padded to 5 ms as in training, beside 1000 live arrays. The loop runs in blocks that take turns: no hook, an
-empty hook, the monitor with everything on at its default cadence, stormlog's tracker, tensorboardX called in the loop. So all that is
-compared comes from one run on one machine, and ratios hold where times do not. stormlog is measured where it is installed
+empty hook, the monitor with everything on at its default cadence, stormlog's tracker, tensorboardX called in the loop. So all
+that is compared comes from one run on one machine, and ratios hold where times do not. stormlog is measured where it is installed
 (``pip install --no-deps stormlog``); the file says where it is not.
 """
 
@@ -44,11 +44,15 @@ Hook = Callable[[int, Any], object]
 Way = Callable[[Path], contextlib.AbstractContextManager[Hook]]
 
 
+def nothing(step: int, metrics: Any) -> None:
+    """No hook."""
+
+
 @contextlib.contextmanager
 def bare(folder: Path) -> Iterator[Hook]:
     """The loop alone; its "hook" is an empty function, so that both clocks of the measurement are in every way alike."""
     del folder
-    yield lambda step, metrics: None
+    yield nothing
 
 
 @contextlib.contextmanager
@@ -72,14 +76,14 @@ def monitored(folder: Path) -> Iterator[Hook]:
 
 @contextlib.contextmanager
 def stormlog(folder: Path) -> Iterator[Hook]:
-    """stormlog's tracker at its default second, writing its telemetry; it has no hook and knows no steps or metrics."""
+    """Stormlog's tracker at its default second, writing its telemetry; it has no hook and knows no steps or metrics."""
     from stormlog.jax import MemoryTracker  # pyright: ignore[reportMissingImports]
     from stormlog.telemetry_sink import TelemetrySinkConfig  # pyright: ignore[reportMissingImports]
 
     tracker = MemoryTracker(enable_logging=False, telemetry_sink_config=TelemetrySinkConfig(root_dir=folder))
     tracker.start_tracking()
     try:
-        yield lambda step, metrics: None
+        yield nothing
     finally:
         tracker.stop_tracking()
 
@@ -112,7 +116,11 @@ def ways() -> dict[str, Way]:
     known: dict[str, Way] = {"bare loop": bare, "an object that does nothing": empty_object, JUDGED: monitored}
     if importlib.util.find_spec("stormlog"):
         known["stormlog tracker"] = stormlog
-    return {**known, "tensorboardX in the loop, every second": inline(1.0), "tensorboardX in the loop, every step": inline(0.0)}
+    return {
+        **known,
+        "tensorboardX in the loop, every second": inline(1.0),
+        "tensorboardX in the loop, every step": inline(0.0),
+    }
 
 
 def block(train_step: Any, state: Any, hook: Hook, steps: int) -> tuple[list[float], list[float]]:

@@ -1,9 +1,9 @@
-"""A million steps under the monitor: memory stays flat, files stay small, lost stamps are counted. Writes results/million_steps_*.json.
+"""A million steps under the monitor: memory stays flat, files stay small, lost stamps are counted. Writes a file in results/.
 
     python -m benchmarks.million_steps [--steps 1000000]
 
-Real jitted steps in a row, as fast as they go, with everything on: a run of minutes. How many windows a million slower steps leave
-is counted apart, with the monitor's own windows on a clock that jumps, and multiplied by the bytes that a window really took.
+Real jitted steps in a row, as fast as they go, with everything on: a run of a minute. How many windows a million slower steps
+leave is counted apart, with the monitor's own windows on a clock that jumps, and multiplied by the bytes that a window took.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_steps_may_come_twice_or_never(runs: Survived):
 def test_metrics_that_are_not_finite_are_shown_as_they_are(runs: Survived):
     values = [line["values"] for line in runs.lines("not_finite") if line["kind"] == "metrics"]
     assert {(each["nan"], each["inf"]) for each in values} == {("nan", "inf")}
-    assert all(point.value != point.value for point in runs.page("not_finite").Scalars("train/nan"))  # noqa: PLR0124
+    assert all(point.value != point.value for point in runs.page("not_finite").Scalars("train/nan"))
 
 
 def test_metrics_are_read_after_the_clock_was_set_back(runs: Survived):

@@ -204,13 +204,15 @@ def test_a_batch_over_the_limit_is_refused_in_its_place():
     batches = [batch(0), {"x": np.zeros((17, 333), np.float32)}]
     stream = jm.prefetch(batches, max_bytes=BYTES)
     assert int(next(stream)["x"][0, 0]) == 0
-    with pytest.raises(ValueError, match=r"A batch needs 22\.1 KiB on a device, and prefetch was given max_bytes=20\.8 KiB"):
+    with pytest.raises(
+        ValueError, match=r"A batch needs 22\.1 KiB on a device, and prefetch was given max_bytes=20\.8 KiB"
+    ):
         next(stream)
 
 
 @pytest.mark.parametrize("batches", [1, 0, -1, True])
 def test_fewer_than_two_batches_are_refused(batches: int):
-    with pytest.raises(ValueError, match=r"prefetch got batches=.*Expected at least 2, one in use and one on its way"):
+    with pytest.raises(ValueError, match=r"prefetch got batches=.*Expected at least 2, one in use, one on its way"):
         jm.prefetch([], batches=batches)
 
 

@@ -71,7 +71,12 @@ def test_processes_count_as_slices_where_devices_know_none():
     [
         ({"data": 3, "fsdp": 5}, 2, None, "no axis of data=3, fsdp=5 divides by 2. One axis has to cross the slices"),
         ({"data": 4}, 2, "tensor", "across_slices names 'tensor', which is no axis. Expected of: data."),
-        ({"data": 4, "fsdp": 2}, 2, {"data": 4}, "across_slices gives data=4 for the axes data=4, fsdp=2, and there are 2 slices"),
+        (
+            {"data": 4, "fsdp": 2},
+            2,
+            {"data": 4},
+            "across_slices gives data=4 for the axes data=4, fsdp=2, and there are 2 slices",
+        ),
         ({"data": 3, "fsdp": 2}, 2, "data", "each a divisor of its axis: across_slices={'data': 2}"),
     ],
 )
@@ -81,7 +86,11 @@ def test_what_does_not_fit_is_told(sizes, slices, across, told):
 
 
 def test_slices_of_different_sizes_are_told():
-    uneven = [*devices(8, slices=2)[:6], Device(id=6, process_index=0, slice_index=0), Device(id=7, process_index=0, slice_index=0)]
+    uneven = [
+        *devices(8, slices=2)[:6],
+        Device(id=6, process_index=0, slice_index=0),
+        Device(id=7, process_index=0, slice_index=0),
+    ]
     with pytest.raises(PolicyError, match=r"cannot be laid over the slices: .*Expected slices of 4 devices each"):
         placed({"data": 8}, uneven)
 

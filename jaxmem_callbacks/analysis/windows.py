@@ -1,7 +1,7 @@
 """Windows: values that arrive at any rate enter, one Window of minimum, mean and maximum a time span leaves.
 
-A window closes when its span is over and a step was completed in it, so that no step has two points. In long runs windows grow with
-the run, so that its files stay small.
+A window closes when its span is over and a step was completed in it, so that no step has two points. In long runs windows grow
+with the run, so that its files stay small.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
-
 
 _FINEST = 2000  # no window is shorter than this part of the run so far: more points than a page shows
 

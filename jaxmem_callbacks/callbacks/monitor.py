@@ -121,8 +121,8 @@ class MemoryMonitor:
             step: Its number, a Python int.
             metrics: A mapping of names to scalars, on device or not; read later, when ready.
         """
-        # After a training step the caches hold none of this, and each object touched is fetched from memory: what is not needed at
-        # every step stands in `attend`.
+        # After a training step the caches hold none of this, and each object touched is fetched from memory: what is not needed
+        # at every step stands in `attend`.
         try:
             now = self._clock()
             if type(step) is not int:

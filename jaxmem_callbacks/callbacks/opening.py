@@ -5,7 +5,6 @@ The one place that decides which process writes: process 0. The others sample, d
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence

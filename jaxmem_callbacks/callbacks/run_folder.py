@@ -5,18 +5,18 @@ It is held by a lock for one monitor, and looked at once a window: a folder that
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar, final
+from typing import Any, final
 
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 _CLOSING_S = 2.0  # one that is being closed, as when a notebook's cell runs again, draws its last figure meanwhile
-_Result = TypeVar("_Result")
 # What is no one file's fault: the disk or the quota is full, or the file system is gone.
 _OF_THE_FOLDER = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
@@ -60,10 +60,10 @@ class RunFolder(Writer):
             self._attempt(name, writer.close)
         unlock(self._lock)
 
-    def _attempt(self, name: str, action: Callable[[], _Result]) -> _Result | None:
+    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
         return self._faults.attempt(f"{name} in {self._folder}", self._guarded, action, default=None)
 
-    def _guarded(self, action: Callable[[], _Result]) -> _Result | None:
+    def _guarded(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except OSError as error:
@@ -73,7 +73,10 @@ class RunFolder(Writer):
             return None
 
     def _give_up(self, error: OSError) -> None:
-        self._writers = {}
+        given_up, self._writers = self._writers, {}
+        for writer in given_up.values():
+            with contextlib.suppress(OSError, ValueError):  # what is still buffered cannot be written either
+                writer.close()
         self._faults.report(f"writing to {self._folder}", error)
 
     def _is_there(self) -> bool:

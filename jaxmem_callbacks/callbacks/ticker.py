@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import final
 
 PATIENCE_S = 10.0  # a writer that hangs must not keep the process from going on or ending
-_SHORT_S = 0.5  # once it was seen to hang; and what a fork waits
+SHORT_S = 0.5  # once it was seen to hang; and what a fork waits
 _running: weakref.WeakSet[Ticker] = weakref.WeakSet()
 
 
@@ -50,7 +50,7 @@ class Ticker:
         self._wake.set()
         if done.wait(self._patience_s):
             return True
-        self._patience_s = _SHORT_S
+        self._patience_s = SHORT_S
         return False
 
     def stop(self, last: Callable[[], None]) -> bool:
@@ -77,7 +77,7 @@ class Ticker:
 
     def hold(self) -> None:
         """Before a fork: wait until nothing runs on the thread, for a moment at most."""
-        self._held = self._thread is not threading.current_thread() and self._busy.acquire(timeout=_SHORT_S)
+        self._held = self._thread is not threading.current_thread() and self._busy.acquire(timeout=SHORT_S)
 
     def let_go(self) -> None:
         """After a fork, in both processes."""

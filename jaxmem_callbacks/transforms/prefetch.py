@@ -69,8 +69,8 @@ def prefetch(
 
     Args:
         iterable: Trees of arrays; any iterable.
-        sharding: Where each batch goes: a sharding, a device, or a tree of them as `jax.device_put` takes it. With a sharding over
-            several processes each process gives its own rows. None: the default device.
+        sharding: Where each batch goes: a sharding, a device, or a tree of them as `jax.device_put` takes it. With a sharding
+            over several processes each process gives its own rows. None: the default device.
         batches: How many may be alive, at least 2: one in use and one on its way.
         max_bytes: How many bytes of them on any one device, as a number or a text such as ``"2GiB"``; None for no such limit.
 
@@ -82,7 +82,7 @@ def prefetch(
         ValueError: fewer than two batches; ``max_bytes`` that is no size; while iterating, a batch that alone exceeds it.
     """
     if isinstance(batches, bool) or batches < _LEAST:
-        msg = f"prefetch got batches={batches!r}. Expected at least 2, one in use and one on its way: jm.prefetch(loader, batches=2)."
+        msg = f"prefetch got batches={batches!r}. Expected at least 2, one in use, one on its way: prefetch(loader, batches=2)."
         raise ValueError(msg)
     limit = None if max_bytes is None else parse_bytes(max_bytes)
     channel = _Channel(iter(iterable), sharding, batches, limit)
@@ -208,7 +208,9 @@ def _placed(host: Any, sharding: Any) -> Any:
     if all(_is_here(where) for where in jax.tree.leaves(sharding)):
         return jax.device_put(host, sharding)
     return jax.tree.map(
-        lambda where, leaf: jax.make_array_from_process_local_data(where, np.asarray(leaf)), _spread(sharding, host), host
+        lambda where, leaf: jax.make_array_from_process_local_data(where, np.asarray(leaf)),
+        _spread(sharding, host),
+        host,
     )
 
 
