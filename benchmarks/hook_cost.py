@@ -267,9 +267,9 @@ def main() -> int:
     result = {
         "command": f"python -m benchmarks.hook_cost --rounds {options.rounds} --steps {options.steps}",
         "sources": source_hash("hook_cost"),
-        "what": "5 ms steps, 1000 live arrays; microseconds on the training thread, with and without the bare loop's two reads of a "
-        "clock and its empty function; ratios to the bare loop right before and after: median, lowest and highest of the mean, and "
-        "p99 over all steps",
+        "what": "5 ms steps, 1000 live arrays; microseconds on the training thread, with and without the bare loop's reads of a "
+        "clock and its empty function; ratios to the bare loop right before and after: median, lowest and highest of the "
+        "mean, and p99 over all steps",
         "goals": GOALS,
         "met": goals,
         "by_devices": by_devices,
