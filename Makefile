@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
+.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-million bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -41,10 +41,13 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-million, bench-scale and bench-plan
 
 bench-hook: python ## the cost of the monitor's hook per step
 	@$(ENVIRONMENT) run project,test python -m benchmarks.hook_cost $(ARGS)
+
+bench-million: python ## a million steps under the monitor: memory, files and lost stamps; minutes
+	@$(ENVIRONMENT) run project,test python -m benchmarks.million_steps $(ARGS)
 
 bench-accumulation: python ## bytes of a step over microbatches, and how wrong a plain mean over them can be
 	@$(ENVIRONMENT) run project,test python -m benchmarks.accumulation $(ARGS)

@@ -28,6 +28,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "benchmarks/lowering.py",
     ),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
+    "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms", "benchmarks/models.py"),
     "plan_scale": ("_compat", "planning", "programs", "transforms"),
     "remat_by_hand": ("_compat", "integrations", "transforms", "benchmarks/models.py"),

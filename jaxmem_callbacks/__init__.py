@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.transforms.gradients import grad as grad
     from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
     from jaxmem_callbacks.transforms.policy import apply_policy as apply_policy
+    from jaxmem_callbacks.transforms.prefetch import prefetch as prefetch
     from jaxmem_callbacks.transforms.remat import remat as remat
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
@@ -57,6 +58,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "make_mesh": ("transforms.sharding.mesh", "make_mesh"),
     "nnx": ("integrations.flax_nnx", None),
     "plan": ("answers.plan", "plan"),
+    "prefetch": ("transforms.prefetch", "prefetch"),
     "remat": ("transforms.remat", "remat"),
     "step_memory": ("programs.memory", "step_memory"),
     "value_and_grad": ("transforms.gradients", "value_and_grad"),
@@ -84,6 +86,7 @@ __all__ = [
     "make_mesh",
     "nnx",
     "plan",
+    "prefetch",
     "remat",
     "step_memory",
     "value_and_grad",

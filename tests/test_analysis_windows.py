@@ -257,3 +257,16 @@ def test_a_scalars_tag_leads_to_its_figure():
     assert figure_of("memory/host_gib").described() == (
         "Resident memory of the process; in GiB, from the operating system, at the moment of reading."
     )
+
+
+def test_windows_grow_with_a_long_run_and_stay_as_they_are_in_a_short_one():
+    def closed(steps: int, pace_s: float) -> int:
+        windows = Windows(1.0)
+        count = 0
+        for step in range(steps):
+            windows.add({"memory/host_gib": 1.0})
+            count += windows.close(step, step * pace_s) is not None
+        return count
+
+    assert closed(1500, 1.0) == 1500
+    assert closed(200_000, 10.0) < 2000 * 9

@@ -130,6 +130,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "environment.md",
         "figures.md",
         "plan.md",
+        "prefetch.md",
         "presets.md",
         "sharding.md",
         "targets.md",

@@ -41,6 +41,7 @@ PUBLIC = [
     "make_mesh",
     "nnx",
     "plan",
+    "prefetch",
     "remat",
     "step_memory",
     "value_and_grad",

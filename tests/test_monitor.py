@@ -26,6 +26,7 @@ from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests.processes import bytes_of_others
 from tests.sample_devices import GIB, GPU
+from tests.stamping import stamp
 
 STEPS, SHORT_AT = 40, 30
 RARE = MonitorSettings(window_s=3600.0, scan_s=3600.0, on_error="raise")
@@ -323,18 +324,18 @@ def sampler() -> Sampler:
 def test_the_ring_is_bounded_and_what_it_loses_is_counted():
     ring = sampler()
     for step in range(4096 + 7):
-        ring.stamp(step, None)
+        stamp(ring, step, None)
     observation = ring.collect()
     assert (observation.step, observation.dropped) == (4102, 7)
-    ring.stamp(4103, None)
+    stamp(ring, 4103, None)
     assert ring.collect().dropped == 7
 
 
 def test_at_a_fast_pace_metrics_are_held_only_shortly_before_a_look():
     fast = sampler()
     for step in range(20):
-        fast.stamp(step, {"loss": 1.0})
+        stamp(fast, step, {"loss": 1.0})
         time.sleep(0.001)
     assert [each.step for each in fast.collect().metrics] == [18, 19]
-    fast.stamp(20, {"loss": 1.0})
+    stamp(fast, 20, {"loss": 1.0})
     assert fast.collect().metrics == [], "the next look is a tenth of a second away"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-c", START + script, *arguments],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -37,8 +39,8 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+def finished(process: subprocess.Popen[str], typed: str = "") -> tuple[int, str, str]:
+    out, err = process.communicate(typed, timeout=120)
     return process.returncode, out, err
 
 
@@ -55,7 +57,7 @@ for i in range(5):
 pid = os.fork()
 if pid == 0:
     monitor(99); monitor.flush(); monitor.close()
-    sys.exit(7)
+    os._exit(7)  # JAX itself does not survive the end of an interpreter after a fork
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 x, metrics = step(x)
 monitor(5, metrics)
@@ -117,13 +119,70 @@ print(rank, "memory/live_arrays_gib" in sample)
 """
 
 
-def test_of_two_processes_both_sample_and_the_first_writes(tmp_path: Path):
+def address() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = [start(TWO, str(tmp_path), str(rank), address) for rank in range(2)]
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def test_of_two_processes_both_sample_and_the_first_writes(tmp_path: Path):
+    where = address()
+    processes = [start(TWO, str(tmp_path), str(rank), where) for rank in range(2)]
     results = [finished(process) for process in processes]
     assert [(code, out) for code, out, _ in results] == [(0, "0 True\n"), (0, "1 True\n")], results
     assert len(list(tmp_path.glob("events.*"))) == 1
     assert len({line["run"] for line in lines(tmp_path)}) == 1
     assert all("another monitor" not in err for _, _, err in results)
+
+
+FOUR = """
+import signal
+import jax.monitoring, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+rank = int(sys.argv[2])
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[3], num_processes=4, process_id=rank)
+compiled = []
+def hear(event, duration, **details):
+    if "backend_compile" in event: compiled.append(details.get("fun_name"))
+jax.monitoring.register_event_duration_secs_listener(hear)
+mesh = jm.make_mesh({"data": -1, "fsdp": 2}, across_slices="data")
+print("told", [sorted({device.process_index for device in row}) for row in mesh.devices])
+batches = [{"x": np.full((2, 3), i + rank, np.float32)} for i in range(20)]
+def body(weights, batch):
+    return weights + batch["x"].mean(), {"loss": batch["x"].sum() + weights}
+step = jax.jit(body, out_shardings=NamedSharding(mesh, P()))
+weights = np.float32(0)
+monitor = jm.MemoryMonitor(settings, logdir=sys.argv[1])
+for i, batch in enumerate(jm.prefetch(batches, NamedSharding(mesh, P("data")), max_bytes="1KiB")):
+    weights, metrics = step(weights, batch)
+    monitor(i, metrics)
+    time.sleep(0.01)
+    if i == 1: jax.block_until_ready(metrics); compiled.clear()
+print("told", float(weights), batch["x"].shape, batch["x"].sharding.shard_shape(batch["x"].shape))
+print("told", "memory/live_arrays_gib" in monitor.sample(20), compiled, flush=True)
+sys.stdin.readline()
+if rank == 3: os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+_, metrics = step(weights, batch)  # needs the dead one
+monitor(21, metrics)
+monitor.flush()
+monitor.close()
+print("told", time.monotonic() - began < 10, flush=True)
+os._exit(0)  # the end of the interpreter waits for the dead one, with and without a monitor
+"""
+
+
+def test_of_four_processes_a_dead_one_holds_up_no_hook(tmp_path: Path):
+    """Before that: each samples, the first writes, the monitor compiles nothing, so there is no collective of its own."""
+    where = address()
+    processes = [start(FOUR, str(tmp_path), str(rank), where) for rank in range(4)]
+    weights = sum(number + (0 + 1 + 2 + 3) / 4 for number in range(20))
+    for process in processes:
+        assert process.stdout is not None
+        told = itertools.islice((line for line in process.stdout if line.startswith("told")), 3)
+        assert list(told) == ["told [[0], [1], [2], [3]]\n", f"told {weights} (8, 3) (2, 3)\n", "told True []\n"]
+    ends = [finished(process, "\n") for process in reversed(processes)]
+    assert [(code, out) for code, out, _ in ends] == [(-signal.SIGKILL, ""), *[(0, "told True\n")] * 3], ends
+    assert len(list(tmp_path.glob("events.*"))) == 1
+    assert len({line["run"] for line in lines(tmp_path)}) == 1

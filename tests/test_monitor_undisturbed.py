@@ -22,6 +22,7 @@ from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.records.settings import MonitorSettings
+from tests.stamping import stamp
 
 EAGER = MonitorSettings(window_s=0.01, scan_s=0.01, on_error="raise")
 SLOW_S = 0.2
@@ -71,7 +72,7 @@ def test_looks_do_not_wait_for_metrics_that_are_not_ready(rounds: jax.Array):
         look_s=0.1,
     )
     _, metrics = slow_step(jnp.full((256, 256), 0.01), rounds)
-    sampler.stamp(0, metrics)
+    stamp(sampler, 0, metrics)
     early = sampler.collect()
     assert not metrics["loss"].is_ready(), "the step still runs, so nothing waited for it"
     assert early.metrics == []

@@ -1,6 +1,7 @@
 """Windows: values that arrive at any rate enter, one Window of minimum, mean and maximum a time span leaves.
 
-A window closes when its span is over and a step was completed in it, so that no step has two points.
+A window closes when its span is over and a step was completed in it, so that no step has two points. In long runs windows grow
+with the run, so that its files stay small.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
+
+_FINEST = 2000  # no window is shorter than this part of the run so far: more points than a page shows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,7 @@ class Windows:
     """Collects values and closes windows.
 
     Args:
-        span_s: Seconds of one window.
+        span_s: Seconds of one window, until a two-thousandth of the run is longer.
     """
 
     def __init__(self, span_s: float) -> None:
@@ -87,6 +90,7 @@ class Windows:
         self._sums: dict[str, _Sum] = {}
         self._constants: dict[str, float] = {}
         self._ranged: set[str] = set()
+        self._first_s: float | None = None
         self._opened_s: float | None = None
         self._closed_step: int | None = None
 
@@ -102,11 +106,13 @@ class Windows:
     def close(self, step: int, time_s: float, *, force: bool = False) -> Window | None:
         """The window, if it is over (or ``force``) and has values; the first one is over at once."""
         # A clock that was set back counts as "over", or the window would stay open until it catches up.
-        over = self._opened_s is None or not 0 <= time_s - self._opened_s < self._span_s
+        first_s = time_s if self._first_s is None else self._first_s
+        span_s = max(self._span_s, (time_s - first_s) / _FINEST)
+        over = self._opened_s is None or not 0 <= time_s - self._opened_s < span_s
         if not self._sums or not (force or (over and step != self._closed_step)):
             return None
         spreads = {tag: each.spread() for tag, each in self._sums.items()}
         self._ranged.update(tag for tag, each in spreads.items() if not math.isclose(each.low, each.high))
         spreads |= {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in self._constants.items()}
-        self._sums, self._opened_s, self._closed_step = {}, time_s, step
+        self._sums, self._opened_s, self._closed_step, self._first_s = {}, time_s, step, first_s
         return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))

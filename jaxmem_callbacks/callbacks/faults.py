@@ -18,26 +18,30 @@ class Faults:
     """What went wrong so far, each part told once."""
 
     def __init__(self, on_error: Literal["warn", "raise"]) -> None:
-        self._raises = on_error == "raise"
+        self.raises = on_error == "raise"
         self._off: set[str] = set()
         self.pending: Exception | None = None
+        self.doing = ""  # the part that runs on the monitor's thread, for when it does not come back
 
     def attempt(self, part: str, action: Callable[..., _Result], *args: Any, default: _Result) -> _Result:
         """Run one part of the monitor; ``default`` where it fails now or has failed before."""
         if part in self._off:
             return default
+        outer, self.doing = self.doing, part
         try:
             return action(*args)
         except Exception as error:  # noqa: BLE001 - whatever a part raises, the user's training goes on
             self.report(part, error)
             return default
+        finally:
+            self.doing = outer
 
     def report(self, part: str, error: Exception) -> None:
         """Switch a part off and say so, once."""
         if part in self._off:
             return
         self._off.add(part)
-        if self._raises:
+        if self.raises:
             self.pending = self.pending or error
         else:
             self.say(f"{part} is switched off for the rest of the run: {type(error).__name__}: {error}")

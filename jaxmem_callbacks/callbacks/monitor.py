@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -25,7 +26,7 @@ from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.heap_maps import HeapMaps
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
-from jaxmem_callbacks.callbacks.sampler import Sampler
+from jaxmem_callbacks.callbacks.sampler import Sampler, Stamp
 from jaxmem_callbacks.callbacks.ticker import Ticker
 from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, versions_now, writers_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
@@ -74,6 +75,8 @@ class MemoryMonitor:
         ()
     """
 
+    _running = False  # also where the constructor refused its arguments
+
     def __init__(
         self,
         preset: Preset | MonitorSettings | str | None = None,
@@ -105,11 +108,15 @@ class MemoryMonitor:
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
         self._heaps = HeapMaps(settings.heap_map_s, self._faults)
-        self._ticker = Ticker(look_s, self._try_look)
-        self._look_lock = threading.Lock()
+        self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
+        self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
-        self._running = False
-        self._stamp: Callable[[Any, Any], None] = self._first_stamp
+        self._count = 0
+        self._clock = time.time
+        self._append: Callable[[Stamp], None] = self._sampler.ring.append
+        self._attend: Callable[[int, int, float, Any], None] = self._first_attend
+        self._usual_attend = self._attend
+        self._due_s = [0.0]
         self._programs.start()
         weakref.finalize(self, self._programs.stop)
 
@@ -120,12 +127,19 @@ class MemoryMonitor:
             step: Its number, a Python int.
             metrics: A mapping of names to scalars, on device or not; read later, when ready.
         """
+        # After a training step the caches hold none of this, and each object touched is fetched from memory: what is not needed
+        # at every step stands in `attend`.
         try:
-            self._stamp(step, metrics)
+            now = self._clock()
+            if type(step) is not int:
+                step = self._sampler.number(step)
+            self._count = serial = self._count + 1
+            self._append((serial, step, now))
+            if now >= self._due_s[0]:
+                self._attend(serial, step, now, metrics)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here, training goes on
-            self._stamp = _ignore
+            self._switch_off()
             self._faults.report("the hook", error)
-        if self._faults.pending is not None:
             self._faults.raise_pending()
 
     def on_step(self, info: Any, force: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - Levanter's hook signature
@@ -158,14 +172,19 @@ class MemoryMonitor:
 
         Call it on the thread that calls the hook: it asks live arrays for their addresses.
         """
-        self._take_heap()
-        self._try_look(scan=True)
+        self._take_heap(self._sampler.latest_step())
+        self._look_now()
         self._faults.raise_pending()
 
     def close(self) -> None:
         """Write what is left and let go of files and thread; further calls do nothing."""
         self._finish()
         self._faults.raise_pending()
+
+    def __del__(self) -> None:
+        """A monitor that nobody holds any longer, as after a notebook's cell was run again, is closed."""
+        if self._running:
+            self._finish(wait=False)
 
     def __enter__(self) -> Self:
         return self
@@ -180,64 +199,93 @@ class MemoryMonitor:
     def _latest(self) -> dict[str, float]:
         latest = self._recorder.latest(self._sampler.now())
         if not latest:
-            self._try_look(scan=True)
+            self._look_now()
             latest = self._recorder.latest()
         return latest
 
-    def _first_stamp(self, step: Any, metrics: Any) -> None:
-        self._stamp = self._sampler.stamp
-        self._stamp(step, metrics)
+    def _first_attend(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        if self._faults.raises:
+            self._usual_attend = self._attend_or_raise
+        else:
+            self._usual_attend, self._due_s = self._sampler.attend, self._sampler.due_s
+        self._attend = self._usual_attend
+        self._sampler.attend(serial, step, now, metrics)
         self._running = os.getpid() == self._pid
         if self._running:
-            atexit.register(self._finish)
+            atexit.register(self._at_exit)
             self._ticker.start()
 
-    def _stamp_and_map(self, step: Any, metrics: Any) -> None:
-        """The hook once in `heap_map_s` seconds."""
-        self._stamp = self._sampler.stamp if self._running else _ignore
-        self._stamp(step, metrics)
+    def _attend_and_map(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        """What is attended to once in `heap_map_s` seconds."""
+        self._attend = self._usual_attend
+        self._attend(serial, step, now, metrics)
         if self._recorder.takes_pictures:
-            self._take_heap()
+            self._take_heap(step)
 
-    def _take_heap(self) -> None:
-        if self._running and os.getpid() == self._pid:
-            self._heaps.take(self._sampler.step)
+    def _take_heap(self, step: int) -> None:
+        if self._has_thread:
+            self._heaps.take(step)
+
+    def _attend_or_raise(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        self._sampler.attend(serial, step, now, metrics)
+        self._faults.raise_pending()
+
+    def _switch_off(self) -> None:
+        self._append, self._due_s = _ignore, [math.inf]
+
+    @property
+    def _has_thread(self) -> bool:
+        return self._running and os.getpid() == self._pid  # a fork copies the monitor without its thread
+
+    def _look_now(self) -> None:
+        if self._has_thread and not self._ticker.run(partial(self._try_look, scan=True)):
+            self._say_what_hangs()
 
     def _try_look(self, *, scan: bool = False, last: bool = False) -> None:
-        # After a fork there is no such thread, and a lock that it held at that moment stays locked.
-        if self._running and os.getpid() == self._pid:
-            self._faults.attempt("the monitor", self._look, scan, last, default=None)
+        self._faults.attempt("the monitor", self._look, scan, last, default=None)
 
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
-        with self._look_lock:
-            observation = self._sampler.collect(scan=scan or last)
-            heaps, why = self._heaps.collect()
-            observation = dataclasses.replace(observation, heaps=heaps, unavailable=[*observation.unavailable, *why])
-            events: list[MemoryEvent] = []
-            for detector in self._detectors:
-                events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
-            self._recorder.record(observation, events, last=last)
-        if self._heaps.is_due() and self._stamp == self._sampler.stamp:
-            self._stamp = self._stamp_and_map
+        observation = self._sampler.collect(scan=scan or last)
+        heaps, why = self._heaps.collect()
+        observation = dataclasses.replace(observation, heaps=heaps, unavailable=[*observation.unavailable, *why])
+        events: list[MemoryEvent] = []
+        for detector in self._detectors:
+            events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
+        self._recorder.record(observation, events, last=last)
+        if self._heaps.is_due():
+            self._attend = self._attend_and_map
 
     def _finish(self, *, wait: bool = True) -> None:
-        self._stamp = _ignore
+        self._switch_off()
         self._programs.stop()
-        if not self._running or os.getpid() != self._pid:
-            return
-        atexit.unregister(self._finish)
-        if not self._ticker.stop():
-            self._faults.say("a writer hangs; the monitor's last window is not written.")
+        if not self._has_thread:
             self._running = False
             return
+        atexit.unregister(self._at_exit)
         if wait:
             self._sampler.wait_for_metrics()
-            self._take_heap()
-        self._try_look(last=True)
+            self._take_heap(self._sampler.latest_step())
+        if not self._ticker.stop(self._end):
+            self._say_what_hangs()
         self._running = False
         self._sampler.let_go()
+
+    def _end(self) -> None:
+        self._try_look(last=True)
         self._faults.attempt("closing the writers", self._recorder.close, default=None)
 
+    def _say_what_hangs(self) -> None:
+        self._faults.note(
+            "hanging",
+            f"{self._faults.doing or 'the monitor'} hangs and is left behind: what it did not take is not written.",
+        )
 
-def _ignore(step: Any, metrics: Any) -> None:
-    """The hook of a monitor that is closed or switched off."""
+
+def _ignore(stamp: Stamp) -> None:
+    """The ring of a monitor that is closed or switched off."""
+
+
+def _finish_at_exit(monitor: weakref.ref[MemoryMonitor]) -> None:
+    alive = monitor()
+    if alive is not None:
+        alive.close()

@@ -5,7 +5,6 @@ The one place that decides which process writes: process 0. The others sample, d
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import jax
 
 from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.run_folder import RunFolder, lock_folder
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Writer
 
@@ -48,25 +48,21 @@ class Opening:
     def _files(self) -> list[Writer]:
         if self.logdir is None:
             return []
-        part = f"writing to {self.logdir}"
-        lock = self.faults.attempt(part, _lock, self.logdir, default=None)
+        lock = self.faults.attempt(f"writing to {self.logdir}", lock_folder, self.logdir, default=None)
         if lock is None:
             return []
-        wanted: list[tuple[bool, str, Callable[[], Writer | None]]] = [
+        wanted: list[tuple[bool, str, Callable[[], Writer]]] = [
             (self.settings.tensorboard, "TensorBoard", self._tensorboard),
             (self.settings.jsonl, "JSONL", self._jsonl),
         ]
-        opened = [
-            self.faults.attempt(f"{name} in {self.logdir}", make, default=None) for want, name, make in wanted if want
-        ]
-        return [*(writer for writer in opened if writer is not None), lock]
+        return [RunFolder(self.logdir, lock, {name: make for want, name, make in wanted if want}, self.faults)]
 
-    def _tensorboard(self) -> Writer | None:
+    def _tensorboard(self) -> Writer:
         from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 
         return TensorBoardWriter(self._folder, self.run_id)
 
-    def _jsonl(self) -> Writer | None:
+    def _jsonl(self) -> Writer:
         from jaxmem_callbacks.writers.jsonl import JsonlWriter
 
         return JsonlWriter(self._folder / JSONL_NAME, self.run_id)
@@ -74,31 +70,3 @@ class Opening:
     @property
     def _folder(self) -> Path:
         return self.logdir or Path()
-
-
-class _Lock(Writer):
-    """Holds a folder for one monitor; the system lets go of it when the process dies, however it dies."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def write(self, record: object) -> None:
-        """A lock writes nothing."""
-
-    def close(self) -> None:
-        """Let another monitor have the folder."""
-        os.close(self._descriptor)
-
-
-def _lock(folder: Path) -> Writer:
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        msg = "another monitor writes to this folder; close it first (monitor.close()) or give this one another logdir"
-        raise RuntimeError(msg) from error
-    return _Lock(descriptor)

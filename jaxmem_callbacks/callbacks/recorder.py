@@ -11,7 +11,7 @@ from typing import final
 from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, values_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
-from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.analysis.observation import Metrics, Observation
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.events import MemoryEvent
@@ -65,6 +65,7 @@ class Recorder:
         self._needs: dict[str, int] = {}
         self._limit = settings.limit_bytes
         self._figure_s: float | None = None
+        self._unflushed = False
         self.events: tuple[MemoryEvent, ...] = ()
 
     def record(self, observation: Observation, events: Sequence[MemoryEvent], *, last: bool = False) -> None:
@@ -83,7 +84,8 @@ class Recorder:
         self._write_table(observation, last=last)
         self._write_figure(observation.time_s, last=last)
         self._write_heap(observation.heaps)
-        if window is not None or events:
+        if self._unflushed:  # always before a look ends: a fork would copy what is buffered, and write it again
+            self._unflushed = False
             self._each(lambda writer: writer.flush())
 
     def latest(self, fresh: Sequence[Reading] = ()) -> dict[str, float]:
@@ -203,6 +205,7 @@ class Recorder:
         return self._writers
 
     def _write(self, record: Record) -> None:
+        self._unflushed |= not isinstance(record, Reading | Metrics)
         self._each(lambda writer: writer.write(record))
 
     def _each(self, action: Callable[[Writer], None]) -> None:

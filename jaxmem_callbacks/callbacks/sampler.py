@@ -1,11 +1,13 @@
 """Sampler: stamps of the training thread and the probes' readings enter, Observations leave.
 
-`stamp` is all that ever runs on the training thread: it appends to a bounded ring. `collect` runs on the monitor's own thread.
+On the training thread the monitor appends to a bounded ring and calls `attend` when something is due. `collect` runs on the
+monitor's own thread.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -25,11 +27,15 @@ from jaxmem_callbacks.records.settings import MonitorSettings
 
 _RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
 _HELD = 2  # steps whose metric scalars are held
-_AHEAD = 4  # steps before a look from which on they are held
+_AHEAD = 2  # steps before a look from which on they are held
+_FEW = 4  # steps between two looks, up to which all are held
+_LONG_S = 0.02  # of a probe, from which on it may take no more than this share of the time
+_SHARE = 0.01
 _LAST_WAIT_S = 0.5  # at close, for the metrics of steps still running
 
 
-# Serial of the stamp, step, time and the unread scalars of one step.
+Stamp = tuple[int, int, float]  # its number among all calls, step, time
+# The same and the unread scalars of one step.
 Held = tuple[int, int, float, dict[str, Any]]
 
 
@@ -59,49 +65,65 @@ class Sampler:
         self._each_step = self._allocator  # None once it is known that no device here reports anything
         self._probes = tuple(probe for probe in probes if probe is not self._allocator)
         self._cadences: dict[type, float] = {HostProbe: settings.host_s, DriverProbe: settings.driver_s}
-        self._due_s: dict[int, float] = {}
+        self._next_s: dict[Probe, float] = {}
+        self._resting: dict[Probe, float] = {}  # those that took long, and until when they are not read
         self._programs = programs
         self._faults = faults
         self._look_s = look_s
-        self._ring: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
+        self.ring: deque[Stamp] = deque(maxlen=_RING)
+        self.due_s = [0.0]  # from when on a stamp has something to attend to; a list, so that the hook sees it change
+        self._snapshots: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
         self._held: deque[Held] = deque(maxlen=_HELD)
         self._skipped: set[str] = set()
         self._marks: list[tuple[float, int]] = []  # time and step of the latest stamps taken
         self._waiting: list[Compilation] = []
-        self._stamped = self._taken = self._read_serial = 0
+        self._taken = self._dropped = self._read_serial = 0
         self._step = -1
         self._made_s = time.time()
         self._next_scan_s = self._hold_from_s = 0.0
 
-    def stamp(self, step: Any, metrics: Any) -> None:
-        """Note that a step was dispatched; microseconds, waits for nothing, reads no device value."""
-        now = time.time()
-        number = step if type(step) is int else self._number(step)
-        snapshot: Snapshot = ()
-        allocator = self._each_step
-        if allocator is not None and self._stamped % self._settings.every_steps == 0:
-            snapshot = allocator.snapshot()
-            if not allocator.reports:
-                self._each_step = None
-        self._stamped += 1
-        self._step = number
-        self._ring.append((number, now, snapshot))
+    def attend(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        """On the training thread: read the allocator, hold metrics when the next look is near, let go of older ones."""
+        if self._each_step is not None:
+            self._snapshot(self._each_step, serial, step, now)
+        elif now < self._hold_from_s and not self._held:
+            self.due_s[0] = self._hold_from_s
         if metrics is not None and now >= self._hold_from_s:
-            self._held.append((self._stamped, number, now, user_metrics.scalars_of(metrics, self._skipped)))
-        elif self._held and self._held[0][0] <= self._stamped - _HELD:
+            self._held.append((serial, step, now, user_metrics.scalars_of(metrics, self._skipped)))
+        elif self._held and self._held[0][0] <= serial - _HELD:
             self._held.popleft()
+
+    def _snapshot(self, allocator: AllocatorProbe, serial: int, step: int, now: float) -> None:
+        if (serial - 1) % self._settings.every_steps:
+            return
+        snapshot = allocator.snapshot()
+        if snapshot:
+            self._snapshots.append((step, now, snapshot))
+        if not allocator.reports:
+            self._each_step = None
+
+    def number(self, step: Any) -> int:
+        """A step that is no Python int, as one; nothing on a device is read."""
+        if hasattr(step, "is_ready"):
+            self._faults.note(
+                "step",
+                "the step was given as a jax.Array, and reading it would wait for the device; the monitor counts calls instead. "
+                "Give it a Python int: monitor(i, metrics).",
+            )
+            return (self.ring[-1][1] if self.ring else self._step) + 1
+        return int(step)
 
     def collect(self, *, scan: bool = False) -> Observation:
         """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
         stamps = self._drain()
-        self._hold_from_s = _hold_from(stamps, self._look_s)
+        self._hold_from_s, self.due_s[0] = _hold_from(stamps, self._look_s), 0.0
         seen: list[Reading | Unavailable] = []
-        for step, time_s, snapshot in stamps:
-            if snapshot and self._allocator is not None:
+        for step, time_s, snapshot in [self._snapshots.popleft() for _ in range(len(self._snapshots))]:
+            if self._allocator is not None:
                 seen.extend(self._allocator.readings(step, time_s, snapshot))
         if scan or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + self._settings.scan_s
-            seen.extend(self._scan(all_of_them=scan))
+            seen.extend(self._scan(whole=scan))
         return Observation(
             step=self._step,
             time_s=time.time(),
@@ -109,12 +131,13 @@ class Sampler:
             unavailable=[each for each in seen if isinstance(each, Unavailable)],
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
             metrics=self._ready_metrics(),
-            dropped=self._stamped - self._taken - len(self._ring),
+            dropped=self._dropped,
         )
 
-    @property
-    def step(self) -> int:
+    def latest_step(self) -> int:
         """The latest step that was stamped, or -1."""
+        with contextlib.suppress(IndexError):  # drained meanwhile
+            return self.ring[-1][1]
         return self._step
 
     def now(self) -> list[Reading]:
@@ -134,41 +157,54 @@ class Sampler:
         """Hold no metric any longer."""
         self._held.clear()
 
-    def _number(self, step: Any) -> int:
-        if hasattr(step, "is_ready"):
-            self._faults.note(
-                "step",
-                "the step was given as a jax.Array, and reading it would wait for the device; the monitor counts calls instead. "
-                "Give it a Python int: monitor(i, metrics).",
-            )
-            return self._step + 1
-        return int(step)
-
-    def _drain(self) -> list[tuple[int, float, Snapshot]]:
+    def _drain(self) -> list[Stamp]:
         # The length is taken once: what comes meanwhile is for the next look.
-        stamps = [self._ring.popleft() for _ in range(len(self._ring))]
-        self._taken += len(stamps)
-        self._marks = (self._marks + [(time_s, step) for step, time_s, _ in stamps])[-_RING:]
+        stamps = [self.ring.popleft() for _ in range(len(self.ring))]
+        if stamps:
+            self._taken += len(stamps)
+            last, self._step, _ = stamps[-1]
+            self._dropped = last - self._taken
+        self._marks = (self._marks + [(time_s, step) for _, step, time_s in stamps])[-_RING:]
         return stamps
 
-    def _scan(self, *, all_of_them: bool) -> list[Reading | Unavailable]:
+    def _scan(self, *, whole: bool) -> list[Reading | Unavailable]:
         seen: list[Reading | Unavailable] = []
         if self._allocator is not None and not self._allocator.reports:
             seen.extend(self._allocator.readings(self._step, time.time(), ()))
         for probe in self._probes:
-            if not (all_of_them or self._is_due(probe)):
-                continue
-            part = f"the probe {type(probe).__name__}"
-            seen.extend(self._faults.attempt(part, probe.read, self._step, default=()))
+            if whole or self._is_due(probe):
+                seen.extend(self._read(probe))
         return seen
 
     def _is_due(self, probe: Probe) -> bool:
-        """Whether a probe with a cadence of its own is read at this scan; others are read at each."""
+        """Whether a probe is read at this scan: one with a cadence of its own when that is over, and none that rests."""
         now, every_s = time.monotonic(), self._cadences.get(type(probe), 0.0)
-        due = now >= self._due_s.get(id(probe), 0.0)
-        if due:
-            self._due_s[id(probe)] = now + every_s
-        return due
+        if now < max(self._resting.get(probe, 0.0), self._next_s.get(probe, 0.0)):
+            return False
+        self._next_s[probe] = now + every_s
+        return True
+
+    def _read(self, probe: Probe) -> Sequence[Reading | Unavailable]:
+        """One probe's readings; one that takes long rests afterwards, because this thread takes turns with the training's."""
+        name = type(probe).__name__
+        began_s = time.thread_time()
+        seen = self._faults.attempt(f"the probe {name}", probe.read, self._step, default=())
+        took_s = time.thread_time() - began_s
+        rest_s = took_s / _SHARE
+        if took_s > _LONG_S and rest_s > self._settings.scan_s:
+            self._resting[probe] = time.monotonic() + rest_s
+            self._faults.note(
+                f"rest of {name}",
+                f"the probe {name} is read every {rest_s:.0f} s instead of every {self._settings.scan_s:g} s: it takes "
+                f"{took_s:.2f} s here.",
+            )
+        return seen
+
+    def _let_go_of(self, serial: int) -> None:
+        """What was read, here rather than on the training thread, where it costs the next step the time of freeing it."""
+        with contextlib.suppress(IndexError):  # none is left, or the training thread was first
+            while self._held[0][0] <= serial:
+                self._held.popleft()
 
     def _compiled(self, scan: bool) -> list[Compiled]:  # noqa: FBT001 - passed on by Faults.attempt
         """Compiles whose step is known: the one that is stamped next. With ``scan`` also those that no stamp followed."""
@@ -191,17 +227,18 @@ class Sampler:
                 self._read_serial = serial
                 floats = user_metrics.read(values, self._skipped)
                 found.append(Metrics(step=step, time_s=time_s, values=floats))
+                self._let_go_of(serial)
         for name in tuple(self._skipped):
             self._faults.note(f"metric {name}", f"the metric {name} is not shown: only scalars are kept.")
         return found
 
 
-def _hold_from(stamps: Sequence[tuple[int, float, Snapshot]], look_s: float) -> float:
+def _hold_from(stamps: Sequence[Stamp], look_s: float) -> float:
     """From when on the hook holds metrics: shortly before the next look, or always where steps are long or their pace is unknown.
 
     Letting go of an array frees it on the training thread; at a fast pace only the few steps that will be read pay for that.
     """
-    if len(stamps) <= _AHEAD:
+    if len(stamps) <= _FEW:
         return 0.0
-    pace_s = (stamps[-1][1] - stamps[0][1]) / (len(stamps) - 1)
+    pace_s = (stamps[-1][2] - stamps[0][2]) / (len(stamps) - 1)
     return time.time() + look_s - _AHEAD * pace_s

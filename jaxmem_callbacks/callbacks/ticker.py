@@ -1,37 +1,107 @@
-"""Ticker: a daemon thread that runs one action at an interval, woken by a timer and never by the training thread."""
+"""Ticker: a daemon thread that runs one action at an interval, woken by a timer and never by the hook.
+
+Other actions are run on it when asked for, and waited for only so long: whatever hangs there holds up nobody else. A fork
+waits for the action that runs, else the child would have half of what it wrote, and locks that nobody opens.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import final
 
-_JOIN_S = 10.0  # a writer that hangs must not keep the process from ending
+PATIENCE_S = 10.0  # a writer that hangs must not keep the process from going on or ending
+SHORT_S = 0.5  # once it was seen to hang; and what a fork waits
+_running: weakref.WeakSet[Ticker] = weakref.WeakSet()
 
 
 @final
 class Ticker:
-    """Runs ``action`` at once, then every ``interval_s`` seconds until stopped."""
+    """Runs ``action`` at once, then every ``interval_s`` seconds until stopped or until its object is gone."""
 
-    def __init__(self, interval_s: float, action: Callable[[], None]) -> None:
+    def __init__(self, interval_s: float, action: weakref.WeakMethod[Callable[[], None]]) -> None:
         self._interval_s = interval_s
         self._action = action
-        self._stop = threading.Event()
+        self._asked: deque[tuple[Callable[[], None], threading.Event]] = deque()
+        self._wake = threading.Event()
+        self._busy = threading.Lock()
+        self._held = False
+        self._stopping = False
+        self._patience_s = PATIENCE_S
         self._thread = threading.Thread(target=self._run, name="jaxmem-monitor", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
+        _heed_forks()
+        _running.add(self)
         self._thread.start()
 
-    def stop(self) -> bool:
-        """End the thread; False when it did not end in time and is left behind."""
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
-        return not self._thread.is_alive()
+    def run(self, action: Callable[[], None]) -> bool:
+        """Run an action on the thread, now; False when it did not end in time and is left behind."""
+        if self._thread is threading.current_thread():
+            action()
+            return True
+        done = threading.Event()
+        self._asked.append((action, done))
+        self._wake.set()
+        if done.wait(self._patience_s):
+            return True
+        self._patience_s = SHORT_S
+        return False
+
+    def stop(self, last: Callable[[], None]) -> bool:
+        """Run a last action and end the thread; False when it did not end in time and is left behind."""
+        self._stopping = True
+        return self.run(last)
 
     def _run(self) -> None:
         while True:
-            self._action()
-            if self._stop.wait(self._interval_s):
-                return
+            with self._busy:
+                if not self._turn():
+                    return
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+
+    def _turn(self) -> bool:
+        """What was asked for and what is due; False at the end."""
+        while self._asked:
+            self._answer(*self._asked.popleft())
+        action = None if self._stopping else self._action()
+        if action is not None:
+            action()
+        return action is not None
+
+    def hold(self) -> None:
+        """Before a fork: wait until nothing runs on the thread, for a moment at most."""
+        self._held = self._thread is not threading.current_thread() and self._busy.acquire(timeout=SHORT_S)
+
+    def let_go(self) -> None:
+        """After a fork, in both processes."""
+        if self._held:
+            self._busy.release()
+
+    def _answer(self, asked: Callable[[], None], done: threading.Event) -> None:
+        try:
+            asked()
+        finally:
+            done.set()
+
+
+@functools.cache
+def _heed_forks() -> None:
+    """Once a process, when the first thread starts: what is registered for forks stays."""
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go)
+
+
+def _hold() -> None:
+    for ticker in tuple(_running):
+        ticker.hold()
+
+
+def _let_go() -> None:
+    for ticker in tuple(_running):
+        ticker.let_go()

@@ -18,6 +18,7 @@ from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.program import Program
+from jaxmem_callbacks.programs.steps.replicated import replicated
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
@@ -127,7 +128,11 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         return _for_target(made, args, kwargs, target)
     judged = made.judge(args, kwargs)
     memory = known_memory(judged.program, made.name)
-    warnings = _warnings(made, judged.program) + _shared(judged.leaves, judged.function)
+    warnings = (
+        *_warnings(made, judged.program),
+        *_shared(judged.leaves, judged.function),
+        *replicated(judged.leaves, made.policy),
+    )
     lowered = judged.lowered
     known = described(judged.leaves, judged.program.undonated)
     used = [each for each, use in zip(known, judged.program.uses, strict=True) if use.used]

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms.sharding.slices import hybrid_devices, slice_count, slices_by_axis
 
 Axes = Mapping[str, int] | str
 AxisTypes = Literal["auto", "explicit"] | AxisType | Mapping[str, Any]
@@ -18,12 +19,19 @@ _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?\d+)\s*")
 _EXAMPLE = 'type for example {"data": 2, "fsdp": -1} or "data=2,fsdp=-1"'
 
 
-def make_mesh(axes: Axes, devices: Sequence[Any] | None = None, *, axis_types: AxisTypes = "auto") -> Mesh:
+def make_mesh(
+    axes: Axes,
+    devices: Sequence[Any] | None = None,
+    *,
+    axis_types: AxisTypes = "auto",
+    across_slices: str | Mapping[str, int] | None = None,
+) -> Mesh:
     """A mesh of named axes over all devices.
 
         mesh = jm.make_mesh({"data": 2, "fsdp": -1})        # on eight devices: data=2, fsdp=4
 
-    Devices are ordered by `jax.make_mesh`, which knows how TPUs are wired.
+    Devices are ordered by `jax.make_mesh`, which knows how TPUs are wired. Devices of several slices are ordered so that one axis
+    crosses the slow links between them and every other axis stays inside a slice.
 
     Args:
         axes: Axis names with sizes, outermost first, as a mapping or as text ``"data=2,fsdp=-1"``. At most one size is -1: it
@@ -31,6 +39,9 @@ def make_mesh(axes: Axes, devices: Sequence[Any] | None = None, *, axis_types: A
         devices: Which devices, all of them used; None for all that JAX sees.
         axis_types: ``auto`` (the compiler places intermediates; what ordinary models need) or ``explicit`` (shardings are part
             of the types, and the model says where they change), for all axes or by name. `jax.make_mesh` itself takes explicit.
+        across_slices: Which axis crosses slices, or axes with the number of slices along each, ``{"data": 4}``. Where the devices
+            know no slices (GPUs, CPUs), a process's devices count as one. None: the first axis that the number of TPU slices
+            divides; devices without slices are ordered as one.
 
     Returns:
         The mesh. `jax.set_mesh` makes it the one that ``jm.jit_step`` uses.
@@ -40,7 +51,11 @@ def make_mesh(axes: Axes, devices: Sequence[Any] | None = None, *, axis_types: A
     """
     there = list(jax.devices() if devices is None else devices)
     sizes = _filled(parse_axes(axes), len(there), _what(there), _call_on_fewer)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types), devices=there)
+    types = _types(sizes, axis_types)
+    if across_slices is None and slice_count(there) == 1:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=there)
+    across = slices_by_axis(sizes, there, across_slices)
+    return Mesh(hybrid_devices(sizes, across, there), tuple(sizes), axis_types=types)
 
 
 def abstract_mesh(axes: Axes, device_count: int, *, axis_types: AxisTypes = "auto") -> AbstractMesh:

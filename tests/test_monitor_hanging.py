@@ -1,0 +1,98 @@
+"""A writer that hangs holds up nobody; forks wait for looks; a folder that goes is told. In this process, and quick."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.callbacks import ticker
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.protocol import Record, Writer
+
+FAST = MonitorSettings(window_s=0.01, scan_s=0.01)
+
+
+class Hanging(Writer):
+    """Does not come back until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def write(self, record: Record) -> None:
+        del record
+        self.entered.set()
+        self.go.wait(30)
+
+
+@pytest.mark.core
+def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setattr(ticker, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(ticker, "SHORT_S", 0.1)
+    writer = Hanging()
+    monitor = jm.MemoryMonitor(FAST, writer=writer)
+    began = time.monotonic()
+    monitor(0)
+    assert writer.entered.wait(10)
+    monitor.flush()
+    monitor.sample(1)
+    monitor.close()
+    assert time.monotonic() - began < 10
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "jaxmem: writer 1 (Hanging) hangs and is left behind: what it did not take is not written."
+    writer.go.set()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_waits_for_the_look_that_runs():
+    class Slow(Writer):
+        busy = False
+
+        def write(self, record: Record) -> None:
+            del record
+            self.busy = True
+            time.sleep(0.02)
+            self.busy = False
+
+    def leave() -> None:
+        os._exit(int(writer.busy))
+
+    writer = Slow()
+    with jm.MemoryMonitor(FAST, writer=writer) as monitor:
+        for step in range(8):
+            monitor(step)
+            child = multiprocessing.get_context("fork").Process(target=leave)
+            child.start()
+            child.join()
+            assert child.exitcode == 0, "the child began in the middle of a look"
+            time.sleep(0.007)
+
+
+def test_a_folder_that_is_removed_is_told(tmp_path: Path, capfd):
+    with jm.MemoryMonitor(FAST, logdir=tmp_path / "run") as monitor:
+        monitor(0)
+        monitor.flush()
+        shutil.rmtree(tmp_path / "run")
+        monitor(1)
+        monitor.flush()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "FileNotFoundError: the folder was removed or replaced while the run went on" in line
+
+
+def test_a_monitor_that_nobody_holds_is_closed():
+    double = jm.CollectingWriter()
+    monitor = jm.MemoryMonitor(FAST, writer=double)
+    monitor(0)
+    monitor.flush()
+    del monitor
+    end = time.monotonic() + 20
+    while not double.closed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert double.closed
+    assert "jaxmem-monitor" not in [thread.name for thread in threading.enumerate() if not thread.is_alive()]
