@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, figure_of, values_of
@@ -17,6 +17,7 @@ from jaxmem_callbacks.records.readings import Reading, Unavailable
 GIB = 2**30
 
 
+@settings(deadline=None)
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
 def test_a_window_keeps_lowest_mean_and_highest(values: list[float]):
     windows = Windows(1.0)

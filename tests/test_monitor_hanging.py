@@ -57,7 +57,7 @@ def test_a_fork_waits_for_the_look_that_runs():
         def write(self, record: Record) -> None:
             del record
             self.busy = True
-            time.sleep(0.02)
+            time.sleep(0.004)
             self.busy = False
 
     def leave() -> None:
