@@ -15,17 +15,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
+from jaxmem_callbacks.analysis.donation import DonationDetector
 from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
+from jaxmem_callbacks.analysis.growth import GrowthDetector
+from jaxmem_callbacks.analysis.imbalance import ImbalanceDetector
 from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.analysis.plan_check import PlanDetector
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
+from jaxmem_callbacks.analysis.replication import ReplicationDetector
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.callbacks.ticker import Ticker
-from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, versions_now, writers_of
+from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, split_of, versions_now, writers_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
@@ -95,7 +99,11 @@ class MemoryMonitor:
         self._detectors: tuple[Detector, ...] = (
             NearOomDetector(settings),
             FragmentationDetector(settings),
+            GrowthDetector(settings),
+            DonationDetector(since_s=time.time()),
             RecompilationDetector(since_s=time.time()),
+            ReplicationDetector(settings, split_of(preset)),
+            ImbalanceDetector(settings),
             *([PlanDetector(planned, versions_now())] if planned is not None else []),
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)

@@ -16,7 +16,8 @@ from jaxmem_callbacks.callbacks import metrics as user_metrics
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.probes.allocator import AllocatorProbe, Snapshot
 from jaxmem_callbacks.probes.programs import ProgramsProbe
-from jaxmem_callbacks.probes.protocol import Probe
+from jaxmem_callbacks.probes.protocol import Probe, Seen
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
@@ -91,7 +92,7 @@ class Sampler:
         """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
         stamps = self._drain()
         self._hold_from_s = _hold_from(stamps, self._look_s)
-        seen: list[Reading | Unavailable] = []
+        seen: list[Seen] = []
         for step, time_s, snapshot in stamps:
             if snapshot and self._allocator is not None:
                 seen.extend(self._allocator.readings(step, time_s, snapshot))
@@ -103,6 +104,7 @@ class Sampler:
             time_s=time.time(),
             readings=[each for each in seen if isinstance(each, Reading)],
             unavailable=[each for each in seen if isinstance(each, Unavailable)],
+            arrays=next((each for each in seen if isinstance(each, ArrayCensus)), None),
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
             metrics=self._ready_metrics(),
             dropped=self._stamped - self._taken - len(self._ring),
@@ -142,8 +144,8 @@ class Sampler:
         self._marks = (self._marks + [(time_s, step) for step, time_s, _ in stamps])[-_RING:]
         return stamps
 
-    def _scan(self) -> list[Reading | Unavailable]:
-        seen: list[Reading | Unavailable] = []
+    def _scan(self) -> list[Seen]:
+        seen: list[Seen] = []
         if self._allocator is not None and not self._allocator.reports:
             seen.extend(self._allocator.readings(self._step, time.time(), ()))
         for probe in self._probes:

@@ -349,6 +349,7 @@ class JitStep:
         self._known.add(hash(program.signature))
         changed = changes(self._last, program.signature)
         self._last = program.signature
+        lost = lost_donations(program.uses)
         registry.record(
             Compilation(
                 program=self.name,
@@ -357,6 +358,8 @@ class JitStep:
                 changed=changed,
                 memory=program.memory,
                 unavailable=program.unavailable,
+                lost=tuple(f"{use.path}: {use.lost}" for use in lost),
+                lost_bytes=sum(use.bytes for use in lost),
             ),
             step=self,
         )
