@@ -13,7 +13,8 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import format_bytes
 
-_BEGIN, _RELEASE = 0.5, 0.1  # the share of the last stretches that rose
+_BEGIN, _RELEASE = 0.75, 0.1  # the share of the last stretches that rose
+_QUIET = 10  # looks
 _SHOWN = 3  # groups named in one message
 _ALL = "all"
 _KEPT = 100  # looks at the groups
@@ -27,7 +28,7 @@ class GrowthDetector:
 
     def __init__(self, settings: MonitorSettings) -> None:
         self._settings = settings
-        self._episode = Episode(begin=_BEGIN, release=_RELEASE)
+        self._episode = Episode(begin=_BEGIN, release=_RELEASE, quiet=_QUIET)
         self._counts: dict[Any, Trend] = {}
         self._bytes: dict[Any, Trend] = {}
         self._seen: list[tuple[int, _Counts]] = []  # step and groups, thinned as it grows

@@ -106,8 +106,9 @@ def _event(census: ArrayCensus, gap: _Gap, since: int, source: str) -> MemoryEve
             f"{gap.devices} devices of one mesh, since step {since}: the fullest sets what fits.{only}"
         ),
         action=(
-            "Place what lies on one device over the mesh: jax.device_put(tree, jm.infer_shardings(tree, mesh, 'fsdp')); keep "
-            "batches, kept results and copies of the state off the default device."
+            "Place what lies on one device over the mesh: "
+            "jax.device_put(tree, jm.infer_shardings(tree, mesh, jm.load_preset('fsdp'))); keep batches, "
+            "kept results and copies of the state off the default device."
         ),
         figures={
             "since_step": since,

@@ -16,6 +16,7 @@ from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 
 _LEAST_GAIN = 0.01  # of the limit: a smaller growth foretells nothing
+_QUIET = 10  # readings in a row with enough headroom that end an episode
 _SURELY = 2.0  # a level above any share at which an episode begins
 
 
@@ -31,14 +32,16 @@ class NearOomDetector:
     def __init__(self, settings: MonitorSettings) -> None:
         headroom = settings.near_oom_headroom
         self._settings = settings
-        self._episode = Episode(begin=1 - headroom, release=1 - headroom - min(headroom, 1 - headroom) / 2)
+        self._episode = Episode(
+            begin=1 - headroom, release=1 - headroom - min(headroom, 1 - headroom) / 2, quiet=_QUIET
+        )
         self._limits: dict[str, int] = {}
         self._programs: dict[tuple[str, int], tuple[int, ProgramMemory]] = {}  # by name and need: step noticed, memory
         self._told: set[str] = set()
         self._latest: dict[str, Demand] = {}
         self._blocks = LargestBlock()
         self._trends: dict[tuple[str, str], Trend] = {}  # by source and device
-        self._growing = Episode(begin=0.5, release=0.1)  # the share of the last stretches that rose
+        self._growing = Episode(begin=0.75, release=0.1)  # the share of the last stretches that rose
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """Events for programs that cannot fit, then at most one for the devices, judged by the worst."""

@@ -27,6 +27,7 @@ class RecompilationDetector:
     def __init__(self, since_s: float = 0.0) -> None:
         self._since_s = since_s
         self._compiles: dict[str, int] = {}
+        self._first_step: dict[str, int] = {}
         self._lost = LostDonations()
         self._last_step: dict[tuple[str, frozenset[str]], int] = {}
 
@@ -41,8 +42,10 @@ class RecompilationDetector:
     def _begins(self, compilation: Compilation, step: int) -> bool:
         count = self._compiles.get(compilation.program, 0) + 1
         self._compiles[compilation.program] = count
-        # Another step of the same name may be compiled for the first time; a registered step says itself what changed.
-        again = bool(compilation.changed) if compilation.signature else count > 1
+        # Another step of the same name may be compiled for the first time; a registered step says itself what changed. What is
+        # not registered is compiled for all that one step does with it: for two shapes, or on two groups of devices.
+        first = self._first_step.setdefault(compilation.program, step)
+        again = bool(compilation.changed) if compilation.signature else step > first
         loses_donation = bool(self._lost.news(compilation))
         if compilation.time_s < self._since_s or not again or loses_donation:
             return False

@@ -88,8 +88,9 @@ def _event(census: ArrayCensus, groups: Sequence[ArrayGroup], why: str, since: i
             f"{parts}{more}."
         ),
         action=(
-            "Split them: tree = jax.device_put(tree, jm.infer_shardings(tree, mesh, 'fsdp')), and where a step returns them, "
-            "jm.jit_step(step, jm.load_preset('fsdp')). Raise monitor.replication_min if they are meant to be whole."
+            "Split them: tree = jax.device_put(tree, jm.infer_shardings(tree, mesh, jm.load_preset('fsdp'))), and where a step "
+            "returns them, jm.jit_step(step, jm.load_preset('fsdp')). "
+            "Raise monitor.replication_min if they are meant to be whole."
         ),
         figures=figures,
     )

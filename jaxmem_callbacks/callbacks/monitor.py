@@ -15,15 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from jaxmem_callbacks.analysis.donation import DonationDetector
-from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
-from jaxmem_callbacks.analysis.growth import GrowthDetector
-from jaxmem_callbacks.analysis.imbalance import ImbalanceDetector
-from jaxmem_callbacks.analysis.near_oom import NearOomDetector
-from jaxmem_callbacks.analysis.observation import Detector
-from jaxmem_callbacks.analysis.plan_check import PlanDetector
-from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
-from jaxmem_callbacks.analysis.replication import ReplicationDetector
+from jaxmem_callbacks.callbacks.detectors import detectors_of
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
@@ -96,15 +88,8 @@ class MemoryMonitor:
             faults=self._faults,
             look_s=look_s,
         )
-        self._detectors: tuple[Detector, ...] = (
-            NearOomDetector(settings),
-            FragmentationDetector(settings),
-            GrowthDetector(settings),
-            DonationDetector(since_s=time.time()),
-            RecompilationDetector(since_s=time.time()),
-            ReplicationDetector(settings, split_of(preset)),
-            ImbalanceDetector(settings),
-            *([PlanDetector(planned, versions_now())] if planned is not None else []),
+        self._detectors = detectors_of(
+            settings, split=split_of(preset), plan=planned, versions=versions_now(), since_s=time.time()
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)

@@ -108,7 +108,7 @@ def _add(array: jax.Array, groups: dict[Any, _Group], kinds: dict[Device, str]) 
 def _record(key: Any, group: _Group, site: str) -> ArrayGroup:
     shape, dtype, sharding = key
     spread = len(sharding.device_set)
-    spec = str(getattr(sharding, "spec", type(sharding).__name__)).replace("PartitionSpec", "P")
+    spec = str(getattr(sharding, "spec", type(sharding).__name__)).replace("PartitionSpec", "P").replace(",)", ")")
     return ArrayGroup(
         shape=tuple(shape),
         dtype=str(dtype),
