@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Iterator
@@ -61,20 +62,26 @@ class Recording:
         """Its lines as the detectors saw them: readings of one moment together."""
         census: ArrayCensus | None = None
         moment: list[Reading] = []
+        unchanged: Reading | None = None  # a look at the arrays of which nothing was written so far
         step = -1
         for line in self.lines:
             reading = _reading(line) if line["kind"] == "reading" else None
             if moment and (reading is None or (reading.time_s, reading.source) != (moment[0].time_s, moment[0].source)):
                 yield Observation(step=step, time_s=moment[0].time_s, readings=tuple(moment))
                 moment = []
+            if reading is not None and reading.source == "live_arrays" and not moment:
+                if unchanged is not None and census is not None:
+                    same = dataclasses.replace(census, step=unchanged.step, time_s=unchanged.time_s)
+                    yield Observation(step=step, time_s=same.time_s, arrays=same)
+                unchanged = reading
             if reading is not None:
                 moment.append(reading)
-            step = max(step, line["step"]) if line["kind"] == "metrics" else line.get("step", step)
+            step = line["step"] if line["kind"] in ("reading", "arrays") else step
             if line["kind"] == "arrays":
-                census = with_changes(census, _census(line))
+                census, unchanged = with_changes(census, _census(line)), None
                 yield Observation(step=step, time_s=line["time_s"], arrays=census)
             elif line["kind"] == "compilation":
-                compiled = Compiled(step=step, compilation=_compilation(line))
+                compiled = Compiled(step=line["step"], compilation=_compilation(line))
                 yield Observation(step=step, time_s=line["time_s"], compilations=(compiled,))
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 MIB = 2**20
 # Small models and short runs need lower thresholds; the shares are the defaults.
 SETTINGS: dict[str, Any] = {
-    "scan_s": 0.02,
+    "scan_s": 0.01,
     "limit_bytes": 64 * MIB,
     "growth_steps": 50,
     "growth_min_bytes": MIB,
@@ -50,8 +50,12 @@ def runs() -> dict[str, tuple[str, Any]]:
     return found
 
 
-def record(name: str, out: Path) -> None:
-    """Make one run in this process and write its recording."""
+def record(name: str, out: Path) -> dict[str, Any]:
+    """Make one run in this process and write its recording.
+
+    Returns:
+        ``file``, ``lines`` and the kinds of the ``events`` told.
+    """
     import jax
 
     import jaxmem_callbacks as jm
@@ -78,16 +82,24 @@ def record(name: str, out: Path) -> None:
         lines = (Path(folder) / "memory.jsonl").read_text().splitlines()
     head |= {
         "platform": jax.default_backend(),
-        "allocator": "scripted" if kind == "scripted" else "none on this platform",
+        "allocator": "scripted" if kind == "scripted" else _allocator(lines),
         "command": f"python tools/record_runs.py {name}",
         "versions": versions_now(),
     }
     out.mkdir(parents=True, exist_ok=True)
     text = "\n".join([json.dumps(head), *lines]) + "\n"
-    with gzip.GzipFile(out / f"{name}.jsonl.gz", "wb", mtime=0) as file:
+    prefix = "" if jax.default_backend() == "cpu" else f"{jax.default_backend()}_"
+    path = out / f"{prefix}{name}.jsonl.gz"
+    with gzip.GzipFile(path, "wb", mtime=0) as file:
         file.write(text.encode())
     told = [event.kind for event in opened[-1].events]
     print(f"{name}: {len(lines)} lines, events: {', '.join(told) or 'none'}", flush=True)
+    return {"file": path.name, "lines": len(lines), "events": told}
+
+
+def _allocator(lines: list[str]) -> str:
+    """Where the allocator's figures come from."""
+    return "real" if any('"source":"allocator"' in line for line in lines) else "none on this platform"
 
 
 def main(arguments: list[str]) -> int:

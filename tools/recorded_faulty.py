@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import recorded_models as models
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,7 +46,11 @@ def growth(watch: Watch) -> None:
 def growth_in_many_shapes(watch: Watch) -> None:
     """Outputs are kept, each of another length."""
     kept: list[jax.Array] = []
-    models.run(watch(), 2 * STEPS, each=lambda i, _, loss: kept.append(jnp.zeros(8192 + 64 * i) + loss))
+    models.run(
+        watch(limit_bytes=None),
+        2 * STEPS,
+        each=lambda i, _, __: kept.append(jax.device_put(np.zeros(16384 + 64 * i, np.float32))),
+    )
 
 
 def donation_lost(watch: Watch) -> None:
@@ -58,6 +63,14 @@ def donation_lost(watch: Watch) -> None:
         return state | {"momentum": jax.tree.map(lambda m: m.astype(jnp.bfloat16), state["momentum"])}
 
     models.run(watch(), STEPS, each=each)
+
+
+def donation_copied(watch: Watch) -> None:
+    """A NumPy view of the first weights is kept, so that the runtime copies the state instead of reusing it."""
+    state = models.state_of(models.parameters(width=256))
+    views = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    models.run(watch(), STEPS, state=state, batch=lambda i: models.batch_of(i, width=256))
+    del views
 
 
 def recompilation(watch: Watch) -> None:

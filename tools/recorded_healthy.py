@@ -73,7 +73,7 @@ def lengths_in_buckets(watch: Watch) -> None:
 def ragged_metrics(watch: Watch) -> None:
     """Arrays of ever other lengths live for a few steps, made by operations outside of jit."""
     recent: deque[jax.Array] = deque(maxlen=6)
-    models.run(watch(), STEPS, each=lambda i, _, loss: recent.append(jnp.zeros(100 + 37 * i % 1000) + loss))
+    models.run(watch(), STEPS // 2, each=lambda i, _, loss: recent.append(jnp.zeros(100 + 37 * i % 1000) + loss))
 
 
 def losses_freed_each_epoch(watch: Watch) -> None:

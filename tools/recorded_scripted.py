@@ -27,7 +27,7 @@ def pool_that_splits_a_little(watch: Watch) -> None:
 
 def pool_that_splits_for_a_moment_and_is_small(watch: Watch) -> None:
     """All is in pieces, of less than 4 MiB."""
-    _train(watch, lambda look: 0.9 if look % 9 == 0 else 0.1, free=3 * MIB)
+    _train(watch, lambda look: 0.9 if look % 9 == 0 else 0.1, free=3 * MIB, limit=128 * MIB)
 
 
 def fragmentation(watch: Watch) -> None:
@@ -37,26 +37,30 @@ def fragmentation(watch: Watch) -> None:
 
 def near_oom_by_block(watch: Watch) -> None:
     """A program of a GPU, compiled elsewhere, takes its temporaries in one block; then small arrays split what is free."""
-    block = ProgramMemory(
-        name="train_step",
-        platform="gpu",
-        target="attached",
-        argument_bytes=MIB,
-        output_bytes=MIB,
-        alias_bytes=MIB,
-        temp_bytes=30 * MIB,
-    )
-    registry.record(Compilation(program="train_step", time_s=time.time() + 0.5, signature=(), memory=block))
-    _train(watch, lambda look: 0.1 if look < LOOKS // 10 else 0.4)
+    _train(watch, lambda look: 0.1 if look < LOOKS // 10 else 0.4, block=30 * MIB)
 
 
-def _train(watch: Watch, share: Callable[[int], float], free: int = 40 * MIB) -> None:
-    looks = [_readings(look, share(look), free) for look in range(LOOKS)]
+def _train(
+    watch: Watch, share: Callable[[int], float], *, free: int = 40 * MIB, limit: int = 64 * MIB, block: int = 0
+) -> None:
+    looks = [_readings(look, share(look), free, limit) for look in range(LOOKS)]
     probes = (LiveArraysProbe(), ScriptedProbe(looks))
-    models.run(watch(probes=probes, fragmentation_min_bytes=4 * MIB), STEPS)
+    monitor = watch(probes=probes, fragmentation_min_bytes=4 * MIB, limit_bytes=None)
+    if block:
+        memory = ProgramMemory(
+            name="large_step",
+            platform="gpu",
+            target="attached",
+            argument_bytes=MIB,
+            output_bytes=MIB,
+            alias_bytes=MIB,
+            temp_bytes=block,
+        )
+        registry.record(Compilation(program="large_step", time_s=time.time(), signature=(), memory=memory))
+    models.run(monitor, STEPS)
 
 
-def _readings(look: int, share: float, free: int) -> tuple[Reading, Reading]:
+def _readings(look: int, share: float, free: int, limit: int) -> tuple[Reading, Reading]:
     """What the allocator would say, and the live arrays that it would hold."""
     held, now = 64 * MIB - free, time.time() + look / 50
     allocator = Reading(
@@ -65,7 +69,7 @@ def _readings(look: int, share: float, free: int) -> tuple[Reading, Reading]:
         step=look,
         time_s=now,
         in_use_bytes=held,
-        limit_bytes=64 * MIB,
+        limit_bytes=limit,
         pool_bytes=64 * MIB,
         largest_free_bytes=int(free * (1 - share)),
     )

@@ -11,6 +11,11 @@ from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 3
+_AS_IT_CAME = (
+    "Return each array as it came: the same shape, dtype and sharding (state_shardings= of jm.jit_step pins the last). "
+    "docs/donation.md has the reasons one by one."
+)
+_VIEWS = "Let the views of the state go before the first step, or copy instead: np.array(x), where np.asarray(x) was written."
 
 
 @final
@@ -26,7 +31,7 @@ class LostDonations:
             return ()  # not known what it does with its arguments
         paths = {_path(text): text for text in compilation.lost}
         before = self._lost.get(compilation.program, frozenset())
-        self._lost[compilation.program] = frozenset(paths)
+        self._lost[compilation.program] = frozenset(paths) | (before if compilation.has_run else frozenset())
         return tuple(text for path, text in paths.items() if path not in before)
 
 
@@ -67,9 +72,6 @@ def _event(compiled: Compiled, news: Sequence[str]) -> MemoryEvent:
             f"value are held at once, {format_bytes(compilation.lost_bytes)} more on a device: "
             f"{'; '.join(news[:_SHOWN])}{more}.{changed}"
         ),
-        action=(
-            "Return each array as it came: the same shape, dtype and sharding (state_shardings= of jm.jit_step pins the last). "
-            "docs/donation.md has the reasons one by one."
-        ),
+        action=_VIEWS if compilation.has_run else _AS_IT_CAME,
         figures={"lost_bytes": compilation.lost_bytes, "lost": "; ".join(compilation.lost)},
     )

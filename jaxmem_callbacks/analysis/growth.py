@@ -13,7 +13,7 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import format_bytes
 
-_BEGIN, _RELEASE = 0.75, 0.1  # the share of the last stretches that rose
+_BEGIN, _RELEASE = 0.5, 0.0  # of a rise's order
 _QUIET = 10  # looks
 _SHOWN = 3  # groups named in one message
 _ALL = "all"
@@ -52,10 +52,10 @@ class GrowthDetector:
                 if rise is not None and rise.gain >= least:
                     found.append((rise, key))
         self._forget(groups)
-        level = max((rise.share for rise, _ in found), default=0.0)
+        level = max((rise.order for rise, _ in found), default=0.0)
         if not self._episode.begins(level):
             return ()
-        rise, _ = max(found, key=lambda pair: (pair[1] != _ALL, pair[0].share))
+        rise, _ = max(found, key=lambda pair: (pair[1] != _ALL, pair[0].order))
         return [self._event(census, rise, {key for _, key in found})]
 
     def _remember(self, step: int, groups: _Counts) -> None:

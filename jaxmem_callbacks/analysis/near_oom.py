@@ -41,7 +41,7 @@ class NearOomDetector:
         self._latest: dict[str, Demand] = {}
         self._blocks = LargestBlock()
         self._trends: dict[tuple[str, str], Trend] = {}  # by source and device
-        self._growing = Episode(begin=0.75, release=0.1)  # the share of the last stretches that rose
+        self._growing = Episode(begin=0.5, release=0.0)  # a rise's order
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """Events for programs that cannot fit, then at most one for the devices, judged by the worst."""
@@ -78,9 +78,12 @@ class NearOomDetector:
             rise = self._trends[key].rise()
             if rise is None or rise.gain < _LEAST_GAIN * demand.limit_bytes:
                 continue
+            if rise.per_step <= 0:
+                continue
             steps_left = int(max(0.0, demand.limit_bytes - rise.level) / rise.per_step)
-            if steps_left <= self._settings.near_oom_steps and rise.share > level:
-                level, told = rise.share, growing_event(demand, rise, steps_left)
+            near = self._settings.near_oom_steps * (2 if self._growing.running else 1)
+            if steps_left <= near and rise.order > level:
+                level, told = rise.order, growing_event(demand, rise, steps_left)
         self._growing.begins(level)
         return told if self._growing.running else None
 

@@ -40,6 +40,8 @@ class RecompilationDetector:
         ]
 
     def _begins(self, compilation: Compilation, step: int) -> bool:
+        if compilation.has_run:
+            return False
         count = self._compiles.get(compilation.program, 0) + 1
         self._compiles[compilation.program] = count
         # Another step of the same name may be compiled for the first time; a registered step says itself what changed. What is

@@ -6,6 +6,7 @@ Runs on the monitor's own thread only. A writer that raises is switched off by i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import final
 
 from jaxmem_callbacks.analysis.figures import values_of
@@ -140,7 +141,7 @@ class Recorder:
         readings = [each for high, end in kept.values() for each in ([end] if high is end else [high, end])]
         new = [each for each in observation.unavailable if each not in self._unavailable]
         self._unavailable.update(new)
-        compilations = [compiled.compilation for compiled in observation.compilations]
+        compilations = [replace(each.compilation, step=each.step) for each in observation.compilations]
         return [*readings, *new, *self._arrays(observation.arrays), *compilations, *observation.metrics]
 
     def _arrays(self, census: ArrayCensus | None) -> list[ArrayCensus]:

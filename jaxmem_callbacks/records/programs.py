@@ -110,6 +110,9 @@ class Compilation:
         lost: Donated arrays whose memory no result takes over, one sentence each:
             ``state['w']: it comes as float32 and is returned as bfloat16``; single numbers are left out.
         lost_bytes: Their bytes on one device.
+        has_run: Whether this tells of the first run of a compile that was told before: ``lost`` are then arrays that the
+            runtime copied, though the program reuses them.
+        step: The training step in which it happened, or None before a monitor has told.
     """
 
     program: str
@@ -120,3 +123,5 @@ class Compilation:
     unavailable: str | None = None
     lost: tuple[str, ...] = ()
     lost_bytes: int = 0
+    has_run: bool = False
+    step: int | None = None
