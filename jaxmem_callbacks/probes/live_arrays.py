@@ -28,6 +28,7 @@ class LiveArraysProbe:
 
     def __init__(self) -> None:
         self._sites: dict[Any, tuple[int, str]] = {}  # by group: its number when it was asked, the answer
+        self._grown: set[Any] = set()  # groups that have doubled since: it may be others that they grow by
 
     def read(self, step: int) -> Sequence[Seen]:
         """One reading a local device, also where it holds nothing, and one census of the groups."""
@@ -36,7 +37,7 @@ class LiveArraysProbe:
         kinds = {device: device.default_memory().kind for device in devices}
         groups: dict[Any, _Group] = {}
         for array in jax.live_arrays():
-            _add(array, groups, kinds)
+            self._add(array, groups, kinds)
         totals = {device: [0, 0] for device in devices}
         for group in groups.values():
             for device in group.devices:
@@ -60,7 +61,8 @@ class LiveArraysProbe:
         by_bytes = sorted(here, key=lambda key: -groups[key].bytes)
         rest = sorted(by_bytes[_LARGEST:], key=lambda key: -groups[key].count)
         kept, left_out = by_bytes[:_LARGEST] + rest[:_NUMEROUS], rest[_NUMEROUS:]
-        self._sites = {key: self._site(key, groups[key]) for key in kept}
+        self._sites = {key: self._site(key, group) for key, group in groups.items()}
+        self._grown = {key for key, group in groups.items() if group.count >= 2 * self._sites[key][0]}
         return ArrayCensus(
             step=step,
             time_s=time_s,
@@ -70,39 +72,37 @@ class LiveArraysProbe:
         )
 
     def _site(self, key: Any, group: _Group) -> tuple[int, str]:
-        """Where most of a group were made; asked again when it has doubled, since it may be others that it grows by."""
-        known = self._sites.get(key)
-        if known is not None and group.count < 2 * known[0]:
-            return known
-        return group.count, group.sites.most_common(1)[0][0]
+        """Where most of a group were made, as it was asked last."""
+        return (group.count, group.sites.most_common(1)[0][0]) if group.sites else self._sites[key]
+
+    def _add(self, array: jax.Array, groups: dict[Any, _Group], kinds: dict[Device, str]) -> None:
+        sharding = array.sharding
+        try:
+            everywhere = array.on_device_size_in_bytes()
+        except RuntimeError:  # deleted or donated since the list was made
+            return
+        key = (array.shape, array.dtype, sharding)
+        group = groups.get(key)
+        if group is None:
+            held = [device for device in sharding.addressable_devices if device in kinds]
+            there = [device for device in held if sharding.memory_kind in (None, kinds[device])]
+            group = groups[key] = _Group(there, asks=key not in self._sites or key in self._grown)
+        if group.asks and (group.count < _NEWEST or group.count % _EVERY == 0):
+            group.sites[creation_site(array)] += 1
+        group.count += 1
+        group.bytes += everywhere // len(sharding.device_set)
 
 
 class _Group:
     """Like arrays while they are counted; holds none of them."""
 
-    __slots__ = ("bytes", "count", "devices", "sites")
+    __slots__ = ("asks", "bytes", "count", "devices", "sites")
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device], *, asks: bool) -> None:
         self.devices = devices
+        self.asks = asks
         self.count = self.bytes = 0
         self.sites: Counter[str] = Counter()
-
-
-def _add(array: jax.Array, groups: dict[Any, _Group], kinds: dict[Device, str]) -> None:
-    sharding = array.sharding
-    try:
-        everywhere = array.on_device_size_in_bytes()
-    except RuntimeError:  # deleted or donated since the list was made
-        return
-    key = (array.shape, array.dtype, sharding)
-    group = groups.get(key)
-    if group is None:
-        held = [device for device in sharding.addressable_devices if device in kinds]
-        group = groups[key] = _Group([device for device in held if sharding.memory_kind in (None, kinds[device])])
-    if group.count < _NEWEST or group.count % _EVERY == 0:
-        group.sites[creation_site(array)] += 1
-    group.count += 1
-    group.bytes += everywhere // len(sharding.device_set)
 
 
 def _record(key: Any, group: _Group, site: str) -> ArrayGroup:
