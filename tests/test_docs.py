@@ -117,9 +117,16 @@ def test_blocks_are_found_and_can_fail() -> None:
     text = "a\n```python\nx = 1\n```\n1. b\n   ```python\n   if x:\n       y = 2\n   ```\n```sh\nls\n```\n"
     assert blocks(text, "python") == ["x = 1\n", "if x:\n    y = 2\n"]
     assert blocks(text, "sh") == ["ls\n"]
-    assert {"README.md", "accumulation.md", "environment.md", "plan.md", "presets.md", "sharding.md", "targets.md"} == {
-        path.name for path in with_python()
-    }
+    assert {
+        "README.md",
+        "accumulation.md",
+        "environment.md",
+        "events.md",
+        "plan.md",
+        "presets.md",
+        "sharding.md",
+        "targets.md",
+    } == {path.name for path in with_python()}
     bare = [re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL) for path in DOCUMENTS]
     assert not [line for text in bare for line in re.findall(r"^ {4}.*\bjm\..*", text, flags=re.MULTILINE)], (
         "code without a fence"

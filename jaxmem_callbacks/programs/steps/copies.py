@@ -6,8 +6,8 @@ NumPy view (`np.asarray`) does. What was really donated is deleted as soon as th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 
@@ -15,7 +15,6 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.aliases import LeafUse
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import Program
-from jaxmem_callbacks.records.programs import Compilation
 
 _WORTH = 2**20  # bytes of all of them together from which on it is told: a viewed counter is nothing
 _WHY = "the runtime copied it, since something outside of JAX holds its memory, such as a NumPy view (np.asarray)"
@@ -27,12 +26,8 @@ def tell_copies(name: str, program: Program, leaves: Sequence[Leaf]) -> None:
     if sum(use.bytes for use in copied) < _WORTH:
         return
     registry.record(
-        Compilation(
-            program=name,
-            time_s=time.time(),
-            signature=program.signature,
-            memory=program.memory,
-            unavailable=program.unavailable,
+        replace(
+            program.compilation(name, ()),
             lost=tuple(f"{use.path}: {_WHY}" for use in copied),
             lost_bytes=sum(use.bytes for use in copied),
             has_run=True,

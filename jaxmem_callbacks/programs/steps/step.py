@@ -352,20 +352,7 @@ class JitStep:
         self._known.add(hash(program.signature))
         changed = changes(self._last, program.signature)
         self._last = program.signature
-        lost = lost_donations(program.uses)
-        registry.record(
-            Compilation(
-                program=self.name,
-                time_s=time.time(),
-                signature=program.signature,
-                changed=changed,
-                memory=program.memory,
-                unavailable=program.unavailable,
-                lost=tuple(f"{use.path}: {use.lost}" for use in lost),
-                lost_bytes=sum(use.bytes for use in lost),
-            ),
-            step=self,
-        )
+        registry.record(program.compilation(self.name, changed), step=self)
 
     def _refuse_or_warn(self, program: Program, *, executed: bool) -> None:
         """An explicit donation that is lost is an error while nothing has run; an inferred one is a warning, once."""
