@@ -54,8 +54,8 @@ class NearOomDetector:
             self._latest[moment[0].reading.source] = max(moment, key=lambda demand: demand.share)
             worst = max(self._latest.values(), key=lambda demand: demand.share)
             if self._episode.begins(_SURELY if soon else worst.share):
-                is_ahead = soon is not None and worst.share <= 1 - self._settings.near_oom_headroom
-                events.append(soon if is_ahead else near_event(worst))
+                is_now = worst.share > 1 - self._settings.near_oom_headroom
+                events.append(near_event(worst) if soon is None or is_now else soon)
         return events
 
     def _soon(self, observation: Observation, moments: Sequence[Sequence[Demand]]) -> MemoryEvent | None:
