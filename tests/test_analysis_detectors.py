@@ -85,6 +85,13 @@ def test_an_episode_begins_only_above_its_level_and_never_twice_without_a_releas
         released = released or level <= 0.6
 
 
+@given(levels=st.lists(st.floats(0, 1), max_size=200))
+def test_a_dip_that_does_not_last_ends_no_episode(levels: list[float]):
+    episode = Episode(begin=0.8, release=0.6, quiet=10)
+    began = [episode.begins(0.9 if index % 10 == 0 else level) for index, level in enumerate(levels)]
+    assert began == [True, *[False] * (len(levels) - 1)][: len(levels)]
+
+
 # Near-OOM
 
 
@@ -118,12 +125,12 @@ def test_near_oom_is_never_told_with_enough_headroom(shares: list[float]):
 
 def test_near_oom_is_told_again_after_real_relief():
     detector = NearOomDetector(MonitorSettings())
-    levels = [970, 500, 980]
+    levels = [970, *[500] * 10, 980]
     found = run(
         detector,
         [seen(allocator(step, in_use_bytes=level * MIB, limit_bytes=LIMIT)) for step, level in enumerate(levels)],
     )
-    assert [event.step for event in found] == [0, 2]
+    assert [event.step for event in found] == [0, 11]
 
 
 def test_near_oom_judges_devices_together_and_names_the_worst():
@@ -260,9 +267,9 @@ def split(step: int, share: float, free_mib: int = 400) -> Observation:
 
 def test_fragmentation_is_told_once_an_episode():
     detector = FragmentationDetector(MonitorSettings(fragmentation_share=0.5))
-    shares = [0.3, 0.6, 0.45, 0.7, 0.52, 0.2, 0.55]
+    shares = [0.3, 0.6, 0.45, 0.7, 0.2, 0.52, *[0.2] * 10, 0.55]
     found = run(detector, [split(step, share) for step, share in enumerate(shares)])
-    assert [event.step for event in found] == [1, 6]
+    assert [event.step for event in found] == [1, 16]
     assert (
         "60% of the free memory of gpu:0 is outside its largest free block, since step 1: 400 MiB are free"
         in found[0].message

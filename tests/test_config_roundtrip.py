@@ -45,6 +45,13 @@ MONITORS = st.builds(
     near_oom_headroom=st.floats(0, 1, exclude_max=True),
     fragmentation_share=st.floats(0, 1, exclude_min=True),
     fragmentation_min_bytes=st.integers(0, 2**50),
+    near_oom_steps=st.integers(1, 10**9),
+    growth_steps=st.integers(10, 10**9),
+    growth_min_bytes=st.integers(1, 2**50),
+    growth_min_arrays=st.integers(1, 10**9),
+    replication_min_bytes=st.integers(1, 2**50),
+    imbalance_share=st.floats(0, 1, exclude_min=True),
+    imbalance_min_bytes=st.integers(0, 2**50),
     tensorboard=st.booleans(),
     jsonl=st.booleans(),
     on_error=st.sampled_from(["warn", "raise"]),
@@ -107,6 +114,7 @@ def test_every_range_is_in_the_generated_records():
             f"monitor.{name}"
             for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")
         ),
+        *(f"monitor.{name}" for name in ("near_oom_steps", "growth_steps", "growth_min_arrays", "imbalance_share")),
     }
 
 

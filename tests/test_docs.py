@@ -128,6 +128,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "README.md",
         "accumulation.md",
         "environment.md",
+        "events.md",
         "figures.md",
         "plan.md",
         "prefetch.md",

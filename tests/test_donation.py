@@ -7,6 +7,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.reading.hlo_header import read_header
+from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import infer_donation
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
+from jaxmem_callbacks.records.programs import Compilation
 
 F32 = jnp.float32
 
@@ -309,3 +312,47 @@ def test_nothing_is_donated_where_nothing_is_asked():
     step = jm.jit_step(lambda state, batch: (jax.tree.map(jnp.negative, state), batch), jm.StepPolicy(donate=()))
     step(state, jnp.ones(2))
     assert not state["a"].is_deleted()
+
+
+def told_since(cursor: int) -> list[Compilation]:
+    return [each for each in registry.since(cursor)[0] if each.program == "viewed_step"]
+
+
+@pytest.mark.core
+def test_a_donation_that_the_runtime_copies_is_told_after_the_first_run():
+    def viewed_step(state, x):
+        return {"w": state["w"] + x}, x.sum()
+
+    def run(state):
+        cursor = registry.since(0)[1]
+        jm.jit_step(viewed_step)(state, jnp.ones(()))
+        return told_since(cursor)
+
+    state = {"w": jnp.ones((512, 1024))}
+    view = np.asarray(state["w"])
+    compiled, copied = run(state)
+    assert (compiled.lost, compiled.has_run) == ((), False)
+    assert copied.has_run
+    assert copied.lost == (
+        "state['w']: the runtime copied it, since something outside of JAX holds its memory, such as a NumPy view (np.asarray)",
+    )
+    assert copied.lost_bytes == view.nbytes == 512 * 1024 * 4
+    small = {"w": jnp.ones((4, 4))}
+    views = [np.asarray(small["w"])]
+    assert [each.has_run for each in run(small)] == [False], "a viewed counter is nothing"
+    assert [each.has_run for each in run({"w": jnp.ones((512, 1024))})] == [False], "nothing holds it"
+    assert views
+
+
+@pytest.mark.core
+def test_what_a_compile_loses_stands_in_its_record():
+    def halved_step(state, x):
+        return {"w": (state["w"] + x).astype(jnp.bfloat16)}, x.sum()
+
+    cursor = registry.since(0)[1]
+    step = jm.jit_step(jax.jit(halved_step, donate_argnames="state"))
+    with pytest.raises(DonationError):
+        step({"w": jnp.ones((4, 4))}, jnp.ones(()))
+    (compiled,) = [each for each in registry.since(cursor)[0] if each.program == "halved_step"]
+    assert compiled.lost == ("state['w']: it comes as float32 and is returned as bfloat16",)
+    assert compiled.lost_bytes == 64

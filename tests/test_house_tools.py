@@ -195,6 +195,7 @@ def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
     assert growth["set"] | growth["already"] == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     assert (growth["refused"], [check["outcome"] for check in growth["checks"]]) == (None, ["unknown"])
     assert growth["fill_1_mib_us"] > 0
+    assert "1 of 1 runs as expected" in answer.stdout
     assert answers["hook"]["watched_5_ms"]["steps"] == 60
     assert report["presence"]["jax"] in answer.stdout
 

@@ -19,6 +19,7 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
+from jaxmem_callbacks.callbacks.wanted import split_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.records.readings import Reading
@@ -296,6 +297,12 @@ def test_a_preset_that_is_none_is_refused():
         ({"window_s": -1.0, "limit_bytes": 0}, r"window_s=-1\.0 .*; limit_bytes=0"),
         ({"near_oom_headroom": 1.0}, "near_oom_headroom=1.0"),
         ({"fragmentation_share": 0.0}, "fragmentation_share=0.0"),
+        ({"near_oom_steps": 0}, r"near_oom_steps=0 \(expected at least 1\)"),
+        ({"growth_steps": 9}, r"growth_steps=9 \(expected at least 10\)"),
+        ({"growth_min_bytes": 0}, "growth_min_bytes=0"),
+        ({"growth_min_arrays": 0}, "growth_min_arrays=0"),
+        ({"replication_min_bytes": 0}, "replication_min_bytes=0"),
+        ({"imbalance_share": 1.5}, r"imbalance_share=1\.5 \(expected a share above 0, at most 1\)"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_construction(settings: dict[str, Any], text: str):
@@ -339,3 +346,20 @@ def test_at_a_fast_pace_metrics_are_held_only_shortly_before_a_look():
     assert [each.step for each in fast.collect().metrics] == [18, 19]
     stamp(fast, 20, {"loss": 1.0})
     assert fast.collect().metrics == [], "the next look is a tenth of a second away"
+
+
+@pytest.mark.parametrize(
+    ("preset", "split"),
+    [
+        (None, None),
+        ("monitor_only", None),
+        ("replicate", None),
+        ("zero1", None),
+        ("fsdp", "fsdp"),
+        ("fsdp_tensor", "fsdp_tensor"),
+        (MonitorSettings(), None),
+        (jm.load_preset(policy={"sharding": {"embed": "fsdp"}}), "rules"),
+    ],
+)
+def test_what_a_policy_splits_whole_is_known_to_the_detectors(preset, split):
+    assert split_of(preset) == split

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.creation import creation_site
 from jaxmem_callbacks._compat.executables import NewExecutables
 from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe, reading_of
@@ -25,6 +27,7 @@ from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import NOT_REGISTERED, ProgramsProbe
 from jaxmem_callbacks.probes.scripted import ScriptedProbe
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from tests.sample_devices import GIB, GPU, Card
@@ -153,7 +156,7 @@ def test_live_arrays_keeps_none_alive_and_survives_deletion_meanwhile():
     thread = threading.Thread(target=delete)
     thread.start()
     for _ in range(5):
-        assert len(LiveArraysProbe().read(0)) == 8
+        assert len([entry for entry in LiveArraysProbe().read(0) if isinstance(entry, Reading)]) == 8
     thread.join()
     arrays.clear()
     gc.collect()
@@ -370,3 +373,40 @@ def test_a_device_that_the_driver_refuses_hides_no_other():
     first, second = probe.read(1)
     assert first.reason == "NVML refuses: 'GPU-a'"
     assert (second.device_used_bytes, second.step, second.device) == (20, 1, "gpu:1")
+
+
+def census_of(probe: LiveArraysProbe) -> ArrayCensus:
+    return next(entry for entry in probe.read(5) if isinstance(entry, ArrayCensus))
+
+
+@pytest.mark.core
+def test_a_census_groups_like_arrays_and_names_the_line_that_made_them():
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    many = [jnp.full((3, 7, 11), float(index), jnp.float16) for index in range(20)]  # the line that is named
+    split = jax.device_put(jnp.ones((8, 13), jnp.int32), NamedSharding(mesh, P("data")))
+    whole = jax.device_put(jnp.ones((8, 13), jnp.int32), NamedSharding(mesh, P()))
+    jax.block_until_ready((many, split, whole))
+    groups = {(group.type_text, group.placement): group for group in census_of(LiveArraysProbe()).groups}
+    like = groups["float16[3,7,11]", ""]
+    assert (like.count, like.bytes, like.devices, like.replicated) == (20, 20 * 3 * 7 * 11 * 2, ("cpu:0",), False)
+    source = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(source, start=1) if text.endswith("# the line that is named"))
+    assert like.site.startswith(f"test_probes.py:{line} (")
+    four = tuple(f"cpu:{index}" for index in range(4))
+    assert groups["int32[8,13]", "P('data')"].devices == four
+    assert groups["int32[8,13]", "P('data')"].bytes == 8 * 13
+    assert groups["int32[8,13]", "P()"].replicated
+    assert groups["int32[8,13]", "P()"].bytes == 8 * 13 * 4
+
+
+def test_a_census_is_bounded_and_counts_what_it_leaves_out():
+    kept = [jnp.zeros((1000 + index,), jnp.int8) for index in range(120)]
+    census = census_of(LiveArraysProbe())
+    assert len(census.groups) == 48
+    assert census.left_out_count >= 120 - 48
+    total = next(entry for entry in LiveArraysProbe().read(0) if isinstance(entry, Reading) and entry.device == "cpu:0")
+    assert census.count >= total.live_array_count >= len(kept)
+
+
+def test_where_no_traceback_is_kept_the_line_is_unknown():
+    assert creation_site(object()) == "unknown, because the runtime keeps no traceback of them"

@@ -59,6 +59,7 @@ def plan(*, preflight: bool) -> list[tuple[str, str]]:
         ("prediction_plain", "default"),
         *((name, "default") for name in (PLANS[::2] if preflight else PLANS)),
         ("hook", "default"),
+        ("recorded_runs", "default"),
         ("fragmentation", "small pool"),
         *(("out_of_memory", kind) for kind in ooms[1:]),
         ("defragment", "default"),
@@ -144,7 +145,7 @@ def ask_all(*, preflight: bool) -> list[dict[str, Any]]:
     for question, allocator in plan(preflight=preflight):
         left = LIMIT_S - (time.monotonic() - begin)
         reason = ""
-        if question in ("hook", *PLANS, *PRESETS) and lacking:
+        if question in ("hook", "recorded_runs", *PLANS, *PRESETS) and lacking:
             reason = f"this Python lacks {', '.join(lacking)}; bring these wheels"
         elif left < 10:  # noqa: PLR2004 - seconds that starting JAX takes
             reason = f"the {LIMIT_S} seconds are used up"
@@ -198,6 +199,17 @@ def of_fragmentation(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {'unknown, not reported' if share is None else share}" for name, share in shares)
 
 
+def of_recorded_runs(answer: dict[str, Any]) -> str:
+    """Whether healthy runs raised nothing, and faulty ones their own event once."""
+    runs, expected = answer["runs"], answer["expected"]
+    wrong = [
+        f"{name}: {', '.join(run['events']) or 'nothing' if 'events' in run else run['error']}"
+        for name, run in runs.items()
+        if run.get("events") != ([expected[name]] if name in expected else [])
+    ]
+    return f"{len(runs) - len(wrong)} of {len(runs)} runs as expected" + ("; " + "; ".join(wrong) if wrong else "")
+
+
 def of_defragment(answer: dict[str, Any]) -> str:
     """Whether the client's own defragmentation can be called at all."""
     return answer["error"]["text"][:110] if answer["error"] else f"done, array intact: {answer['array_intact']}"
@@ -218,6 +230,7 @@ HEADLINES = {
     **dict.fromkeys(PLANS, of_plan),
     "hook": of_hook,
     "fragmentation": of_fragmentation,
+    "recorded_runs": of_recorded_runs,
     "defragment": of_defragment,
     **dict.fromkeys(PRESETS, of_environment),
 }

@@ -206,6 +206,13 @@ def planned(name: str, *, small: bool) -> dict[str, Any]:
     return plan_against_run(POLICIES[name], small=small)
 
 
+def recorded_runs(*, small: bool) -> dict[str, Any]:
+    """What the monitor tells of healthy and faulty runs here, and their recordings."""
+    from gpu_recordings import record_on
+
+    return record_on(small=small)
+
+
 def calibrated_step(seconds: float) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A jitted step of about that many seconds on this device, compiled and warm."""
     w = jnp.eye(1024) * 0.5
@@ -360,6 +367,7 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     **{name: functools.partial(planned, name) for name in ("plan_none", "plan_full", "plan_keep")},
     "hook": hook,
     "fragmentation": fragmentation,
+    "recorded_runs": recorded_runs,
     "defragment": defragment,
     **{
         name: functools.partial(applied, name)

@@ -13,7 +13,8 @@ from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import format_bytes
 
-_BAND = 0.1  # an episode ends when the share has fallen by so much
+_BAND = 0.1  # an episode ends when the share has fallen by so much,
+_QUIET = 10  # in so many readings in a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ class FragmentationDetector:
     def __init__(self, settings: MonitorSettings) -> None:
         begin = settings.fragmentation_share
         self._least = settings.fragmentation_min_bytes
-        self._episode = Episode(begin=begin, release=max(0.0, begin - _BAND))
+        self._episode = Episode(begin=begin, release=max(0.0, begin - _BAND), quiet=_QUIET)
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """At most one event: devices are judged together, by the worst, moment by moment."""

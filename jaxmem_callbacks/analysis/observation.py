@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.programs import Compilation
@@ -44,6 +45,7 @@ class Observation:
         time_s: When the look ended, in seconds since the epoch.
         readings: Oldest first.
         unavailable: What the probes could not say, and why.
+        arrays: The groups of live arrays, where they were looked at.
         compilations: Compiles noticed, oldest first.
         metrics: The user's metrics that were ready.
         dropped: Stamps that were lost since the start because the ring was full.
@@ -54,6 +56,7 @@ class Observation:
     time_s: float
     readings: Sequence[Reading] = ()
     unavailable: Sequence[Unavailable] = ()
+    arrays: ArrayCensus | None = None
     compilations: Sequence[Compiled] = ()
     metrics: Sequence[Metrics] = field(default=())
     dropped: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+from jaxmem_callbacks.analysis.donation import LostDonations
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation
@@ -17,6 +18,8 @@ _SHOWN = 4  # changed arguments spelled out in one message
 class RecompilationDetector:
     """Tells once a program and set of changed arguments; the first compile of a program is no event.
 
+    Nor is a compile that loses a donation: the donation's own event says what changed.
+
     Args:
         since_s: Compiles before this moment (seconds since the epoch) are history: they count as first compiles only.
     """
@@ -24,6 +27,8 @@ class RecompilationDetector:
     def __init__(self, since_s: float = 0.0) -> None:
         self._since_s = since_s
         self._compiles: dict[str, int] = {}
+        self._first_step: dict[str, int] = {}
+        self._lost = LostDonations()
         self._last_step: dict[tuple[str, frozenset[str]], int] = {}
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
@@ -35,11 +40,16 @@ class RecompilationDetector:
         ]
 
     def _begins(self, compilation: Compilation, step: int) -> bool:
+        if compilation.has_run:
+            return False
         count = self._compiles.get(compilation.program, 0) + 1
         self._compiles[compilation.program] = count
-        # Another step of the same name may be compiled for the first time; a registered step says itself what changed.
-        again = bool(compilation.changed) if compilation.signature else count > 1
-        if compilation.time_s < self._since_s or not again:
+        # Another step of the same name may be compiled for the first time; a registered step says itself what changed. What is
+        # not registered is compiled for all that one step does with it: for two shapes, or on two groups of devices.
+        first = self._first_step.setdefault(compilation.program, step)
+        again = bool(compilation.changed) if compilation.signature else step > first
+        loses_donation = bool(self._lost.news(compilation))
+        if compilation.time_s < self._since_s or not again or loses_donation:
             return False
         key = (compilation.program, frozenset(change.split(":", 1)[0] for change in compilation.changed))
         last = self._last_step.get(key)

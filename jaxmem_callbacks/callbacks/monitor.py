@@ -17,18 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
-from jaxmem_callbacks.analysis.near_oom import NearOomDetector
-from jaxmem_callbacks.analysis.observation import Detector
-from jaxmem_callbacks.analysis.plan_check import PlanDetector
-from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
+from jaxmem_callbacks.callbacks.detectors import detectors_of
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.heap_maps import HeapMaps
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
 from jaxmem_callbacks.callbacks.sampler import Sampler, Stamp
 from jaxmem_callbacks.callbacks.ticker import Ticker
-from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, versions_now, writers_of
+from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, split_of, versions_now, writers_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
@@ -99,11 +95,8 @@ class MemoryMonitor:
             faults=self._faults,
             look_s=look_s,
         )
-        self._detectors: tuple[Detector, ...] = (
-            NearOomDetector(settings),
-            FragmentationDetector(settings),
-            RecompilationDetector(since_s=time.time()),
-            *([PlanDetector(planned, versions_now())] if planned is not None else []),
+        self._detectors = detectors_of(
+            settings, split=split_of(preset), plan=planned, versions=versions_now(), since_s=time.time()
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)

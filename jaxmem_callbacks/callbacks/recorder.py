@@ -6,6 +6,7 @@ Runs on the monitor's own thread only. A writer that raises is switched off by i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import final
 
 from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, values_of
@@ -14,6 +15,7 @@ from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.records.arrays import ArrayCensus, changed_groups
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
@@ -62,6 +64,7 @@ class Recorder:
         self._unavailable: set[Unavailable] = set()
         self._latest: dict[tuple[str, str], Reading] = {}
         self._used: set[str] = set()
+        self._census: ArrayCensus | None = None
         self._needs: dict[str, int] = {}
         self._limit = settings.limit_bytes
         self._figure_s: float | None = None
@@ -153,8 +156,14 @@ class Recorder:
         readings = [each for high, end in kept.values() for each in ([end] if high is end else [high, end])]
         new = [each for each in observation.unavailable if each not in self._unavailable]
         self._unavailable.update(new)
-        compilations = [compiled.compilation for compiled in observation.compilations]
-        return [*readings, *new, *compilations, *observation.metrics]
+        compilations = [replace(each.compilation, step=each.step) for each in observation.compilations]
+        return [*readings, *new, *self._arrays(observation.arrays), *compilations, *observation.metrics]
+
+    def _arrays(self, census: ArrayCensus | None) -> list[ArrayCensus]:
+        """Of the groups of arrays only those that differ from what was written before: mostly none."""
+        changed = changed_groups(self._census, census) if census is not None else None
+        self._census = census or self._census
+        return [] if changed is None else [changed]
 
     def _write_plan(self, plan: PlanRecord, observation: Observation) -> None:
         """Once, at the start: what was foretold is there from the first moment on."""

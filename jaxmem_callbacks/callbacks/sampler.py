@@ -20,7 +20,8 @@ from jaxmem_callbacks.probes.allocator import AllocatorProbe, Snapshot
 from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
-from jaxmem_callbacks.probes.protocol import Probe
+from jaxmem_callbacks.probes.protocol import Probe, Seen
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
@@ -117,7 +118,7 @@ class Sampler:
         """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
         stamps = self._drain()
         self._hold_from_s, self.due_s[0] = _hold_from(stamps, self._look_s), 0.0
-        seen: list[Reading | Unavailable] = []
+        seen: list[Seen] = []
         for step, time_s, snapshot in [self._snapshots.popleft() for _ in range(len(self._snapshots))]:
             if self._allocator is not None:
                 seen.extend(self._allocator.readings(step, time_s, snapshot))
@@ -129,6 +130,7 @@ class Sampler:
             time_s=time.time(),
             readings=[each for each in seen if isinstance(each, Reading)],
             unavailable=[each for each in seen if isinstance(each, Unavailable)],
+            arrays=next((each for each in seen if isinstance(each, ArrayCensus)), None),
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
             metrics=self._ready_metrics(),
             dropped=self._dropped,
@@ -167,8 +169,8 @@ class Sampler:
         self._marks = (self._marks + [(time_s, step) for _, step, time_s in stamps])[-_RING:]
         return stamps
 
-    def _scan(self, *, whole: bool) -> list[Reading | Unavailable]:
-        seen: list[Reading | Unavailable] = []
+    def _scan(self, *, whole: bool) -> list[Seen]:
+        seen: list[Seen] = []
         if self._allocator is not None and not self._allocator.reports:
             seen.extend(self._allocator.readings(self._step, time.time(), ()))
         for probe in self._probes:
@@ -184,7 +186,7 @@ class Sampler:
         self._next_s[probe] = now + every_s
         return True
 
-    def _read(self, probe: Probe) -> Sequence[Reading | Unavailable]:
+    def _read(self, probe: Probe) -> Sequence[Seen]:
         """One probe's readings; one that takes long rests afterwards, because this thread takes turns with the training's."""
         name = type(probe).__name__
         began_s = time.thread_time()

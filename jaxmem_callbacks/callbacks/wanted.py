@@ -11,11 +11,12 @@ from typing import Any, cast
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, MonitorSettings
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer
 
 _SPANS = ("window_s", "scan_s", "host_s", "driver_s", "heap_map_s", "figure_s")
+_SPLIT_ALL = ("fsdp", "fsdp_tensor")  # zero1 keeps parameters whole
 
 
 def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSettings:
@@ -27,10 +28,7 @@ def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSetting
     """
     if preset is None:
         return MonitorSettings()
-    if isinstance(preset, str):
-        from jaxmem_callbacks.config.presets import load_preset
-
-        preset = load_preset(preset)
+    preset = _loaded(preset)
     require_applied(preset)
     settings: Any = preset.monitor if isinstance(preset, Preset) else preset
     if not isinstance(settings, MonitorSettings):
@@ -41,6 +39,23 @@ def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSetting
         raise TypeError(msg)
     _check(settings)
     return settings
+
+
+def split_of(preset: Preset | MonitorSettings | str | None) -> str | None:
+    """What the preset's policy says of a state that it splits over a mesh; None where it says nothing or keeps it whole."""
+    policy = getattr(_loaded(preset), "policy", None)
+    sharding = None if policy is None else policy.sharding
+    if sharding is None or isinstance(sharding, tuple):
+        return None if sharding is None else "rules"
+    return sharding if sharding in _SPLIT_ALL else None
+
+
+def _loaded(preset: Any) -> Any:
+    if not isinstance(preset, str):
+        return preset
+    from jaxmem_callbacks.config.presets import load_preset
+
+    return load_preset(preset)
 
 
 def plan_of(plan: Any) -> PlanRecord | None:
@@ -96,7 +111,13 @@ def _check(settings: MonitorSettings) -> None:
             *((name, "more than 0 seconds", getattr(settings, name) > 0) for name in _SPANS),
             ("limit_bytes", "more than 0 bytes, or None", settings.limit_bytes is None or settings.limit_bytes > 0),
             ("near_oom_headroom", "a share from 0 to under 1", 0 <= settings.near_oom_headroom < 1),
+            ("near_oom_steps", "at least 1", settings.near_oom_steps >= 1),
             ("fragmentation_share", "a share above 0, at most 1", 0 < settings.fragmentation_share <= 1),
+            ("growth_steps", f"at least {LEAST_GROWTH_STEPS}", settings.growth_steps >= LEAST_GROWTH_STEPS),
+            ("growth_min_bytes", "at least 1 byte", settings.growth_min_bytes >= 1),
+            ("growth_min_arrays", "at least 1", settings.growth_min_arrays >= 1),
+            ("replication_min_bytes", "at least 1 byte", settings.replication_min_bytes >= 1),
+            ("imbalance_share", "a share above 0, at most 1", 0 < settings.imbalance_share <= 1),
         )
         if not right
     ]

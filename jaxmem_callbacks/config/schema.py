@@ -34,7 +34,7 @@ from jaxmem_callbacks.records.policies import (
     canonical_remat,
     canonical_sharding,
 )
-from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
 from jaxmem_callbacks.records.units import MIB, parse_bytes
 
 SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings, "environment": EnvironmentSettings}
@@ -55,6 +55,10 @@ RANGES: dict[str, tuple[Any, str]] = {
     "monitor.heap_map_s": (Field(gt=0), " of seconds above 0"),
     "monitor.figure_s": (Field(gt=0), " of seconds above 0"),
     "monitor.near_oom_headroom": (Field(ge=0, lt=1), " from 0 to below 1"),
+    "monitor.near_oom_steps": (Field(ge=1), " of at least 1"),
+    "monitor.growth_steps": (Field(ge=LEAST_GROWTH_STEPS), f" of at least {LEAST_GROWTH_STEPS}"),
+    "monitor.growth_min_arrays": (Field(ge=1), " of at least 1"),
+    "monitor.imbalance_share": (Field(gt=0, le=1), " above 0 and up to 1"),
     "monitor.fragmentation_share": (Field(gt=0, le=1), " above 0 and up to 1"),
     "environment.fraction": (Field(gt=0, le=1), " above 0 and up to 1"),
 }
@@ -104,6 +108,9 @@ _TYPES: dict[str, Any] = {
     "policy.sharding": _SHARDING | None,
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
+    "monitor.growth_min_bytes": _size_type(1),
+    "monitor.replication_min_bytes": _size_type(1),
+    "monitor.imbalance_min_bytes": _size_type(0),
     "environment.collective_pool_bytes": _size_type(MIB, of=MIB) | None,
 }
 _EXPECTED: dict[str, str] = {

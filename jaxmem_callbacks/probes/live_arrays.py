@@ -1,4 +1,4 @@
-"""Live arrays: bytes and number of the `jax.Array`s that Python still holds, for each local device.
+"""Live arrays: bytes and number of the `jax.Array`s that Python still holds, for each local device, and groups of like ones.
 
 Measured: device memory of arrays in the device's default memory (arrays in host memory are left out). Backends: all; it sees no
 temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the monitor's own thread, never in a hook.
@@ -7,28 +7,43 @@ temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the monitor'
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import jax
 
-from jaxmem_callbacks.probes.protocol import Device, device_label
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks._compat.creation import creation_site
+from jaxmem_callbacks.probes.protocol import Device, Seen, device_label
+from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
+from jaxmem_callbacks.records.readings import Reading
+
+_LARGEST, _NUMEROUS = 32, 16  # groups in one census
+_NEWEST, _EVERY = 8, 64  # of a group, the newest and every so many-th of the others are asked where they were made
 
 
 @final
 class LiveArraysProbe:
     """Counts live arrays. It survives arrays that are deleted meanwhile and keeps none alive."""
 
-    def read(self, step: int) -> Sequence[Reading | Unavailable]:
-        """One reading a local device, also where it holds nothing."""
+    def __init__(self) -> None:
+        self._sites: dict[Any, tuple[int, str]] = {}  # by group: its number when it was asked, the answer
+        self._grown: set[Any] = set()  # groups that have doubled since: it may be others that they grow by
+
+    def read(self, step: int) -> Sequence[Seen]:
+        """One reading a local device, also where it holds nothing, and one census of the groups."""
         now = time.time()
         devices = jax.local_devices()
-        totals = {device: [0, 0] for device in devices}
         kinds = {device: device.default_memory().kind for device in devices}
+        groups: dict[Any, _Group] = {}
         for array in jax.live_arrays():
-            _add(array, totals, kinds)
-        return [
+            self._add(array, groups, kinds)
+        totals = {device: [0, 0] for device in devices}
+        for group in groups.values():
+            for device in group.devices:
+                totals[device][0] += group.bytes
+                totals[device][1] += group.count
+        readings = [
             Reading(
                 source="live_arrays",
                 device=device_label(device),
@@ -39,16 +54,69 @@ class LiveArraysProbe:
             )
             for device in devices
         ]
+        return [*readings, self._census(step, now, groups)]
+
+    def _census(self, step: int, time_s: float, groups: dict[Any, _Group]) -> ArrayCensus:
+        here = [key for key, group in groups.items() if group.devices]
+        by_bytes = sorted(here, key=lambda key: -groups[key].bytes)
+        rest = sorted(by_bytes[_LARGEST:], key=lambda key: -groups[key].count)
+        kept, left_out = by_bytes[:_LARGEST] + rest[:_NUMEROUS], rest[_NUMEROUS:]
+        self._sites = {key: self._site(key, group) for key, group in groups.items()}
+        self._grown = {key for key, group in groups.items() if group.count >= 2 * self._sites[key][0]}
+        return ArrayCensus(
+            step=step,
+            time_s=time_s,
+            groups=tuple(_record(key, groups[key], self._sites[key][1]) for key in kept),
+            left_out_count=sum(groups[key].count for key in left_out),
+            left_out_bytes=sum(groups[key].bytes for key in left_out),
+        )
+
+    def _site(self, key: Any, group: _Group) -> tuple[int, str]:
+        """Where most of a group were made, as it was asked last."""
+        return (group.count, group.sites.most_common(1)[0][0]) if group.sites else self._sites[key]
+
+    def _add(self, array: jax.Array, groups: dict[Any, _Group], kinds: dict[Device, str]) -> None:
+        sharding = array.sharding
+        try:
+            everywhere = array.on_device_size_in_bytes()
+        except RuntimeError:  # deleted or donated since the list was made
+            return
+        key = (array.shape, array.dtype, sharding)
+        group = groups.get(key)
+        if group is None:
+            held = [device for device in sharding.addressable_devices if device in kinds]
+            there = [device for device in held if sharding.memory_kind in (None, kinds[device])]
+            group = groups[key] = _Group(there, asks=key not in self._sites or key in self._grown)
+        if group.asks and (group.count < _NEWEST or group.count % _EVERY == 0):
+            group.sites[creation_site(array)] += 1
+        group.count += 1
+        group.bytes += everywhere // len(sharding.device_set)
 
 
-def _add(array: jax.Array, totals: dict[Device, list[int]], kinds: dict[Device, str]) -> None:
-    sharding = array.sharding
-    try:
-        everywhere = array.on_device_size_in_bytes()
-    except RuntimeError:  # deleted or donated since the list was made
-        return
-    share = everywhere // len(sharding.device_set)
-    for device in sharding.addressable_devices:
-        if device in totals and sharding.memory_kind in (None, kinds[device]):
-            totals[device][0] += share
-            totals[device][1] += 1
+class _Group:
+    """Like arrays while they are counted; holds none of them."""
+
+    __slots__ = ("asks", "bytes", "count", "devices", "sites")
+
+    def __init__(self, devices: Sequence[Device], *, asks: bool) -> None:
+        self.devices = devices
+        self.asks = asks
+        self.count = self.bytes = 0
+        self.sites: Counter[str] = Counter()
+
+
+def _record(key: Any, group: _Group, site: str) -> ArrayGroup:
+    shape, dtype, sharding = key
+    spread = len(sharding.device_set)
+    spec = str(getattr(sharding, "spec", type(sharding).__name__)).replace("PartitionSpec", "P").replace(",)", ")")
+    return ArrayGroup(
+        shape=tuple(shape),
+        dtype=str(dtype),
+        placement=spec if spread > 1 else "",
+        devices=tuple(sorted(device_label(device) for device in group.devices)),
+        spread=spread,
+        replicated=spread > 1 and bool(sharding.is_fully_replicated),
+        count=group.count,
+        bytes=group.bytes,
+        site=site,
+    )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+
+Seen = Reading | Unavailable | ArrayCensus
 
 
 class Device(Hashable, Protocol):
@@ -37,7 +40,7 @@ class Probe(Protocol):
     changes no state.
     """
 
-    def read(self, step: int) -> Sequence[Reading | Unavailable]:
+    def read(self, step: int) -> Sequence[Seen]:
         """What is seen now, labelled with the step that had just completed."""
         ...
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from jaxmem_callbacks.probes.protocol import Seen
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
 
@@ -13,7 +15,7 @@ class ScriptedProbe:
     """Replays readings: the first group at the first read, and so on; nothing after the last.
 
     Args:
-        script: One entry a read, each a reading or a sequence of readings (one a device).
+        script: One entry a read, each a reading, a census or a sequence of these.
 
     Example:
         >>> from jaxmem_callbacks.records.readings import Reading
@@ -23,11 +25,11 @@ class ScriptedProbe:
         (1024, ())
     """
 
-    def __init__(self, script: Iterable[Reading | Unavailable | Sequence[Reading | Unavailable]]) -> None:
+    def __init__(self, script: Iterable[Seen | Sequence[Seen]]) -> None:
         self._script = iter(
-            [(entry,) if isinstance(entry, (Reading, Unavailable)) else tuple(entry) for entry in script]
+            [(entry,) if isinstance(entry, (Reading, Unavailable, ArrayCensus)) else tuple(entry) for entry in script]
         )
 
-    def read(self, step: int) -> Sequence[Reading | Unavailable]:  # noqa: ARG002 - the script says the steps itself
+    def read(self, step: int) -> Sequence[Seen]:  # noqa: ARG002 - the script says the steps itself
         """The next group of the script, as it was given."""
         return next(self._script, ())

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-EventKind = Literal["near_oom", "fragmentation", "recompilation", "plan_stale", "prediction_off"]
+EventKind = Literal[
+    "near_oom",
+    "fragmentation",
+    "growth",
+    "donation_lost",
+    "recompilation",
+    "replication",
+    "imbalance",
+    "plan_stale",
+    "prediction_off",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,6 +107,12 @@ class Compilation:
         changed: What differs from the compile before, one sentence an argument; empty for the first compile.
         memory: What the compiled program needs, or None with the reason in ``unavailable``.
         unavailable: Why ``memory`` is None.
+        lost: Donated arrays whose memory no result takes over, one sentence each:
+            ``state['w']: it comes as float32 and is returned as bfloat16``; single numbers are left out.
+        lost_bytes: Their bytes on one device.
+        has_run: Whether this tells of the first run of a compile that was told before: ``lost`` are then arrays that the
+            runtime copied, though the program reuses them.
+        step: The training step in which it happened, or None before a monitor has told.
     """
 
     program: str
@@ -115,3 +121,7 @@ class Compilation:
     changed: tuple[str, ...] = ()
     memory: ProgramMemory | None = None
     unavailable: str | None = None
+    lost: tuple[str, ...] = ()
+    lost_bytes: int = 0
+    has_run: bool = False
+    step: int | None = None

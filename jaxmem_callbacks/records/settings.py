@@ -7,6 +7,7 @@ from typing import Literal
 
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 
+LEAST_GROWTH_STEPS = 10
 CUDA_ALLOCATORS = ("cuda_async", "vmm")  # compiled for NVIDIA only
 
 
@@ -23,9 +24,16 @@ class MonitorSettings:
         heap_map_s: Seconds between heap maps, read on the training thread (about 10 microseconds an array); one more at the end.
         figure_s: Seconds between drawings of memory over time, and at the end.
         limit_bytes: A limit to judge against where the platform reports none, or a tighter one than it reports; bytes.
-        near_oom_headroom: Near-OOM begins when free memory falls under this share of the limit.
+        near_oom_headroom: Near-OOM begins when free memory falls under this share of the limit,
+        near_oom_steps: or when what is held grows so that it meets the limit within so many steps.
         fragmentation_share: A fragmentation event begins when this share of the free pool is outside the largest free block.
         fragmentation_min_bytes: and when at least so many bytes of the pool are free, so that an almost full pool is no event.
+        growth_steps: Growth is what goes on for so many steps at least.
+        growth_min_bytes: Growth of live arrays begins when they grew by so many bytes,
+        growth_min_arrays: or by so many arrays.
+        replication_min_bytes: Arrays from this size on are to be split over a mesh where their like are.
+        imbalance_share: An imbalance begins when a device of a mesh holds less than the fullest by this share,
+        imbalance_min_bytes: and by at least so many bytes.
         tensorboard: Write TensorBoard scalars, texts and figures.
         jsonl: Write every reading and event as JSON lines.
         on_error: ``warn`` switches a failing part of the monitor off with one line on stderr; ``raise`` is for tests.
@@ -40,8 +48,15 @@ class MonitorSettings:
     figure_s: float = 600.0
     limit_bytes: int | None = None
     near_oom_headroom: float = 0.05
+    near_oom_steps: int = 1000
     fragmentation_share: float = 0.5
     fragmentation_min_bytes: int = 64 * 2**20
+    growth_steps: int = 400
+    growth_min_bytes: int = 64 * 2**20
+    growth_min_arrays: int = 10_000
+    replication_min_bytes: int = 64 * 2**20
+    imbalance_share: float = 0.3
+    imbalance_min_bytes: int = 256 * 2**20
     tensorboard: bool = True
     jsonl: bool = True
     on_error: Literal["warn", "raise"] = "warn"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
@@ -34,6 +35,7 @@ _KINDS: dict[type[Record], str] = {
     Metrics: "metrics",
     MemoryEvent: "event",
     PlanRecord: "plan",
+    ArrayCensus: "arrays",
 }
 
 

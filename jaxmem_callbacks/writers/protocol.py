@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
@@ -56,7 +57,9 @@ class Picture:
     height: int
 
 
-Record = Reading | Unavailable | Compilation | Metrics | Window | MemoryEvent | Table | Picture | PlanRecord
+Record = (
+    Reading | Unavailable | Compilation | Metrics | Window | MemoryEvent | Table | Picture | PlanRecord | ArrayCensus
+)
 
 
 class Writer(abc.ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
-from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_uses
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
-from jaxmem_callbacks.records.programs import ProgramMemory
+from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,25 @@ class Program:
     uses: tuple[LeafUse, ...]
     undonated: tuple[str, ...] = ()
     unavailable: str | None = None
+
+    def compilation(self, name: str, changed: tuple[str, ...]) -> Compilation:
+        """The record of this compile, made now.
+
+        Args:
+            name: The step's.
+            changed: What differs from the compile before.
+        """
+        lost = lost_donations(self.uses)
+        return Compilation(
+            program=name,
+            time_s=time.time(),
+            signature=self.signature,
+            changed=changed,
+            memory=self.memory,
+            unavailable=self.unavailable,
+            lost=tuple(f"{use.path}: {use.lost}" for use in lost),
+            lost_bytes=sum(use.bytes for use in lost),
+        )
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
+from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_lowered, jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments
@@ -262,7 +263,9 @@ class JitStep:
             require_unshared(judged.leaves, jitted.function)
             self._call = jitted.call
             with self._tracing():
-                return jitted.call(*args, **kwargs)
+                result = jitted.call(*args, **kwargs)
+            tell_copies(self.name, judged.program, judged.leaves)
+            return result
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
         """The jit for these arguments: the user's own, or one whose static and donated arguments are decided now."""
@@ -349,17 +352,7 @@ class JitStep:
         self._known.add(hash(program.signature))
         changed = changes(self._last, program.signature)
         self._last = program.signature
-        registry.record(
-            Compilation(
-                program=self.name,
-                time_s=time.time(),
-                signature=program.signature,
-                changed=changed,
-                memory=program.memory,
-                unavailable=program.unavailable,
-            ),
-            step=self,
-        )
+        registry.record(program.compilation(self.name, changed), step=self)
 
     def _refuse_or_warn(self, program: Program, *, executed: bool) -> None:
         """An explicit donation that is lost is an error while nothing has run; an inferred one is a warning, once."""
