@@ -24,6 +24,8 @@ class MonitorSettings:
         fragmentation_min_bytes: and when at least so many bytes of the pool are free, so that an almost full pool is no event.
         tensorboard: Write TensorBoard scalars, texts and figures.
         jsonl: Write every reading and event as JSON lines.
+        jsonl_part_bytes: A file of JSON lines that would grow over this size becomes a numbered part beside the next one, and
+            stays; null for one file.
         on_error: ``warn`` switches a failing part of the monitor off with one line on stderr; ``raise`` is for tests.
     """
 
@@ -36,6 +38,7 @@ class MonitorSettings:
     fragmentation_min_bytes: int = 64 * 2**20
     tensorboard: bool = True
     jsonl: bool = True
+    jsonl_part_bytes: int | None = 256 * 2**20
     on_error: Literal["warn", "raise"] = "warn"
 
 
