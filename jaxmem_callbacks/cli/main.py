@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("jaxmem_callbacks.cli.plan", "the cheapest way to make a training script's step fit, on any hardware"),
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
+    "report": ("jaxmem_callbacks.cli.report", "the story of a run as one self-contained HTML file"),
 }
 
 

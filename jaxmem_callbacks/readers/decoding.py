@@ -11,7 +11,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 _Record = TypeVar("_Record")
 _SHOWN = 60
@@ -32,7 +32,7 @@ def record_from(kind: type[_Record], data: Any, where: str = "") -> _Record:
         ValueError: a field of another type, or none where one is needed; the message names it.
     """
     if not isinstance(data, Mapping):
-        raise ValueError(_wrong(where, data, "an object"))
+        _refuse(where, data, "an object")
     given = cast("Mapping[str, Any]", data)
     values: dict[str, Any] = {}
     for name, hint, needed in _fields(kind):
@@ -75,14 +75,14 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         return _NOT_FINITE[data]
     right = {float: (int, float), type(None): type(None)}.get(hint, hint)
     if not isinstance(data, right) or (isinstance(data, bool) and hint is not bool):
-        raise ValueError(_wrong(where, data, _WORDS.get(hint, "null")))
+        _refuse(where, data, _WORDS.get(hint, "null"))
     return data
 
 
 def _any_text(hint: Any, data: Any, where: str) -> Any:  # noqa: ARG001 - as the others of its table
     """A Literal: a newer version may know more words, so any text is one."""
     if not isinstance(data, str):
-        raise ValueError(_wrong(where, data, "a text"))
+        _refuse(where, data, "a text")
     return data
 
 
@@ -103,18 +103,18 @@ def _one_of(hint: Any, data: Any, where: str) -> Any:
 
 def _items(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(data, list | tuple):
-        raise ValueError(_wrong(where, data, "a list"))
+        _refuse(where, data, "a list")
     given, inner = cast("Sequence[Any]", data), get_args(hint)
     if get_origin(hint) is tuple and inner[-1] is not Ellipsis:
         if len(given) != len(inner):
-            raise ValueError(_wrong(where, data, f"a list of {len(inner)}"))
+            _refuse(where, data, f"a list of {len(inner)}")
         return tuple(_value(each, one, f"{where}[{n}]") for n, (each, one) in enumerate(zip(inner, given, strict=True)))
     return tuple(_value(inner[0], one, f"{where}[{n}]") for n, one in enumerate(given))
 
 
 def _mapping(hint: Any, data: Any, where: str) -> dict[Any, Any]:
     if not isinstance(data, Mapping):
-        raise ValueError(_wrong(where, data, "an object"))
+        _refuse(where, data, "an object")
     inner = get_args(hint)[1]
     return {name: _value(inner, one, f"{where}.{name}") for name, one in cast("Mapping[str, Any]", data).items()}
 
@@ -130,7 +130,8 @@ _COMPOSED: dict[Any, Callable[[Any, Any, str], Any]] = {
 }
 
 
-def _wrong(where: str, data: Any, expected: str) -> str:
+def _refuse(where: str, data: Any, expected: str) -> NoReturn:
     shown = repr(data)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return f"`{where}` is {shown}, expected {expected}" if where else f"{shown} is not {expected}"
+    msg = f"`{where}` is {shown}, expected {expected}" if where else f"{shown} is not {expected}"
+    raise ValueError(msg)
