@@ -175,8 +175,11 @@ class Story:
                 self.remarks.append(f"Its file begins with part {start.part}: the parts before it are not here.")
 
     def _read(self, reading: Reading) -> None:
-        self._step, self._time_s = max(self._step, reading.step), reading.time_s
-        self._close()
+        # A look's readings come device by device, each with its own steps; after a restore steps begin again from lower ones.
+        forward = reading.step > self._step or reading.time_s > self._time_s
+        if reading.step != self._step and forward:
+            self._close()
+            self._step, self._time_s = reading.step, reading.time_s
         self._windows.add(values_of(reading))
         self.known.learn(Observation(step=reading.step, time_s=reading.time_s, readings=(reading,)))
         for name in ("in_use_bytes", "live_array_bytes", "resident_bytes"):

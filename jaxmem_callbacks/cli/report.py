@@ -19,7 +19,9 @@ _NAME = "report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("place", metavar="RUN", type=Path, help="a monitor's logdir, a folder of them, or a memory.jsonl")
+    parser.add_argument(
+        "place", metavar="RUN", type=Path, help="a monitor's logdir, a folder of them, or a memory.jsonl"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=f"where to write; RUN/{_NAME} unless said")
 
 
@@ -42,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         output.write_text(page, "utf-8")
     except OSError as error:
-        msg = f"{output} cannot be written: {error.strerror or error}. Name a file in a folder that is there: -o {_NAME}."
+        msg = (
+            f"{output} cannot be written: {error.strerror or error}. Name a file in a folder that is there: -o {_NAME}."
+        )
         raise RunFileError(msg) from error
     for story in stories:
         sys.stdout.write(f"{story.run}: {happened(story)}\n")

@@ -163,6 +163,8 @@ def _legend(
     rows += [("limit", f"limit, {format_bytes(limit_bytes)}")] * (limit_bytes is not None)
     rows += [("need", f"{name} needs {format_bytes(need)}, by its compiler") for name, need in needs.items()]
     rows += [("event", "events, by their number below")] * bool(events)
-    key: Callable[[str], str] = '<svg class="key" viewBox="0 0 24 10"><line class="{}" x1="0" x2="24" y1="5" y2="5"/></svg>'.format
+    key: Callable[[str], str] = (
+        '<svg class="key" viewBox="0 0 24 10"><line class="{}" x1="0" x2="24" y1="5" y2="5"/></svg>'.format
+    )
     body = "".join(f"<li>{key(style)} {escape(words)}</li>" for style, words in rows)
     return f'<figcaption><ul class="legend">{body}</ul></figcaption>'

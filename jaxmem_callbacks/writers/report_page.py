@@ -24,7 +24,17 @@ from jaxmem_callbacks.writers.report_words import happened
 Frontier = Callable[[Sequence[Candidate]], Collection[Candidate]]
 # Says to the browser itself what the page promises: no script, and nothing from anywhere.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_PROGRAMS = ("program", "compiled", "one step needs", "arguments", "outputs", "aliased", "temporaries", "XLA's own remat", "for")
+_PROGRAMS = (
+    "program",
+    "compiled",
+    "one step needs",
+    "arguments",
+    "outputs",
+    "aliased",
+    "temporaries",
+    "XLA's own remat",
+    "for",
+)
 
 
 def report_html(stories: Sequence[Story], *, source: str, version: str, frontier: Frontier) -> str:
@@ -37,7 +47,12 @@ def report_html(stories: Sequence[Story], *, source: str, version: str, frontier
         frontier: Tells which candidates of a plan no other beats.
     """
     title = f"Memory of {source}"
-    body = "".join([*_opening(stories, title), *(_run(n, each, frontier, alone=len(stories) == 1) for n, each in enumerate(stories, start=1))])
+    body = "".join(
+        [
+            *_opening(stories, title),
+            *(_run(n, each, frontier, alone=len(stories) == 1) for n, each in enumerate(stories, start=1)),
+        ]
+    )
     foot = (
         f"Written by jaxmem report {version} from {source}. Bytes are those that the named source told; what a platform does "
         "not report is unknown, with its reason, and never 0."
@@ -106,7 +121,13 @@ def _programs(story: Story) -> Iterator[str]:
     rows: list[tuple[str, ...]] = []
     for name, each in story.programs.items():
         if (memory := each.memory) is not None:
-            sizes = (memory.step_bytes, memory.argument_bytes, memory.output_bytes, memory.alias_bytes, memory.temp_bytes)
+            sizes = (
+                memory.step_bytes,
+                memory.argument_bytes,
+                memory.output_bytes,
+                memory.alias_bytes,
+                memory.temp_bytes,
+            )
             spelled = [format_bytes(size) for size in sizes]
             place = f"{memory.platform}, {memory.target}"
             rows.append((name, _times(each.compiles), *spelled, str(memory.compiler_remat), place))
@@ -121,7 +142,9 @@ def _programs(story: Story) -> Iterator[str]:
         yield f"<p>Also compiled: {escape(', '.join(names))}. What they need is {escape(_unknown(reason))}.</p>"
     if not story.programs:
         yield "<p>No compile was seen.</p>"
-    changed = [f"<li>{escape(f'{name}: {line}')}</li>" for name, each in story.programs.items() for line in each.changed]
+    changed = [
+        f"<li>{escape(f'{name}: {line}')}</li>" for name, each in story.programs.items() for line in each.changed
+    ]
     if changed:
         yield f"<p>What changed when one was compiled again:</p><ul>{''.join(changed)}</ul>"
 
@@ -197,4 +220,6 @@ def _table(columns: Iterable[str], rows: Iterable[Sequence[str]], style: str = "
 
 def _framed(columns: Iterable[str], body: str, style: str = "") -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    return f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
