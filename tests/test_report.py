@@ -18,7 +18,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.cli.report import stories_of
+from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Table
 from jaxmem_callbacks.writers.report_chart import chart_html, nice_ticks
@@ -28,10 +28,42 @@ from tests.sample_runs import HOSTILE, event, write_run
 
 pytestmark = pytest.mark.core
 
-TAGS = set(
-    "html head meta title style body main h1 h2 h3 h4 p section article figure figcaption svg line polyline circle text ul li "
-    "table thead tbody tr th td div img a strong footer".split()
-)
+TAGS = {
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "main",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "p",
+        "section",
+        "article",
+        "figure",
+    ),
+    *(
+        "figcaption",
+        "svg",
+        "line",
+        "polyline",
+        "circle",
+        "text",
+        "ul",
+        "li",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    ),
+    *("div", "img", "a", "strong", "footer"),
+}
 
 
 class Page(html.parser.HTMLParser):

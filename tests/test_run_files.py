@@ -1,4 +1,4 @@
-"""JSON lines there and back: parts by size, restarts, kills at any byte, newer and broken lines; no line is lost or cut in two."""
+"""JSON lines there and back: parts by size, restarts, kills at any byte, newer and broken lines; none is lost or cut in two."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Story:
             self._step, self._time_s = reading.step, reading.time_s
         self._windows.add(values_of(reading))
         self.known.learn(Observation(step=reading.step, time_s=reading.time_s, readings=(reading,)))
-        for name in ("in_use_bytes", "live_array_bytes", "resident_bytes"):
+        for name in ("in_use_bytes", "peak_bytes_since_start", "live_array_bytes", "resident_bytes"):
             size = getattr(reading, name)
             if size is not None and (name not in self.highs or size > self.highs[name].bytes):
                 self.highs[name] = High(bytes=size, device=reading.device, step=reading.step)

@@ -57,7 +57,7 @@ def chart_html(
         return ""
     shown = dict(sorted((needs or {}).items(), key=lambda each: -each[1])[:_NEEDS])
     steps = [max(point.step, 0) for point in points] + [max(event.step, 0) for event in events]
-    across = _Scale(low=min(steps), high=max(max(steps), min(steps) + 1), start=_LEFT, end=_WIDTH - _RIGHT)
+    across = _Scale(low=min(steps), high=max(*steps, min(steps) + 1), start=_LEFT, end=_WIDTH - _RIGHT)
     highest = max((point.highs.get(tag, 0.0) * GIB for point in points for tag in DEVICE_LINES), default=0.0)
     device = _upwards(max(highest, limit_bytes or 0, *shown.values(), 0), _TOP, _DEVICE)
     host = _upwards(

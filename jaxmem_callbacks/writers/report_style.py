@@ -26,7 +26,8 @@ h3 { font-size: 16px; margin: 30px 0 8px; }
 h1, h2, h3, p, li, td, dd { overflow-wrap: anywhere; }
 a { color: var(--link); }
 .lead { font-size: 17px; margin: 0 0 16px; max-width: 76ch; } .soft { color: var(--soft); }
-.chart { margin: 18px 0; } .chart > svg { width: 100%; height: auto; display: block; }
+.chart { margin: 18px 0; overflow-x: auto; }
+.chart > svg { width: 100%; min-width: 600px; height: auto; display: block; }
 .tick { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--rule); stroke-width: 1; }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round; } .key line { stroke-width: 2.5; }
 .line-0 { stroke: var(--line-0); } .line-1 { stroke: var(--line-1); } .line-2 { stroke: var(--line-2); }
