@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import pytest
-
 _Found = TypeVar("_Found")
 _ARGUMENTS = (
     "--headless",
@@ -41,6 +39,8 @@ def missing() -> list[str]:
 def require() -> None:
     """Go on where there is a browser; skip, or fail where `JAXMEM_REQUIRE_BROWSER=1` says that this must prove."""
     if missing():
+        import pytest  # the pictures of the documents are taken without it
+
         if os.environ.get("JAXMEM_REQUIRE_BROWSER") == "1":
             pytest.fail(f"{' and '.join(missing())} not on PATH: apt-get install chromium chromium-driver")
         pytest.skip("browser: not proved")  # tests/conftest.py repeats this line at the end of the run

@@ -1,4 +1,4 @@
-"""`jaxmem compare`: runs, plans and saved step memories; what grew, the gate's exit code, and what is refused as no comparison."""
+"""`jaxmem compare`: runs, plans and saved step memories; what grew, the gate's exit code, and what is no comparison."""
 
 from __future__ import annotations
 

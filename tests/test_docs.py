@@ -70,6 +70,7 @@ FRESH = {"environment.md"}
 # What a reader does next with what a document defines.
 AFTERWARDS = {
     "plan.md": "state, metrics = step(state, batch)",
+    "gate.md": "test_the_step_does_not_grow(lambda step, *args, **_: jm.step_memory(step, *args))",
     "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",
 }
 
@@ -117,9 +118,16 @@ def test_blocks_are_found_and_can_fail() -> None:
     text = "a\n```python\nx = 1\n```\n1. b\n   ```python\n   if x:\n       y = 2\n   ```\n```sh\nls\n```\n"
     assert blocks(text, "python") == ["x = 1\n", "if x:\n    y = 2\n"]
     assert blocks(text, "sh") == ["ls\n"]
-    assert {"README.md", "accumulation.md", "environment.md", "plan.md", "presets.md", "sharding.md", "targets.md"} == {
-        path.name for path in with_python()
-    }
+    assert {
+        "README.md",
+        "accumulation.md",
+        "environment.md",
+        "gate.md",
+        "plan.md",
+        "presets.md",
+        "sharding.md",
+        "targets.md",
+    } == {path.name for path in with_python()}
     bare = [re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL) for path in DOCUMENTS]
     assert not [line for text in bare for line in re.findall(r"^ {4}.*\bjm\..*", text, flags=re.MULTILINE)], (
         "code without a fence"

@@ -287,6 +287,7 @@ def test_a_preset_that_is_none_is_refused():
         ({"window_s": -1.0, "limit_bytes": 0}, r"window_s=-1\.0 .*; limit_bytes=0"),
         ({"near_oom_headroom": 1.0}, "near_oom_headroom=1.0"),
         ({"fragmentation_share": 0.0}, "fragmentation_share=0.0"),
+        ({"jsonl_part_bytes": 1000}, r"jsonl_part_bytes=1000 \(expected at least 1024 bytes, or None\)"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_construction(settings: dict[str, Any], text: str):

@@ -36,18 +36,18 @@ def step(remat="full"):
 def shapes(rows=2048):
     return jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
 """
-BEFORE = """
+TESTS = """
 def test_same(assert_step_memory):
     assert assert_step_memory(step(), *shapes()).step_bytes > 0
 
 def test_grown(assert_step_memory):
-    assert_step_memory(step(), *shapes())
+    assert_step_memory(step(REMAT), *shapes())
 
 def test_allowed(assert_step_memory):
-    assert_step_memory(step(), *shapes(), max_regress="900%")
+    assert_step_memory(step(REMAT), *shapes(), max_regress="900%")
 
 def test_batch(assert_step_memory):
-    assert_step_memory(step(), *shapes())
+    assert_step_memory(step(), *shapes(rows=ROWS))
 
 class TestOfAClass:
     @pytest.mark.parametrize("way", ["a/b", "a_b"])
@@ -58,24 +58,13 @@ def test_twice(assert_step_memory):
     for name in ("x.json", "x.json"):
         assert_step_memory(step(), *shapes(rows=8), baseline=f"own/{name}")
 """
-AFTER = (  # what the user changed: remat is off, the batch is smaller, one test is new
-    BEFORE.replace(
-        "_grown(assert_step_memory):\n    assert_step_memory(step()",
-        "_grown(assert_step_memory):\n    assert_step_memory(step('none')",
-    )
-    .replace(
-        "_allowed(assert_step_memory):\n    assert_step_memory(step()",
-        "_allowed(assert_step_memory):\n    assert_step_memory(step('none')",
-    )
-    .replace(
-        "_batch(assert_step_memory):\n    assert_step_memory(step(), *shapes()",
-        "_batch(assert_step_memory):\n    assert_step_memory(step(), *shapes(rows=8)",
-    )
-    + """
+BEFORE = "REMAT, ROWS = 'full', 2048\n" + TESTS
+AFTER = f"""
+REMAT, ROWS = 'none', 8
+{TESTS}
 def test_new(assert_step_memory):
     assert_step_memory(step(), *shapes(rows=8))
 """
-)
 THERE = """
 def test_there(assert_step_memory):
     assert_step_memory(step(REMAT), *shapes(rows=8192), target=TARGET)
@@ -132,8 +121,7 @@ def test_a_baseline_is_written_held_and_missed(users, pytester):
             "The baseline is memory_baselines/test_memory/test_grown.json. If that is meant, write the baseline again*",
             "These cannot be compared: the batches differ: batch: float32?2048,64? -> float32?8,64?. Expected the same batch*",
             "If that is meant, write the baseline again and commit it: pytest --jaxmem-update 'test_memory.py::test_batch'",
-            "There is no baseline memory_baselines/test_memory/test_new.json. Write it and commit it: "
-            "pytest --jaxmem-update 'test_memory.py::test_new'",
+            "There is no baseline */test_new.json. Write it and commit it: pytest --jaxmem-update 'test_memory.py::test_new'",
         ]
     )
     assert "Traceback" not in held.stdout.str()

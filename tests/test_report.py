@@ -191,7 +191,7 @@ def test_it_is_written_where_asked_and_refuses_what_it_cannot(tmp_path, capsys):
 
 def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     double = jm.CollectingWriter()
-    settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, on_error="raise")
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, jsonl_part_bytes=2**11, on_error="raise")
     step = jm.jit_step(lambda state, batch: (state + batch.sum(), {"loss": batch.sum()}))
     with jm.MemoryMonitor(settings, logdir=tmp_path, writer=double) as monitor:
         state = jnp.zeros((64, 64))
@@ -199,6 +199,7 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
             state, metrics = step(state, jnp.ones(8 if index < 3 else 4))
             monitor(index, metrics)
             monitor.flush()
+    assert (tmp_path / "memory.000001.jsonl").stat().st_size <= 2**11
     (story,) = stories_of(tmp_path)
     table = double.of(Table)[-1]
     assert [(row.figure, row.latest, row.source, row.text) for row in story.known.rows()] == list(table.rows)

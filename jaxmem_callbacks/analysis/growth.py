@@ -109,6 +109,6 @@ def _changes(
 
 def _notes(before: Account, after: Account) -> Sequence[str]:
     notes = [f"{line}." for line in _differences(before.conditions, after.conditions)]
-    for name in before.judged.keys() ^ after.judged.keys():
-        notes.append(f"{name}: told by one of the two only, so it is not judged.")
+    alone = [name for name in {**before.judged, **after.judged} if (name in before.judged) != (name in after.judged)]
+    notes += [f"{name}: told by one of the two only, so it is not judged." for name in alone]
     return [*notes, *before.remarks, *(remark for remark in after.remarks if remark not in before.remarks)]

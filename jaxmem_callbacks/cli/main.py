@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None for the process's own.
 
     Returns:
-        0; 1 where a script failed, memory grew more than allowed or `jaxmem doctor` found something; 2 where the library refused, with the reason on
-        stderr and no traceback; 141 where the output's reader went away.
+        0; 1 where a script failed, memory grew more than allowed or `jaxmem doctor` found something; 2 where the library
+        refused, with the reason on stderr and no traceback; 141 where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.

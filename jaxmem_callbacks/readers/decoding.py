@@ -63,8 +63,15 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
     )
 
 
+@functools.cache
+def _taken_as_is(hint: Any) -> frozenset[type]:
+    """Plain types that a field takes unchanged: most of what a run's file holds, and not worth a second look."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return frozenset(member for member in members if member in (int, float, str, bool))
+
+
 def _value(hint: Any, data: Any, where: str) -> Any:
-    if hint is Any:
+    if type(data) in _taken_as_is(hint) or hint is Any:
         return data
     if dataclasses.is_dataclass(hint):
         return record_from(cast("type[Any]", hint), data, where)
@@ -90,8 +97,6 @@ def _one_of(hint: Any, data: Any, where: str) -> Any:
     members = get_args(hint)
     if data is None and type(None) in members:
         return None
-    if isinstance(data, str) and str in members:
-        return data
     problems: list[str] = []
     for member in members:
         try:

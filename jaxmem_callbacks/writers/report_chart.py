@@ -20,7 +20,8 @@ _WIDTH, _LEFT, _RIGHT, _TOP = 960, 64, 16, 22
 _DEVICE, _HOST, _GAP, _BOTTOM = 280, 84, 22, 40
 _HEIGHT = _TOP + _DEVICE + _GAP + _HOST + _BOTTOM
 _TICKS, _FEW_TICKS = 5, 2
-_APART = 16  # pixels between two numbers of events
+_APART = 16  # pixels between two numbers of events, or two names of lines
+_LETTERS = 40
 _NEEDS = 6  # lines of programs that are drawn: those that need most
 
 
@@ -128,16 +129,17 @@ def _line(points: Sequence[Point], tag: str, style: str, across: _Scale, up: _Sc
 
 
 def _levels(device: _Scale, limit_bytes: int | None, needs: Mapping[str, int]) -> Iterator[str]:
-    for name, need in needs.items():
-        yield _level(device, need, "need", f"{name} needs {format_bytes(need)}, by its compiler")
-    if limit_bytes is not None:
-        yield _level(device, limit_bytes, "limit", f"limit {format_bytes(limit_bytes)}")
-
-
-def _level(device: _Scale, size: int, style: str, words: str) -> str:
-    y = f"{device.at(size):.1f}"
-    line = f'<line class="{style}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}">'
-    return f"{line}<title>{escape(words)}</title></line>"
+    levels = [] if limit_bytes is None else [("limit", limit_bytes, "limit")]
+    named: list[float] = []
+    for name, size, style in [*levels, *((name, need, "need") for name, need in needs.items())]:
+        y = device.at(size)
+        line = f'<line class="{style}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}">'
+        yield f"{line}<title>{escape(name)}: {format_bytes(size)}</title></line>"
+        if all(abs(y - other) >= _APART for other in named):  # of names that would cover each other the first is shown
+            named.append(y)
+            words = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}..."
+            place = f'x="{_WIDTH - _RIGHT - 6}" y="{y - 4:.1f}" text-anchor="end"'
+            yield f'<text class="{style}-name" {place}>{escape(words)}</text>'
 
 
 def _events(events: Sequence[MemoryEvent], across: _Scale) -> Iterator[str]:
