@@ -175,7 +175,7 @@ def near(path: Path) -> Path:
 
 def clear(logdir: Path) -> None:
     """One event file a run: the files of the demo's run before go."""
-    for path in (*logdir.glob("events.out.tfevents.*"), *logdir.glob("memory.jsonl")):
+    for path in (*logdir.glob("events.out.tfevents.*"), *logdir.glob("memory*.jsonl")):
         path.unlink()
 
 

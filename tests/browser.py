@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -33,6 +34,16 @@ _ARGUMENTS = (
 def missing() -> list[str]:
     """What of Chromium and its driver is not on PATH."""
     return [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+
+
+def require() -> None:
+    """Go on where there is a browser; skip, or fail where `JAXMEM_REQUIRE_BROWSER=1` says that this must prove."""
+    if missing():
+        import pytest  # the pictures of the documents are taken without it
+
+        if os.environ.get("JAXMEM_REQUIRE_BROWSER") == "1":
+            pytest.fail(f"{' and '.join(missing())} not on PATH: apt-get install chromium chromium-driver")
+        pytest.skip("browser: not proved")  # tests/conftest.py repeats this line at the end of the run
 
 
 class Browser:
@@ -70,6 +81,16 @@ class Browser:
         """Give the page this size in pixels; the window is larger by its frame."""
         frame = self.run("return [window.outerWidth - window.innerWidth, window.outerHeight - window.innerHeight]")
         self._call("POST", "/window/rect", {"width": width + frame[0], "height": height + frame[1]})
+
+    def see_as(self, *, media: str = "", scheme: str = "light") -> None:
+        """Show pages as on ``print``, or to somebody who asked for a ``dark`` scheme; from now on."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        wanted = {"cmd": "Emulation.setEmulatedMedia", "params": {"media": media, "features": features}}
+        self._call("POST", "/goog/cdp/execute", wanted)
+
+    def pdf(self) -> bytes:
+        """The page as it would be printed."""
+        return base64.b64decode(self._call("POST", "/print", {}))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run JavaScript in the page and return what it returns."""

@@ -193,7 +193,7 @@ def test_scripts_and_names_that_do_not_exist(tmp_path, script):
         reach_step(f"{script}:mak")
     wrong = write(tmp_path, "def make():\n    return 3\n")
     with pytest.raises(
-        ScriptError, match=r"make\(\) returned int\. Expected \(train_step, \(state, batch, \.\.\.\)\)\."
+        ScriptError, match=r"make\(\) returned int\. Expected a function and its arguments: \(train_step, \(state, "
     ):
         reach_step(f"{wrong}:make")
 

@@ -54,6 +54,7 @@ MONITORS = st.builds(
     imbalance_min_bytes=st.integers(0, 2**50),
     tensorboard=st.booleans(),
     jsonl=st.booleans(),
+    jsonl_part_bytes=st.none() | st.integers(2**10, 2**50),
     on_error=st.sampled_from(["warn", "raise"]),
 )
 ENVIRONMENTS = st.builds(EnvironmentSettings, platform=st.sampled_from([None, "tpu"])) | st.builds(

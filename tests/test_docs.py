@@ -77,6 +77,7 @@ FRESH = {"environment.md"}
 # What a reader does next with what a document defines.
 AFTERWARDS = {
     "plan.md": "state, metrics = step(state, batch)",
+    "gate.md": "test_the_step_does_not_grow(lambda step, *args, **_: jm.step_memory(step, *args))",
     "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",
 }
 
@@ -130,6 +131,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "environment.md",
         "events.md",
         "figures.md",
+        "gate.md",
         "plan.md",
         "prefetch.md",
         "presets.md",

@@ -15,12 +15,12 @@ PACKAGE = "jaxmem_callbacks"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ORDER = [
     *("records", "config", "environment", "simulator", "_compat", "transforms", "programs", "planning", "probes"),
-    *("analysis", "writers", "recovery", "callbacks", "integrations", "answers", "cli"),
+    *("analysis", "readers", "writers", "recovery", "callbacks", "integrations", "answers", "cli"),
 ]
-FRAMEWORKS = {"flax", "keras", "orbax", "equinox", "tensorflow", "haiku", "penzai"}
+FRAMEWORKS = {"flax", "keras", "orbax", "equinox", "tensorflow", "haiku", "penzai", "pytest"}
 JAX = {"jax", "jaxlib"}
 # Rooms that may import these third parties and no others; the rest of the rooms choose freely beside the frameworks.
-ONLY = {"records": set(), "environment": set(), "simulator": set(), "analysis": {"numpy"}}
+ONLY = {"records": set(), "environment": set(), "simulator": set(), "analysis": {"numpy"}, "readers": set()}
 NEVER = {"config": JAX | FRAMEWORKS, "writers": JAX | FRAMEWORKS}
 # One public door to each framework by name: the registry that loads an integration when its objects arrive.
 LAZY_DOORS = {"transforms/frameworks.py"}

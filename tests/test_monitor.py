@@ -303,6 +303,7 @@ def test_a_preset_that_is_none_is_refused():
         ({"growth_min_arrays": 0}, "growth_min_arrays=0"),
         ({"replication_min_bytes": 0}, "replication_min_bytes=0"),
         ({"imbalance_share": 1.5}, r"imbalance_share=1\.5 \(expected a share above 0, at most 1\)"),
+        ({"jsonl_part_bytes": 1000}, r"jsonl_part_bytes=1000 \(expected at least 1024 bytes, or None\)"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_construction(settings: dict[str, Any], text: str):

@@ -22,7 +22,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.settings import MonitorSettings
 from tests import sample_plans as samples
-from tests.browser import Browser, missing
+from tests.browser import Browser, require
 from tests.processes import bytes_of_others
 
 pytestmark = pytest.mark.browser
@@ -47,10 +47,7 @@ def page_step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, dict[str
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of at least 100 points with both events, in the folder above its own, as users have it."""
-    if missing():
-        if os.environ.get("JAXMEM_REQUIRE_BROWSER") == "1":
-            pytest.fail(f"{' and '.join(missing())} not on PATH: apt-get install chromium chromium-driver")
-        pytest.skip("browser: not proved")  # tests/conftest.py repeats this line at the end of the run
+    require()
     folder = tmp_path_factory.mktemp("runs")
     # Arrays that other tests of this process hold count as live: the step is as much larger as keeps them far from its limit.
     scale = 1 + bytes_of_others() // 2**20

@@ -62,8 +62,9 @@ def test_the_wheel_has_every_module_and_nothing_else(unpacked):
     assert {name.split("/")[0].partition("-")[0] for name in inside} == {"jaxmem_callbacks"}
 
 
-def test_the_wheel_installs_the_command(unpacked):
+def test_the_wheel_installs_the_command_and_the_pytest_plugin(unpacked):
     (entries,) = unpacked.glob("*.dist-info/entry_points.txt")
     parser = configparser.ConfigParser()
     parser.read(entries)
     assert dict(parser["console_scripts"]) == {"jaxmem": "jaxmem_callbacks.cli.main:main"}
+    assert dict(parser["pytest11"]) == {"jaxmem": "jaxmem_callbacks.integrations.pytest"}

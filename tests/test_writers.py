@@ -246,10 +246,11 @@ def test_jsonl_appends_after_a_run_that_was_killed_in_the_middle_of_a_line(tmp_p
     writer = JsonlWriter(path, "new")
     writer.write(READING)
     writer.close()
-    old, broken, start, reading = path.read_text().splitlines()
+    old, broken, start, reading, end = path.read_text().splitlines()
     assert json.loads(old)["run"] == "old"
     assert broken == '{"run":"old","kin'
     assert json.loads(start)["run"] == json.loads(reading)["run"] == "new"
+    assert json.loads(end)["kind"] == "end", "closed, not killed"
 
 
 # Console and the double

@@ -1,9 +1,9 @@
-"""Pictures for the documents: the demo's run as the real TensorBoard shows it, and the figure that the run drew.
+"""Pictures for the documents: the demo's run as the real TensorBoard shows it, the figure that it drew, and its report.
 
     make demo && .venv/bin/python tools/screenshot_demo.py
 
-Enters: the event file of a run. Leaves: docs/images/tensorboard.png and docs/images/memory_over_time.png. Needs Chromium with
-its driver, and the packages of the parts `project` and `demo`.
+Enters: the files of a run. Leaves: docs/images/tensorboard.png, memory_over_time.png and report.png. Needs Chromium with its
+driver, and the packages of the parts `project` and `demo`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,19 @@ def save_figure(logdir: Path, path: Path) -> None:
     path.write_bytes(events.Images("memory/over_time")[-1].encoded_image_string)
 
 
+def photograph_report(logdir: Path, path: Path) -> None:
+    """Save the top of the run's report."""
+    shown = logdir.absolute().relative_to(ROOT) if logdir.absolute().is_relative_to(ROOT) else logdir
+    with tempfile.TemporaryDirectory() as name:
+        page = Path(name) / "report.html"
+        command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "report", str(shown), "-o", str(page)]
+        subprocess.run(command, check=True, cwd=ROOT)
+        with Browser() as browser:
+            browser.resize(1100, 1000)
+            browser.open(page.as_uri())
+            browser.screenshot(path)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +107,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     photograph(args.logdir, args.out / "tensorboard.png", args.tags)
     save_figure(args.logdir, args.out / "memory_over_time.png")
-    print(f"Saved {args.out / 'tensorboard.png'} and {args.out / 'memory_over_time.png'}")
+    photograph_report(args.logdir, args.out / "report.png")
+    print(f"Saved tensorboard.png, memory_over_time.png and report.png in {args.out}")
 
 
 if __name__ == "__main__":

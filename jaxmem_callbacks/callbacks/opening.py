@@ -5,6 +5,7 @@ The one place that decides which process writes: process 0. The others sample, d
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import jax
 
+import jaxmem_callbacks
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.run_folder import RunFolder, lock_folder
+from jaxmem_callbacks.callbacks.wanted import versions_now
+from jaxmem_callbacks.readers.parts import JSONL_NAME
+from jaxmem_callbacks.records.runs import RunStart
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Writer
-
-JSONL_NAME = "memory.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,18 @@ class Opening:
     def _jsonl(self) -> Writer:
         from jaxmem_callbacks.writers.jsonl import JsonlWriter
 
-        return JsonlWriter(self._folder / JSONL_NAME, self.run_id)
+        path, part_bytes = self._folder / JSONL_NAME, self.settings.jsonl_part_bytes
+        return JsonlWriter(path, self.run_id, part_bytes=part_bytes, start=self._start())
+
+    def _start(self) -> RunStart:
+        first = jax.local_devices()[0]
+        devices = {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
+        return RunStart(
+            time_s=time.time(),
+            versions={"jaxmem_callbacks": jaxmem_callbacks.__version__, **versions_now()},
+            devices={**devices, "processes": jax.process_count()},
+            settings=dataclasses.asdict(self.settings),
+        )
 
     @property
     def _folder(self) -> Path:

@@ -12,6 +12,7 @@ from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, MonitorSettings
+from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer
 
@@ -110,6 +111,11 @@ def _check(settings: MonitorSettings) -> None:
             ("every_steps", "at least 1", settings.every_steps >= 1),
             *((name, "more than 0 seconds", getattr(settings, name) > 0) for name in _SPANS),
             ("limit_bytes", "more than 0 bytes, or None", settings.limit_bytes is None or settings.limit_bytes > 0),
+            (
+                "jsonl_part_bytes",
+                "at least 1024 bytes, or None",
+                settings.jsonl_part_bytes is None or settings.jsonl_part_bytes >= KIB,
+            ),
             ("near_oom_headroom", "a share from 0 to under 1", 0 <= settings.near_oom_headroom < 1),
             ("near_oom_steps", "at least 1", settings.near_oom_steps >= 1),
             ("fragmentation_share", "a share above 0, at most 1", 0 < settings.fragmentation_share <= 1),

@@ -7,7 +7,10 @@ FAILED = 1
 """The script itself failed; its traceback is on stderr."""
 FINDINGS = 1
 """``jaxmem doctor`` looked, and something is wrong."""
+GREW = 1
+"""``jaxmem compare`` found more growth than was allowed."""
 REFUSED = 2
-"""Wrong arguments, a wrong preset, a script that never reaches a step, or a plan in which nothing fits."""
+"""Wrong arguments, a wrong preset, a script that never reaches a step, a plan in which nothing fits, or things that
+cannot be compared."""
 BROKEN_PIPE = 141
 """The reader of the output went away, as in ``jaxmem presets | head -1``; what a shell reports for SIGPIPE."""

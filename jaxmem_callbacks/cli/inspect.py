@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="T", help="compile for hardware that is not here, such as h100_sxm or v5e:2x2"
     )
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="buffers of the peak to show (10; 0: none)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables, which jaxmem compare reads"
+    )
     add_script_arguments(parser)
 
 
@@ -116,7 +118,10 @@ class _Report:
 
     def as_json(self) -> dict[str, Any]:
         """Bytes as ints, under the names of the records' fields."""
+        from jaxmem_callbacks.programs.account import account_of_step
+
         return {
+            "account": dataclasses.asdict(account_of_step(self.memory, self.policy, self.peak)),
             "policy": dataclasses.asdict(self.policy),
             "step": _memory_json(self.memory),
             "plain_step": None if self.plain is None else _memory_json(self.plain),

@@ -14,6 +14,10 @@ from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "compare": (
+        "jaxmem_callbacks.cli.compare",
+        "what grew between two runs, plans or saved step memories; a gate with --max-regress",
+    ),
     "doctor": (
         "jaxmem_callbacks.cli.doctor",
         "this machine's memory settings, what is wrong with them, and which figures exist here",
@@ -24,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("jaxmem_callbacks.cli.plan", "the cheapest way to make a training script's step fit, on any hardware"),
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
+    "report": ("jaxmem_callbacks.cli.report", "the story of a run as one self-contained HTML file"),
 }
 
 
@@ -34,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None for the process's own.
 
     Returns:
-        0; 1 where a script failed or `jaxmem doctor` found something; 2 where the library refused, with the reason on
-        stderr and no traceback; 141 where the output's reader went away.
+        0; 1 where a script failed, memory grew more than allowed or `jaxmem doctor` found something; 2 where the library
+        refused, with the reason on stderr and no traceback; 141 where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.

@@ -35,7 +35,7 @@ from jaxmem_callbacks.records.policies import (
     canonical_sharding,
 )
 from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
-from jaxmem_callbacks.records.units import MIB, parse_bytes
+from jaxmem_callbacks.records.units import KIB, MIB, parse_bytes
 
 SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings, "environment": EnvironmentSettings}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -111,12 +111,14 @@ _TYPES: dict[str, Any] = {
     "monitor.growth_min_bytes": _size_type(1),
     "monitor.replication_min_bytes": _size_type(1),
     "monitor.imbalance_min_bytes": _size_type(0),
+    "monitor.jsonl_part_bytes": _size_type(KIB) | None,
     "environment.collective_pool_bytes": _size_type(MIB, of=MIB) | None,
 }
 _EXPECTED: dict[str, str] = {
     "description": "a text",
     "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
     "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
+    "monitor.jsonl_part_bytes": "a size of at least 1KiB, such as 256MiB, or null",
     "environment.collective_pool_bytes": "a size in whole MiB, such as 512MiB, or null",
     "policy.donate": "auto, a list of argument names such as [state], or [] for none",
 }

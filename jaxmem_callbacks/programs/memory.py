@@ -20,6 +20,7 @@ from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.program import Program
 from jaxmem_callbacks.programs.steps.replicated import replicated
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
+from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
 from jaxmem_callbacks.records.errors import CompileError, DonationError
@@ -38,12 +39,14 @@ class StepMemory:
         program: The compiler's figures.
         arguments: One row for each argument and kind of content.
         warnings: What is worth acting on, a sentence each.
+        signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
         read_peak: Makes `peak`'s answer.
     """
 
     program: ProgramMemory
     arguments: tuple[ArgumentMemory, ...]
     warnings: tuple[str, ...] = ()
+    signature: Signature = ()
     read_peak: Callable[[], Peak] = field(repr=False, compare=False)
 
     @property
@@ -141,6 +144,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         program=memory,
         arguments=argument_rows(judged.program.uses, judged.program.undonated),
         warnings=warnings,
+        signature=judged.program.signature,
         read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.total_bytes, UNPLACED),
     )
 
@@ -203,6 +207,7 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         program=compiled.memory,
         arguments=argument_rows(uses, undonated),
         warnings=_warnings(step, program),
+        signature=signature_of(uses, {}),
         read_peak=again,
     )
 

@@ -65,6 +65,14 @@ class CompileError(JaxmemError, RuntimeError):
     """The compiler of an absent target failed, crashed or ran out of time."""
 
 
+class RunFileError(JaxmemError, ValueError):
+    """A run, plan or saved step memory that cannot be read; the message gives the file, and the line of one with lines."""
+
+
+class ComparisonError(JaxmemError, ValueError):
+    """Two things whose bytes cannot be compared, such as steps for different hardware."""
+
+
 class DonationWarning(UserWarning):
     """An inferred donation that the compiled program does not make."""
 

@@ -36,6 +36,8 @@ class MonitorSettings:
         imbalance_min_bytes: and by at least so many bytes.
         tensorboard: Write TensorBoard scalars, texts and figures.
         jsonl: Write every reading and event as JSON lines.
+        jsonl_part_bytes: A file of JSON lines that would grow over this size becomes a numbered part beside the next one, and
+            stays; null for one file.
         on_error: ``warn`` switches a failing part of the monitor off with one line on stderr; ``raise`` is for tests.
     """
 
@@ -59,6 +61,7 @@ class MonitorSettings:
     imbalance_min_bytes: int = 256 * 2**20
     tensorboard: bool = True
     jsonl: bool = True
+    jsonl_part_bytes: int | None = 256 * 2**20
     on_error: Literal["warn", "raise"] = "warn"
 
 

@@ -13,6 +13,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 GIB = 2**30
 MIB = 2**20
+KIB = 2**10
 
 
 def parse_bytes(text: int | str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,11 @@ def kind_of_path(path: str) -> str:
     """What the leaf at a written path holds, such as ``state.opt_state[0].mu['w']``, by the names in it."""
     words = re.findall(r"\w+", path)
     return kind_of_argument(words[0], tuple(_Word(word) for word in words[1:])) if words else OTHER
+
+
+def batch_of(signature: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Path -> dtype and shape of what is batch in a step's signature, by the names in the paths."""
+    return {path: text for path, text in signature if kind_of_path(path) == BATCH}
 
 
 def is_batch_name(name: str) -> bool:

@@ -17,11 +17,22 @@ EVENT_TITLES: dict[EventKind, str] = {
 }
 
 
+def event_title(kind: str) -> str:
+    """The heading of a kind of event; one that only a newer version knows is spelled as it is named."""
+    known = (title for name, title in EVENT_TITLES.items() if name == kind)
+    return next(known, kind.replace("_", " ").capitalize())
+
+
 def event_markdown(event: MemoryEvent) -> str:
     """One event: what, since when, what to do, and its figures."""
-    figures = [(name.replace("_", " "), _figure(name, value)) for name, value in event.figures.items()]
-    head = f"**{EVENT_TITLES[event.kind]}** at step {event.step} ({event.device})"
+    figures = event_figures(event)
+    head = f"**{event_title(event.kind)}** at step {event.step} ({event.device})"
     return f"{head}\n\n{event.message}\n\n**What to do:** {event.action}\n\n{_table(('figure', 'value'), figures)}"
+
+
+def event_figures(event: MemoryEvent) -> list[tuple[str, str]]:
+    """Name and value of each figure, as people read them."""
+    return [(name.replace("_", " "), _figure(name, value)) for name, value in event.figures.items()]
 
 
 def table_markdown(table: Table) -> str:

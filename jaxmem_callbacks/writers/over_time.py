@@ -18,7 +18,7 @@ from jaxmem_callbacks.writers.protocol import Picture
 TAG = "memory/over_time"
 _SIZE = (840, 600)  # pixels; TensorBoard shows images at less than half this width, so the letters are large for it
 _DPI = 120
-_DEVICE_LINES = {
+DEVICE_LINES = {
     "memory/in_use_gib": ("in use", "#1f77b4"),
     "memory/peak_since_start_gib": ("peak since start", "#08306b"),
     "memory/pool_gib": ("pool", "#9ecae1"),
@@ -26,7 +26,7 @@ _DEVICE_LINES = {
     "memory/device_used_gib": ("whole device (driver)", "#bdbdbd"),
 }
 _MOST_PROGRAMS = 4
-_HOST = "memory/host_gib"
+HOST = "memory/host_gib"
 _EVENT_COLOURS: dict[EventKind, str] = {
     "near_oom": "#d62728",
     "fragmentation": "#9467bd",
@@ -63,7 +63,7 @@ def draw_over_time(
     FigureCanvasAgg(figure)
     device, host = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _draw_device(device, points, limit_bytes, needs or {})
-    _draw_line(host, points, _HOST, GIB, label="host, resident", color="#7f7f7f")
+    _draw_line(host, points, HOST, GIB, label="host, resident", color="#7f7f7f")
     _mark_events(device, host, events)
     _name_axes(figure, device, host)
     several = "; of several devices the highest is named" if any(point.places for point in points) else ""
@@ -75,9 +75,9 @@ def draw_over_time(
 
 
 def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, needs: Mapping[str, int]) -> None:
-    highest = max((point.highs.get(tag, 0.0) * GIB for point in points for tag in _DEVICE_LINES), default=0.0)
+    highest = max((point.highs.get(tag, 0.0) * GIB for point in points for tag in DEVICE_LINES), default=0.0)
     unit = GIB if max(highest, limit_bytes or 0, *needs.values(), 0) >= GIB else MIB
-    for tag, (label, colour) in _DEVICE_LINES.items():
+    for tag, (label, colour) in DEVICE_LINES.items():
         _draw_line(axes, points, tag, unit, label=label + _place(points, tag), color=colour)
     largest = sorted(needs.items(), key=lambda item: -item[1])
     for number, (name, need) in enumerate(largest[:_MOST_PROGRAMS]):

@@ -1,0 +1,114 @@
+"""Two accounts enter; what grew between them leaves, or why they are not two accounts of one thing. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from jaxmem_callbacks.records.accounts import Account, Change
+from jaxmem_callbacks.records.errors import ComparisonError
+
+_TOLD = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """What differs between two accounts.
+
+    Attributes:
+        changes: Judged figures first, then those that explain.
+        notes: Conditions that differ, and the accounts' own remarks, a sentence each.
+        most: The share by which a judged figure may grow, or None where nothing is judged.
+    """
+
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    most: Fraction | None
+
+    @property
+    def too_much(self) -> tuple[Change, ...]:
+        """The judged figures that grew more than allowed."""
+        return tuple(change for change in self.changes if change.too_much)
+
+
+def parse_share(text: str) -> Fraction:
+    """``2%`` or ``0.5 %`` as an exact share.
+
+    Raises:
+        ComparisonError: no number with a percent sign, or a negative one.
+    """
+    number = text.strip().removesuffix("%").strip()
+    try:
+        share = Fraction(number) / 100
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(-1)
+    if share < 0 or not text.strip().endswith("%"):
+        msg = (
+            f"{text!r} is no share that memory may grow by. Expected a number with its percent sign, such as 2% or 0%."
+        )
+        raise ComparisonError(msg)
+    return share
+
+
+def growth(before: Account, after: Account, most: Fraction | None = None) -> Growth:
+    """Compare two accounts of one thing.
+
+    Args:
+        before: What it needed.
+        after: What it needs now.
+        most: The share by which judged figures may grow; None judges nothing.
+
+    Raises:
+        ComparisonError: they are accounts of different things; the message says which.
+    """
+    _require_same(before, after)
+    changes = [
+        *_changes(before.judged, after.judged, judged=True, most=most),
+        *_changes(before.shown, after.shown, judged=False, most=None),
+    ]
+    return Growth(changes=tuple(changes), notes=tuple(_notes(before, after)), most=most)
+
+
+def _require_same(before: Account, after: Account) -> None:
+    if before.form != after.form:
+        _refuse(f"one is a {before.form}, the other a {after.form}", f"two of a kind, such as a {before.form} of today")
+    if before.form != "run" and before.name != after.name:
+        _refuse(f"one is of {before.name}, the other of {after.name}", "the same step twice")
+    if before.hardware != after.hardware:
+        _refuse(f"one is for {before.hardware}, the other for {after.hardware}", "the same hardware")
+    if before.batch != after.batch:
+        _refuse(f"the batches differ: {'; '.join(_differences(before.batch, after.batch))}", "the same batch")
+    if not before.judged.keys() & after.judged.keys():
+        first, second = (", ".join(each.judged) or "nothing" for each in (before, after))
+        _refuse(f"one tells {first}, the other {second}", "at least one figure that both tell")
+
+
+def _refuse(why: str, expected: str) -> None:
+    msg = f"These cannot be compared: {why}. Expected {expected}: otherwise a difference in bytes says nothing."
+    raise ComparisonError(msg)
+
+
+def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """A few of the entries that differ, in words."""
+    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+    told = [f"{path}: {before.get(path, 'none')} -> {after.get(path, 'none')}" for path in paths[:_TOLD]]
+    return told + ([f"and {len(paths) - _TOLD} more"] if len(paths) > _TOLD else [])
+
+
+def _changes(
+    before: Mapping[str, int], after: Mapping[str, int], *, judged: bool, most: Fraction | None
+) -> Sequence[Change]:
+    found: list[Change] = []
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        too_much = most is not None and old is not None and new is not None and new - old > most * old
+        found.append(Change(name=name, before=old, after=new, judged=judged, too_much=too_much))
+    return found
+
+
+def _notes(before: Account, after: Account) -> Sequence[str]:
+    notes = [f"{line}." for line in _differences(before.conditions, after.conditions)]
+    alone = [name for name in {**before.judged, **after.judged} if (name in before.judged) != (name in after.judged)]
+    notes += [f"{name}: told by one of the two only, so it is not judged." for name in alone]
+    return [*notes, *before.remarks, *(remark for remark in after.remarks if remark not in before.remarks)]

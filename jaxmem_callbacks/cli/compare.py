@@ -1,0 +1,40 @@
+"""``jaxmem compare A B``: two runs, plans or saved step memories enter; what grew leaves, and an exit code that is a gate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxmem_callbacks.analysis.comparing import growth, parse_share
+from jaxmem_callbacks.cli.exits import GREW, OK
+from jaxmem_callbacks.readers.accounts import read_account
+from jaxmem_callbacks.writers.growth_text import growth_json, growth_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "before", metavar="A", type=Path, help="a logdir, a plan's JSON, or `jaxmem inspect --json` output"
+    )
+    parser.add_argument("after", metavar="B", type=Path, help="the same of today")
+    parser.add_argument(
+        "--max-regress", metavar="N%", help="exit with 1 where judged bytes grew by more; without it nothing is judged"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read both, compare, print.
+
+    Returns:
+        0, or 1 where something grew by more than ``--max-regress``.
+
+    Raises:
+        JaxmemError: two different things, or files that have no account; the command line turns it into exit code 2.
+    """
+    most = None if args.max_regress is None else parse_share(args.max_regress)
+    before, after = read_account(args.before), read_account(args.after)
+    found = growth(before, after, most)
+    sys.stdout.write((growth_json(found) if args.json else growth_text(found, after)) + "\n")
+    return GREW if found.too_much else OK

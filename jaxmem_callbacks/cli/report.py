@@ -1,0 +1,52 @@
+"""``jaxmem report RUN``: what a monitor wrote enters, one self-contained HTML file leaves, and its sentence on the screen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import jaxmem_callbacks
+from jaxmem_callbacks.cli.exits import OK
+from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.records.errors import RunFileError
+from jaxmem_callbacks.writers.report_words import happened
+
+_NAME = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "place", metavar="RUN", type=Path, help="a monitor's logdir, a folder of them, or a memory.jsonl"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=f"where to write; RUN/{_NAME} unless said")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the runs, write the page.
+
+    Returns:
+        0.
+
+    Raises:
+        RunFileError: no run there, a line that is none, or a page that cannot be written.
+    """
+    from jaxmem_callbacks.planning.search import pareto
+    from jaxmem_callbacks.writers.report_page import report_html
+
+    stories = stories_of(args.place)
+    source = str(args.place) if args.place.name else str(args.place.resolve().name)
+    page = report_html(stories, source=source, version=jaxmem_callbacks.__version__, frontier=pareto)
+    output = args.output or (args.place if args.place.is_dir() else args.place.parent) / _NAME
+    try:
+        output.write_text(page, "utf-8")
+    except OSError as error:
+        msg = (
+            f"{output} cannot be written: {error.strerror or error}. Name a file in a folder that is there: -o {_NAME}."
+        )
+        raise RunFileError(msg) from error
+    for story in stories:
+        sys.stdout.write(f"{story.run}: {happened(story)}\n")
+    sys.stdout.write(f"wrote {output}\n")
+    return OK

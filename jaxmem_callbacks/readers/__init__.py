@@ -1,0 +1,1 @@
+"""Files that runs, plans and commands have written enter; records leave. Errors name file and line."""

@@ -1,0 +1,121 @@
+"""A run's folder, a plan's JSON or a saved step memory enters; its account leaves, to be compared with another of its kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from jaxmem_callbacks.analysis.story import Story
+from jaxmem_callbacks.readers.decoding import record_from
+from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
+from jaxmem_callbacks.records.errors import RunFileError
+from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.transforms.kinds import batch_of
+
+_EXPECTED = (
+    "Expected a monitor's logdir or memory.jsonl, a plan (`jaxmem plan SCRIPT --json > plan.json`, plan.to_json()), or a step's "
+    "memory (`jaxmem inspect SCRIPT --json > step.json`, a baseline of the pytest plugin)."
+)
+# What a device holds, measured; what the host holds is too noisy to judge.
+_MEASURED = {
+    "in_use_bytes": "highest bytes in use",
+    "peak_bytes_since_start": "allocator's peak since the process began",
+    "live_array_bytes": "highest bytes of live arrays",
+}
+_NOT_JUDGED = {"resident_bytes": "highest resident bytes of the host"}
+
+
+def read_account(path: Path) -> Account:
+    """The account of what lies at a path; of several runs the newest.
+
+    Raises:
+        RunFileError: nothing there, or nothing that has an account.
+    """
+    if path.is_dir() or path.suffix == ".jsonl":
+        return _of_runs(path)
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        msg = f"{path} cannot be read: {error.strerror or error}. {_EXPECTED}"
+        raise RunFileError(msg) from error
+    except ValueError as error:
+        msg = f"{path} is no JSON: {error}. {_EXPECTED}"
+        raise RunFileError(msg) from error
+    return account_from(data, str(path))
+
+
+def account_from(data: Any, where: str) -> Account:
+    """The account in what `json` read: saved as it is, or of a plan.
+
+    Raises:
+        RunFileError: neither; the message names ``where``.
+    """
+    fields = cast("Mapping[str, Any]", data) if isinstance(data, Mapping) else {}
+    try:
+        if "account" in fields:
+            return record_from(Account, fields["account"], "account")
+        if "candidates" in fields:
+            return _of_plan(record_from(PlanRecord, fields), where)
+    except ValueError as error:
+        if isinstance(error, RunFileError):
+            raise
+        msg = f"{where}: {error}. {_EXPECTED}"
+        raise RunFileError(msg) from error
+    msg = f"{where} is neither a plan nor a step's memory. {_EXPECTED}"
+    raise RunFileError(msg)
+
+
+def _of_runs(path: Path) -> Account:
+    *others, newest = stories_of(path)
+    remark = f"{path} holds {len(others) + 1} runs; this is the newest, {newest.run}." if others else ""
+    return _of_story(newest, remark)
+
+
+def _of_story(story: Story, remark: str) -> Account:
+    judged = {f"{name}, one step": need for name, need in story.needs.items()}
+    judged |= {words: story.highs[name].bytes for name, words in _MEASURED.items() if name in story.highs}
+    shown: dict[str, int] = {}
+    batch: dict[str, str] = {}
+    for name, each in story.programs.items():
+        if each.memory is not None:
+            shown |= {f"{name}: {part}": size for part, size in parts_of(each.memory, None).items()}
+            batch |= {f"{name}: {path}": text for path, text in batch_of(each.signature).items()}
+    shown |= {words: story.highs[name].bytes for name, words in _NOT_JUDGED.items() if name in story.highs}
+    devices = story.start.devices if story.start is not None else {}
+    hardware = f"{devices.get('count', 'unknown')} x {devices.get('kind', 'unknown')}"
+    remarks = ([remark] if remark else []) + ([] if story.ended else [f"Run {story.run} was not closed."])
+    return Account(
+        form="run",
+        name=story.run,
+        hardware=hardware,
+        judged=judged,
+        shown=shown,
+        batch=batch,
+        conditions=dict(story.start.versions) if story.start is not None else {},
+        remarks=tuple(remarks),
+    )
+
+
+def _of_plan(record: PlanRecord, where: str) -> Account:
+    chosen = record.candidates[record.chosen]
+    if chosen.step_bytes is None:
+        msg = f"{where}: the compiler refused the chosen step without a figure, so there is nothing to compare. {_EXPECTED}"
+        raise RunFileError(msg)
+    judged = {ONE_STEP: chosen.step_bytes}
+    if chosen.need_bytes not in (None, chosen.step_bytes):
+        judged["the device must hold"] = chosen.need_bytes or 0
+    rows = {} if chosen.batch_rows is None else {"rows": str(chosen.batch_rows)}
+    flags = {f"compiler option {name}": value for name, value in record.flags.items()}
+    return Account(
+        form="plan",
+        name=record.step,
+        hardware="the attached devices" if record.target == "attached" else record.target,
+        judged=judged,
+        shown=parts_of(chosen, chosen.peak),
+        batch={**batch_of(record.signature), **rows},
+        conditions={"policy": policy_words(chosen.policy), **record.versions, **flags},
+    )

@@ -1,0 +1,142 @@
+"""A frozen record's class and JSON enter; the record leaves, by the types of its fields.
+
+What a newer version added is left out; a field that is missing and has no default, or of another type, is an error that says
+where it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+_Record = TypeVar("_Record")
+_SHOWN = 60
+# JSON has no NaN and no infinity; a line has them as text.
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def record_from(kind: type[_Record], data: Any, where: str = "") -> _Record:
+    """Make a record of what `json` read.
+
+    Args:
+        kind: A frozen dataclass.
+        data: A mapping of its fields' names to their values.
+        where: The path to ``data``, for errors.
+
+    Raises:
+        ValueError: a field of another type, or none where one is needed; the message names it.
+    """
+    if not isinstance(data, Mapping):
+        _refuse(where, data, "an object")
+    given = cast("Mapping[str, Any]", data)
+    values: dict[str, Any] = {}
+    for name, hint, needed in _fields(kind):
+        at = f"{where}.{name}" if where else name
+        if name in given:
+            values[name] = _value(hint, given[name], at)
+        elif needed:
+            msg = f"`{at}` is missing"
+            raise ValueError(msg)
+    try:
+        return kind(**values)
+    except ValueError as error:  # what a record itself refuses, such as a policy that contradicts itself
+        msg = f"`{where or kind.__name__}`: {error}"
+        raise ValueError(msg) from error
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    """Name, type, and whether the field has no default."""
+    hints = get_type_hints(kind)
+    return tuple(
+        (
+            field.name,
+            hints[field.name],
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(cast("Any", kind))
+    )
+
+
+@functools.cache
+def _taken_as_is(hint: Any) -> frozenset[type]:
+    """Plain types that a field takes unchanged: most of what a run's file holds, and not worth a second look."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return frozenset(member for member in members if member in (int, float, str, bool))
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    if type(data) in _taken_as_is(hint) or hint is Any:
+        return data
+    if dataclasses.is_dataclass(hint):
+        return record_from(cast("type[Any]", hint), data, where)
+    origin = get_origin(hint)
+    if origin is not None:
+        return _COMPOSED.get(origin, _any_text)(hint, data, where)
+    if hint is float and data in _NOT_FINITE:
+        return _NOT_FINITE[data]
+    right = {float: (int, float), type(None): type(None)}.get(hint, hint)
+    if not isinstance(data, right) or (isinstance(data, bool) and hint is not bool):
+        _refuse(where, data, _WORDS.get(hint, "null"))
+    return data
+
+
+def _any_text(hint: Any, data: Any, where: str) -> Any:  # noqa: ARG001 - as the others of its table
+    """A Literal: a newer version may know more words, so any text is one."""
+    if not isinstance(data, str):
+        _refuse(where, data, "a text")
+    return data
+
+
+def _one_of(hint: Any, data: Any, where: str) -> Any:
+    members = get_args(hint)
+    if data is None and type(None) in members:
+        return None
+    problems: list[str] = []
+    for member in members:
+        try:
+            return _value(member, data, where)
+        except ValueError as error:
+            problems.append(str(error))
+    raise ValueError(problems[0])
+
+
+def _items(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(data, list | tuple):
+        _refuse(where, data, "a list")
+    given, inner = cast("Sequence[Any]", data), get_args(hint)
+    if get_origin(hint) is tuple and inner[-1] is not Ellipsis:
+        if len(given) != len(inner):
+            _refuse(where, data, f"a list of {len(inner)}")
+        return tuple(_value(each, one, f"{where}[{n}]") for n, (each, one) in enumerate(zip(inner, given, strict=True)))
+    return tuple(_value(inner[0], one, f"{where}[{n}]") for n, one in enumerate(given))
+
+
+def _mapping(hint: Any, data: Any, where: str) -> dict[Any, Any]:
+    if not isinstance(data, Mapping):
+        _refuse(where, data, "an object")
+    inner = get_args(hint)[1]
+    return {name: _value(inner, one, f"{where}.{name}") for name, one in cast("Mapping[str, Any]", data).items()}
+
+
+_COMPOSED: dict[Any, Callable[[Any, Any, str], Any]] = {
+    Union: _one_of,
+    types.UnionType: _one_of,
+    Literal: _any_text,
+    tuple: _items,
+    Sequence: _items,
+    Mapping: _mapping,
+    dict: _mapping,
+}
+
+
+def _refuse(where: str, data: Any, expected: str) -> NoReturn:
+    shown = repr(data)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    msg = f"`{where}` is {shown}, expected {expected}" if where else f"{shown} is not {expected}"
+    raise ValueError(msg)

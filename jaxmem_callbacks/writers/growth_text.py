@@ -1,0 +1,76 @@
+"""What grew between two accounts enters; a table and its verdict in plain text, or the same as JSON, leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from jaxmem_callbacks.analysis.comparing import Growth
+from jaxmem_callbacks.records.accounts import Account, Change
+from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.units import format_bytes
+
+_HEAD = ("", "before", "after", "change", "share", "")
+_WORTH = 0.001  # of the largest judged figure: alignment is no explanation
+_SIDES = ("left", "right", "right", "right", "right", "left")
+
+
+def growth_text(found: Growth, after: Account) -> str:
+    """What grew, what explains it, notes, and one sentence that says whether it is too much."""
+    judged = [change for change in found.changes if change.judged]
+    least = max((max(each.before or 0, each.after or 0) for each in judged), default=0) * _WORTH
+    parts = [each for each in found.changes if not each.judged and (each.bytes is None or abs(each.bytes) > least)]
+    lines = [f"Bytes of {_what(after)}", "", *columns([_HEAD, *(_row(each, found) for each in judged)], _SIDES)]
+    if parts:
+        lines += ["", "What it is made of, where that differs by more than a thousandth", ""]
+        lines += columns([_HEAD, *(_row(each, found) for each in parts)], _SIDES)
+    if found.notes:
+        lines += ["", *(f"! {note}" for note in found.notes)]
+    return "\n".join([*lines, "", verdict(found)])
+
+
+def verdict(found: Growth) -> str:
+    """One sentence: what grew too much, that nothing did, or that nothing was judged."""
+    if found.most is None:
+        return "Nothing was judged. Pass --max-regress 2% to fail on growth."
+    most = f"{float(found.most):.3%}".rstrip("%").rstrip("0").rstrip(".") + "%"
+    grown = [f"{change.name} by {format_bytes(change.bytes)} ({_share(change)})" for change in found.too_much]
+    return f"Grew more than {most}: {'; '.join(grown)}." if grown else f"Nothing that is judged grew more than {most}."
+
+
+def growth_json(found: Growth) -> str:
+    """Every figure, bytes as integers."""
+    told = {
+        "changes": [{**dataclasses.asdict(change), "bytes": change.bytes} for change in found.changes],
+        "notes": list(found.notes),
+        "max_regress": None if found.most is None else float(found.most),
+        "too_much": [change.name for change in found.too_much],
+    }
+    return json.dumps(told, indent=1)
+
+
+def _what(account: Account) -> str:
+    if account.form == "run":
+        return f"a run on {account.hardware}; compiled needs and measured highs, of one device"
+    return f"{account.name} on one device of {account.hardware}, by its compiler"
+
+
+def _row(change: Change, found: Growth) -> Sequence[str]:
+    grown = change.bytes
+    sign = "" if grown is None else "-" if grown < 0 else "+"
+    difference = "unknown" if grown is None else f"{sign}{format_bytes(abs(grown))}"
+    mark = "too much" if change.too_much else "" if found.most is None or not change.judged or grown is None else "ok"
+    return change.name, _size(change.before), _size(change.after), difference, _share(change), mark
+
+
+def _size(count: int | None) -> str:
+    return "none" if count is None else format_bytes(count)
+
+
+def _share(change: Change) -> str:
+    if change.bytes is None:
+        return ""
+    if not change.before:
+        return "0.0%" if not change.after else "from nothing"
+    return f"{change.bytes / change.before:+.1%}"

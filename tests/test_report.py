@@ -1,0 +1,292 @@
+"""`jaxmem report`: a run's files enter, one page leaves that tells what the monitor told, and shows what users gave as text."""
+
+from __future__ import annotations
+
+import html
+import html.parser
+import json
+import os
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.analysis.story import Story
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.report_chart import chart_html, nice_ticks
+from jaxmem_callbacks.writers.report_words import duration_words, happened
+from tests import sample_plans
+from tests.sample_runs import HOSTILE, event, write_run
+
+pytestmark = pytest.mark.core
+
+TAGS = {
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "main",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "p",
+        "section",
+        "article",
+        "figure",
+    ),
+    *(
+        "figcaption",
+        "svg",
+        "line",
+        "polyline",
+        "circle",
+        "text",
+        "ul",
+        "li",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    ),
+    *("div", "img", "a", "strong", "footer"),
+}
+
+
+class Page(html.parser.HTMLParser):
+    """A page's tags, attributes and texts, as a browser would take them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.source = path.read_text("utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.addresses += [value or "" for name, value in attrs if name in ("href", "src")]
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def reported(folder: Path, *arguments: str) -> Page:
+    assert main(["report", str(folder), *arguments]) == 0
+    return Page(folder / "report.html")
+
+
+def test_the_page_begins_with_what_happened(tmp_path, capsys):
+    page = reported(write_run(tmp_path / "a", plan=sample_plans.six()))
+    said = (
+        "Steps 0 to 39 ran in 39.0 s on 2 x NVIDIA H100; memory was highest after step 30 with 970 MiB in use, 97% of the limit "
+        "of 1000 MiB; one event was told: near out of memory at step 30."
+    )
+    out = capsys.readouterr().out
+    assert out == f"one: {said}\nwrote {tmp_path / 'a' / 'report.html'}\n"
+    assert page.texts[2:4] == [f"Memory of {tmp_path / 'a'}", said], "after title and style"
+    assert page.text.count(said) == 1
+
+
+def test_the_page_tells_the_whole_story(tmp_path):
+    text = reported(write_run(tmp_path, plan=sample_plans.six())).text
+    places = [
+        text.index(words)
+        for words in (
+            "1. Near out of memory at step 30 (plain)",
+            "What to do:",
+            "1000 MiB (1048576000 B)",
+            "Programs and what they need, by their compiler",
+            "train_step\n2 times\n500 MiB\n200 MiB\n150 MiB\n150 MiB\n300 MiB\n0\ngpu, attached",
+            "train_step: batch['x']: plain",
+            "71.6 MiB predicted, 500 MiB compiled; +598.3%.",
+            "the compiler for h100_sxm",
+            "Metrics of the training",
+            "loss\n1\nnan\n0.025641\n1",
+            "What was known here, and where figures come from",
+            "memory/in_use_gib\n485 MiB (gpu:0) to 970 MiB (gpu:1)\nallocator\nheld at the moment of reading",
+            "unknown, because the allocator's statistics do not have it here",
+            "version of jax\n0.12.0.1",
+            "setting jsonl_part_bytes\n256 MiB",
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_nothing_is_fetched_and_nothing_runs(tmp_path):
+    page = reported(write_run(tmp_path, text=HOSTILE, run=HOSTILE, kind=HOSTILE, plan=sample_plans.six()))
+    assert page.tags <= TAGS
+    assert not [name for name in page.attributes if name.startswith("on")]
+    assert page.addresses, "the plan's picture"
+    assert all(address.startswith(("data:image/png;base64,", "#run-")) for address in page.addresses)
+    assert "default-src 'none'" in page.source
+    assert HOSTILE in page.text, "shown as it is"
+    assert page.text.count("window.hurt=1") > 10
+    assert not re.search(r"url\(|@import|http", page.source.replace("http-equiv", "")), "no address in the style either"
+
+
+def test_several_runs_are_told_in_their_order(tmp_path, capsys):
+    write_run(tmp_path / "a", run="first")
+    write_run(tmp_path / "a", run="killed", close=False)
+    path = tmp_path / "a" / "memory.jsonl"
+    path.write_text(path.read_text() + '{"run":"killed","ki')
+    write_run(tmp_path / "b", run="elsewhere", part_bytes=4000)
+    page = reported(tmp_path)
+    assert [text for text in page.texts if text.startswith("Run ") and "began" not in text] == [
+        "Run first",
+        "Run killed",
+        "Run elsewhere",
+    ]
+    assert page.addresses == ["#run-1", "#run-2", "#run-3"]
+    assert "3 runs, of which the newest: Steps 0 to 39 ran" in page.text
+    assert page.text.count("the run has no closing line, so it was killed or is still running.") == 2
+    number = len(path.read_text().splitlines())
+    assert f"memory.jsonl, line {number}, is left out: cut in the middle: the run was killed" in page.text
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == ["first", "killed", "elsewhere"]
+
+
+def test_a_part_that_is_not_there_is_remarked_upon(tmp_path):
+    write_run(tmp_path, part_bytes=4000)
+    (tmp_path / "memory.000001.jsonl").unlink()
+    assert "Its file begins with part 2: the parts before it are not here." in reported(tmp_path).text
+
+
+def test_it_is_written_where_asked_and_refuses_what_it_cannot(tmp_path, capsys):
+    write_run(tmp_path / "a")
+    assert main(["report", str(tmp_path / "a" / "memory.jsonl"), "-o", str(tmp_path / "out.html")]) == 0
+    assert (tmp_path / "out.html").exists()
+    assert main(["report", str(tmp_path / "a"), "-o", str(tmp_path / "no" / "out.html")]) == 2
+    assert "out.html cannot be written: No such file or directory. Name a file" in capsys.readouterr().err
+    (tmp_path / "a" / "memory.jsonl").write_text("")
+    assert main(["report", str(tmp_path / "a")]) == 2
+    assert "holds no line of a run. The monitor writes its first line" in capsys.readouterr().err
+    (tmp_path / "a" / "memory.jsonl").write_text("{}\n")
+    assert main(["report", str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert "memory.jsonl:1: '{}' is no line of a run" in error
+    assert "Traceback" not in error
+
+
+def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
+    double = jm.CollectingWriter()
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, jsonl_part_bytes=2**11, on_error="raise")
+    step = jm.jit_step(lambda state, batch: (state + batch.sum(), {"loss": batch.sum()}))
+    with jm.MemoryMonitor(settings, logdir=tmp_path, writer=double) as monitor:
+        state = jnp.zeros((64, 64))
+        for index in range(5):
+            state, metrics = step(state, jnp.ones(8 if index < 3 else 4))
+            monitor(index, metrics)
+            monitor.flush()
+    assert (tmp_path / "memory.000001.jsonl").stat().st_size <= 2**11
+    (story,) = stories_of(tmp_path)
+    table = double.of(Table)[-1]
+    assert [(row.figure, row.latest, row.source, row.text) for row in story.known.rows()] == list(table.rows)
+    assert story.events == list(monitor.events)
+    assert story.ended
+    assert story.start is not None
+    assert story.start.devices["platform"] == "cpu"
+    assert story.start.settings["window_s"] == 0.01
+    assert set(story.start.versions) == {"jaxmem_callbacks", "jax", "jaxlib"}
+    assert story.metrics["loss"].last == 4.0
+    assert story.history.points[-1].step == 4
+
+
+def test_a_newer_kind_of_event_is_told_by_its_name(tmp_path):
+    write_run(tmp_path)
+    path = tmp_path / "memory.jsonl"
+    path.write_text(path.read_text().replace('"near_oom"', '"sunspots_seen"') + '{"run":"one","kind":"of_2030"}\n')
+    text = reported(tmp_path).text
+    assert "1. Sunspots seen at step 30 (plain)" in text
+    assert "is left out: of kind 'of_2030', which only a newer version knows." in text
+
+
+def test_runs_without_memory_or_start_are_told_too(tmp_path):
+    (tmp_path / "memory.jsonl").write_text(json.dumps({"run": "bare", "kind": "unknown"}) + "\n")
+    text = reported(tmp_path).text
+    assert "No step was seen; no memory was read; no event was told; the run has no closing line" in text
+    assert "There is no figure, since no memory was read." in text
+    assert "Unknown, because the run's first line does not tell them." in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")],
+)
+def test_durations_read_well(seconds, words):
+    assert duration_words(seconds) == words
+
+
+def test_many_events_are_counted_and_few_named():
+    story = Story(run="r", events=[event(step=step) for step in range(6)])
+    assert "6 events were told: near out of memory at step 0, near out of memory at step 1" in happened(story)
+    assert "at step 2, and 3 more" in happened(story)
+
+
+# The figure
+
+
+@given(high=st.floats(1e-9, 1e15), count=st.integers(1, 10))
+def test_ticks_are_round_and_within(high, count):
+    ticks = nice_ticks(high, count)
+    assert ticks[0] == 0
+    assert ticks[-1] <= high * (1 + 1e-6)
+    assert len(ticks) <= count + 1
+    assert len({f"{tick:.12e}" for tick in ticks}) == len(ticks)
+
+
+@given(
+    highs=st.lists(st.tuples(st.integers(-1, 10**9), st.floats(0, 1e6), st.floats(0, 1e3)), min_size=1, max_size=20),
+    limit=st.none() | st.integers(1, 2**50),
+    need=st.integers(0, 2**50),
+)
+def test_everything_drawn_lies_in_the_picture(highs, limit, need):
+    points = [
+        Point(step=step, time_s=0.0, highs={"memory/in_use_gib": device, "memory/host_gib": host})
+        for step, device, host in highs
+    ]
+    drawn = chart_html(points, [], limit_bytes=limit, needs={"f": need})
+    width, height = map(float, re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawn)[0])
+    pairs = [pair.split(",") for text in re.findall(r'points="([^"]*)"', drawn) for pair in text.split()]
+    across = [float(x) for x, _ in pairs] + [float(x) for x in re.findall(r' (?:c?x|x1|x2)="(-?[\d.]+)"', drawn)]
+    upwards = [float(y) for _, y in pairs] + [float(y) for y in re.findall(r' (?:c?y|y1|y2)="(-?[\d.]+)"', drawn)]
+    assert all(0 <= x <= width for x in across)
+    assert all(0 <= y <= height for y in upwards)
+
+
+def test_the_command_needs_no_backend(tmp_path):
+    """Reading a run must not take the GPU that a training on the same machine has."""
+    import subprocess
+    import sys
+
+    write_run(tmp_path, plan=sample_plans.six())
+    code = (
+        "import sys; from jaxmem_callbacks.cli.main import main; main(['report', sys.argv[1]]);"
+        "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    )
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=variables, check=True
+    )
+    assert done.stdout.endswith("False\n")
