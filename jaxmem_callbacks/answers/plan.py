@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,7 +30,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
     target: str | None = None,
     budget: str | float | None = None,
     mesh: Any = None,
-    resident: Iterable[Any] = (),
+    resident: Any = (),
     search: Mapping[str, Any] | None = None,
     beside: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]] = (),
     progress: Progress | bool | None = None,
@@ -56,7 +56,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             over all, from 128 devices on for copies of 64 along a second one. The state is then tried whole, with its
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
             Arguments with shardings say themselves where they lie.
-        resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
+        resident: What else stays in memory: bytes, ``"2GiB"``, a tree of arrays such as an EMA copy, or a list of such.
         search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
             "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of": 8,
             "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan.md has the words. The

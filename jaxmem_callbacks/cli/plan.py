@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from jaxmem_callbacks.cli.script import (
     require_named,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
+from jaxmem_callbacks.planning.beside import parse_resident
+from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.errors import PlanError
@@ -66,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     _require_places(args)
     for program in args.beside:
         require_named(program)
-    budget = _budget(args.budget)
+    budget = None if args.budget is None else _budget(args.budget)
+    parse_resident(args.resident)
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output:
@@ -132,25 +136,26 @@ def _require_places(args: argparse.Namespace) -> None:
             raise PlanError(msg)
 
 
-def _budget(text: str | None) -> str | float | None:
-    """A share where the text is a number in (0, 1], else a size as it is.
+def _budget(text: str) -> int | float:
+    """A share where the text is a number in (0, 1], else bytes: a number without a unit where it can be nothing else.
 
     Raises:
-        PlanError: a number that is neither.
+        PlanError: neither.
     """
     try:
-        number = float(text) if text is not None else 0.5
+        number = float(text)
     except ValueError:
-        return text
-    if text is None or 0 < number <= 1:
-        return None if text is None else number
-    if number < MIB:
-        msg = (
-            f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
-            f"such as 0.9. Type --budget {text.strip('-')}GiB."
-        )
-        raise PlanError(msg)
-    return text
+        return parse_budget(text)
+    if 0 < number <= 1:
+        return number
+    if MIB <= number < math.inf:
+        return int(number)
+    meant = f"{text}GiB" if 0 < number < MIB else "72GiB"
+    msg = (
+        f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
+        f"such as 0.9. Type --budget {meant}."
+    )
+    raise PlanError(msg)
 
 
 def _text(plan: Plan, saved: Path | None) -> str:

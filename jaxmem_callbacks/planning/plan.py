@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class Ask:
 
     target: str | None = None
     budget: str | float | None = None
-    resident: Iterable[Any] = ()
+    resident: Any = ()
     mesh: Any = None
     search: Any = None
     beside: Any = ()
