@@ -13,6 +13,7 @@ from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.planning.ledger import Progress
 from jaxmem_callbacks.planning.plan import Ask, make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -136,8 +137,14 @@ class Plan:
         return plan_figure(self.record, self.frontier)
 
     def to_yaml(self) -> str:
-        """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``."""
+        """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``.
+
+        Raises:
+            PlanError: nothing fits; a preset could not carry that refusal, and would be run.
+        """
         chosen, record = self.chosen, self.record
+        if chosen.fits is False:
+            raise PlanError(unfit_reason(record))
         rows = f" at {chosen.batch_rows} rows" if chosen.batch_rows is not None else ""
         text = (
             f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}: {format_bytes(chosen.step_bytes)} of "
@@ -162,7 +169,7 @@ class Plan:
             The folder.
 
         Raises:
-            PlanError: ``logdir`` is no local folder, or holds a run.
+            PlanError: ``logdir`` is no local folder, cannot be written, or holds a run.
         """
         from jaxmem_callbacks.writers.plan_run import write_plan_run
 

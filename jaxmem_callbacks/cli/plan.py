@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_argument(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
-    parser.add_argument(
-        "--logdir", metavar="DIR", type=Path, help="write the plan for TensorBoard, as a run of its own"
-    )
+    parser.add_argument("--logdir", metavar="DIR", help="write the plan for TensorBoard, as a run of its own")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_script_arguments(parser)
 
@@ -94,13 +92,16 @@ def run(args: argparse.Namespace) -> int:
         **reached.kwargs,
     )
     sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
-    if args.save is not None:
+    unfit = made.chosen.fits is False
+    if args.save is not None and unfit:
+        sys.stderr.write(f"jaxmem: nothing fits, so {args.save} was not written.\n")
+    elif args.save is not None:
         args.save.write_text(made.to_yaml(), "utf-8")
     if args.figure is not None:
         made.figure().savefig(args.figure, dpi=150)
     if args.logdir is not None:
         made.to_tensorboard(args.logdir)
-    return REFUSED if made.chosen.fits is False else OK
+    return REFUSED if unfit else OK
 
 
 def _without_gradient_policy(step: Any, *, places: bool) -> Any:
@@ -134,6 +135,10 @@ def _require_places(args: argparse.Namespace) -> None:
         if not path.parent.is_dir():
             msg = f"{option} {path}: there is no folder {path.parent}. Make it first: mkdir -p {path.parent}."
             raise PlanError(msg)
+    if args.logdir is not None:
+        from jaxmem_callbacks.writers.plan_run import require_own_folder
+
+        require_own_folder(args.logdir)
 
 
 def _budget(text: str) -> int | float:

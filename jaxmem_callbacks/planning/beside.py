@@ -85,9 +85,7 @@ def _resident_bytes(size: int | str) -> int:
 def _resident_arrays(tree: Any) -> Iterator[Held]:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     if not leaves or isinstance(tree, numbers.Number):  # one of NumPy's has a shape
-        msg = (
-            f"resident holds {type(tree).__name__}, which has no arrays. Give bytes as an int, '2GiB', or trees of arrays."
-        )
+        msg = f"resident holds {type(tree).__name__}, which has no arrays. Give bytes as an int, '2GiB', or trees of arrays."
         raise PlanError(msg)
     for leaf in leaves:
         place = getattr(leaf, "sharding", None)
