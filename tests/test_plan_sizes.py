@@ -1,4 +1,4 @@
-"""What may be said as ``budget=`` and ``resident=``, and what each of it means; nothing is compiled here."""
+"""What may be said as ``budget=`` and ``resident=``, and which steps are none; nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
 
 pytestmark = pytest.mark.core
 
@@ -79,3 +80,34 @@ def test_text_without_a_unit_is_no_budget(text: str) -> None:
 def test_nothing_is_no_budget(asked: Any) -> None:
     with pytest.raises(PlanError, match=r"nothing to plan for: expected bytes above 0|Not a size"):
         parse_budget(asked)
+
+
+def branching(params: jax.Array, batch: jax.Array) -> jax.Array:
+    total = jnp.sum(params * batch)
+    return total if total > 0 else -total
+
+
+def untraceable(params: jax.Array, batch: jax.Array) -> jax.Array:
+    return params - jm.grad(branching)(params, batch)
+
+
+def test_a_step_that_cannot_be_traced_is_told_with_its_line_and_its_cause() -> None:
+    line = branching.__code__.co_firstlineno + 2
+    words = rf"^untraceable could not be traced for planning: TracerBool.*\(.*test_plan_sizes\.py:{line}\)\. Expected a step"
+    with pytest.raises(PlanError, match=words) as caught:
+        jm.plan(untraceable, jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
+
+
+def test_this_librarys_own_refusals_stay_what_they_are() -> None:
+    def other(_: jax.Array) -> jax.Array:
+        message = "mine"
+        raise PolicyError(message)
+
+    with pytest.raises(PolicyError, match=r"^mine"):
+        jm.plan(other, jnp.ones(4))
+
+
+def test_no_function_is_no_step() -> None:
+    with pytest.raises(PlanError, match=r"jm\.plan was given NoneType as its step\. Expected a function"):
+        jm.plan(None, jnp.ones(4))  # pyright: ignore[reportArgumentType]

@@ -99,7 +99,8 @@ def row_of(plan: jm.Plan, candidate: Candidate) -> re.Pattern[str]:
     chosen = r" \(chosen\)" if candidate is plan.chosen and len(plan.record.mesh) else ""
     share = f"+{(candidate.extra_share or 0) * 100:.1f} %" if candidate.extra_flops else "0"
     return re.compile(
-        rf"^\| {re.escape(words)}{chosen} \| {format_bytes(candidate.step_bytes)}[^|]* \| {re.escape(share)}[ ,|]", re.MULTILINE
+        rf"^\| {re.escape(words)}{chosen} \| {format_bytes(candidate.step_bytes)}[^|]* \| {re.escape(share)}[ ,|]",
+        re.MULTILINE,
     )
 
 

@@ -72,7 +72,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         The plan; ``print`` it.
 
     Raises:
-        PlanError: no budget or search that makes sense; a step that is under a policy already.
+        PlanError: no budget or search that makes sense; a step that is under a policy already, or cannot be traced.
         TargetError: the target is unknown, or its compiler is not installed.
         CompileError: the program cannot be exported, or the compiler failed, crashed or took too long.
         PolicyError, LossRefusedError: only where even the plain step cannot be traced.
