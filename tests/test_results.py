@@ -153,7 +153,9 @@ def test_the_first_lines_of_a_benchmark_name_the_file_that_it_writes(benchmark):
 def row_of(plan: jm.Plan, candidate: Candidate) -> re.Pattern[str]:
     """How docs/plan.md tells a candidate: its policy, its bytes and its extra operations."""
     policy = candidate.policy
-    words = ", ".join(f"`{word}`" for word in (policy.sharding, policy_words(replace(policy, sharding=None, donate=None))) if word)
+    words = ", ".join(
+        f"`{word}`" for word in (policy.sharding, policy_words(replace(policy, sharding=None, donate=None))) if word
+    )
     chosen = r" \(chosen\)" if candidate is plan.chosen and len(plan.record.mesh) else ""
     share = f"+{(candidate.extra_share or 0) * 100:.1f} %" if candidate.extra_flops else "0"
     return re.compile(

@@ -65,8 +65,9 @@ def parse_resident(said: Any) -> Resident:
         PlanError: something that has no bytes.
     """
     several = type(said) in (list, tuple) or isinstance(said, Iterator)
+    items: list[Any] = list(said) if several else [said]
     sizes, arrays = 0, list[Held]()
-    for item in said if several else (said,):
+    for item in items:
         if isinstance(item, str) or is_whole(item):
             sizes += _resident_bytes(item)
         else:
