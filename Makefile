@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-million bench-remat bench-lowering bench-plan bench-scale bench-stale clean python
+.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-million bench-remat bench-lowering bench-examples bench-plan bench-scale bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -41,7 +41,7 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-million, bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-examples, bench-million, bench-scale and bench-plan
 
 bench-hook: python ## the cost of the monitor's hook per step
 	@$(ENVIRONMENT) run project,test python -m benchmarks.hook_cost $(ARGS)
@@ -63,6 +63,9 @@ bench-analytic: python ## what a plan costs before anything is compiled, at 10,0
 
 bench-plan: python ## plans against remat written by hand, on H100 and v5e; hours, goes on where it stopped
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)
+
+bench-examples: python ## plans of two examples, one of them for a pod, for an H100; the figures of docs/plan.md
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_examples $(ARGS)
 
 bench-scale: python ## plans of a GPT-3-sized step for pods of 64 and 1,024 devices
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_scale $(ARGS)

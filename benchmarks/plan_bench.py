@@ -14,16 +14,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import hashlib
-import inspect
 import itertools
 import json
 import pathlib
-import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +28,7 @@ import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.plan_models import FAMILIES, PlanCase
+from benchmarks.sources import RESULTS, row_hashes
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
@@ -40,13 +38,9 @@ from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, Plan
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
 TARGETS = ("h100_sxm", "v5e:2x2")
 NONE, OURS = "none", "ours"
 MATCHED = f"{OURS} as "
-# Rooms whose change may change a plan.
-PLANNING_ROOMS = ("_compat", "integrations", "planning", "transforms")
 AT_ONCE = 2
 
 Row = dict[str, Any]
@@ -94,29 +88,14 @@ def row_key(model: str, target: str, policy: str) -> Row:
         "target": target,
         "policy": policy,
         "versions": versions,
-        "source": source_hash(FAMILIES[model]),
     }
-    if policy.startswith(OURS):
-        rooms = [path for room in PLANNING_ROOMS for path in sorted((ROOT / "jaxmem_callbacks" / room).rglob("*.py"))]
-        key["library"] = _hash(rooms)
-    return key
+    return key | row_hashes(model, planned=policy.startswith(OURS))
 
 
 def stale(row: Row) -> bool:
     """Whether a row was made with other versions or another source than are here."""
     key = row_key(row["model"], row["target"], row["policy"])
     return any(row[name] != value for name, value in key.items())
-
-
-def source_hash(factory: Callable[..., PlanCase]) -> str:
-    """Of the family's own file and of the files beside it that it imports."""
-    own = pathlib.Path(inspect.getfile(factory))
-    beside = set(re.findall(r"^from benchmarks\.plan_models\.(\w+) import", own.read_text("utf-8"), re.MULTILINE))
-    return _hash([own, *(own.with_name(f"{name}.py") for name in sorted(beside))])
-
-
-def _hash(paths: Iterable[pathlib.Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def step_row(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_picture
 
-Nothing is compiled: results/plan_pod_*.json, by examples/plan_a_pod.py ``--json``, enters, and `Plan.figure` draws it.
+Nothing is compiled: results/plan_pod_*.json, by benchmarks/plan_examples.py, enters, and `Plan.figure` draws it.
 """
 
 from __future__ import annotations

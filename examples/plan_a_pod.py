@@ -88,7 +88,7 @@ def main() -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / 1e9
     print(f"{size:.2f} billion parameters, {batch.shape[0]} rows of {LENGTH} tokens, {devices} devices", flush=True)
     plan = jm.plan(train_step, state, batch, target=args.target, budget=args.budget)
-    print(f"{plan}\n\nAs a preset:\n\n{plan.to_yaml()}")
+    print(plan if plan.chosen.fits is False else f"{plan}\n\nAs a preset:\n\n{plan.to_yaml()}")
     if args.json:
         args.json.write_text(plan.to_json() + "\n")
     if args.logdir:

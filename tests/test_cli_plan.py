@@ -24,7 +24,15 @@ pytestmark = pytest.mark.core
         (["--save", "missing/plan.yaml"], "there is no folder missing. Make it first: mkdir -p missing."),
         (["--figure", "plan.xyz"], "--figure plan.xyz: expected a name that ends in .png or .svg or .pdf."),
         (["--budget", "1.5"], "--budget 1.5: expected a size with its unit, such as 72GiB, or a share"),
-        (["--budget", "0"], "Type --budget 0GiB."),
+        (["--budget", "0"], "Type --budget 72GiB."),
+        (["--budget", "-3"], "Type --budget 72GiB."),
+        (["--budget", "72"], "Type --budget 72GiB."),
+        (["--budget", "1.5"], "Type --budget 1.5GiB."),
+        (["--budget", "inf"], "Type --budget 72GiB."),
+        (["--budget", "much"], "budget='much': Not a size: 'much'."),
+        (["--resident", "1GiB", "--resident", "foo"], "resident='foo': Not a size: 'foo'."),
+        (["--logdir", "a_file/plan"], "a_file/plan'): expected a folder that can be written: Not a directory."),
+        (["--logdir", "gs://a/b"], "logdir='gs://a/b'): expected a local folder."),
         (
             ["--beside", "train.py"],
             "--beside train.py: expected a file and the function in it that returns (function, args)",
@@ -35,6 +43,7 @@ def test_what_could_not_be_written_or_meant_is_refused_first(
     options: list[str], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").touch()
     assert main(["plan", "a_script_that_is_never_read.py", *options]) == 2
     assert told in capsys.readouterr().err
 
@@ -71,8 +80,13 @@ def test_a_program_beside_the_step_is_named_by_its_file_and_function(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     ask = ["plan", "--json", "--search", "remat=no", "--budget", "1MiB", "--beside"]
-    assert main([*ask, f"{script}:make_eval", str(script)]) == 2, "the evaluation does not fit, the step would"
-    made = json.loads(capsys.readouterr().out)
+    preset = tmp_path / "plan.yaml"
+    saving = ["--save", str(preset), str(script)]
+    assert main([*ask, f"{script}:make_eval", *saving]) == 2, "the evaluation does not fit, the step would"
+    printed = capsys.readouterr()
+    assert f"nothing fits, so {preset} was not written" in printed.err
+    assert not preset.exists()
+    made = json.loads(printed.out)
     chosen = made["candidates"][made["chosen"]]
     (beside,) = chosen["beside"]
     assert (beside["name"], beside["fits"], beside["held_bytes"]) == ("loss", False, 64 * 64 * 4)  # momentum stays

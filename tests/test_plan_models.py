@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.plan_bench import Table, closest, matched_row, row_key, source_hash, stale, summed_up, told
+from benchmarks.plan_bench import Table, closest, matched_row, row_key, stale, summed_up, told
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
+from benchmarks.sources import row_hashes
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 from tests.comparisons import CHECKPOINTS
@@ -214,7 +215,7 @@ def test_rows_already_measured_are_kept_until_source_or_versions_change(tmp_path
 
 
 def test_a_row_knows_its_own_model_and_what_that_imports() -> None:
-    hashes = {name: source_hash(factory) for name, factory in FAMILIES.items()}
+    hashes = {name: row_hashes(name, planned=False)["source"] for name in FAMILIES}
     assert len(set(hashes.values())) == len(FAMILIES)
     assert "library" in row_key("vit", "cpu", "ours")
     assert "library" not in row_key("vit", "cpu", "full")

@@ -20,6 +20,7 @@ from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
 from jaxmem_callbacks.writers.label_places import Box, place_labels
+from jaxmem_callbacks.writers.plan_run import require_own_folder
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests import sample_plans as samples
 from tests.sample_plans import GIB, MIB
@@ -235,6 +236,21 @@ def test_a_plan_writes_into_no_run(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(PlanError, match=r"logdir='gs://a/b'\): expected a local folder\. .* jm.MemoryMonitor\(writer="):
         plan.to_tensorboard("gs://a/b")
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match=r"file/plan'\): expected a folder that can be written: Not a directory\. Type"):
+        plan.to_tensorboard(tmp_path / "file" / "plan")
+
+
+@pytest.mark.core
+def test_asking_for_a_folder_leaves_nothing_there(tmp_path: Path) -> None:
+    assert require_own_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.core
+def test_a_plan_in_which_nothing_fits_is_no_preset() -> None:
+    with pytest.raises(PlanError, match=r"Nothing fits: .* the budget of 4\.0 MiB allows"):
+        jm.Plan(samples.unfit()).to_yaml()
 
 
 @pytest.mark.core

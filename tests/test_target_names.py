@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -32,6 +33,7 @@ PYPROJECT = pathlib.Path(__file__).parents[1] / "pyproject.toml"
         ("V5LITEPOD:4x4", "v5e:4x4", 16, "v5e:4x4"),
         ("v4:2x2x1", "v4:2x2x1", 4, "v4:2x2x1"),
         ("tpu7x:2x2x1", "tpu7x:2x2x1", 8, "tpu7x:2x2x1"),
+        ("7x:2x2x1", "tpu7x:2x2x1", 8, "tpu7x:2x2x1"),
         ("v3", "v3:2x2", 8, "v3:2x2"),
         ("trillium", "v6e:1x1", 1, "v6e:1x1"),
         ("h100", "h100_sxm", 1, "1x1x1"),
@@ -207,3 +209,11 @@ def test_the_folder_for_compilers_is_the_variables_or_the_caches(tmp_path, monke
     assert target_folders() == [str(folder)]
     monkeypatch.setenv("JAXMEM_TARGET_PATH", os.pathsep.join([str(tmp_path), str(tmp_path / "absent")]))
     assert target_folders() == [str(tmp_path)]
+
+
+def test_a_missing_compiler_goes_where_it_will_be_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMEM_TARGET_PATH", os.pathsep.join([str(tmp_path / "absent"), str(tmp_path)]))
+    with pytest.raises(
+        TargetError, match=rf"pip install --upgrade --target {re.escape(str(tmp_path / 'absent'))} libtpu"
+    ):
+        require_compiler("tpu", "v5e", [str(tmp_path)])

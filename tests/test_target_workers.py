@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program, sharding_text
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
-from jaxmem_callbacks.programs.targets.worker import end_workers, run_worker, worker_environment
-from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.programs.targets.worker import end_workers, run_worker, time_limit_s, worker_environment
+from jaxmem_callbacks.records.errors import CompileError, TargetError
 from tests.processes import alive, until
 from tests.target_step import ARGS, GIB, PARAM_BYTES, mesh_of, shape, train_step
 
@@ -49,10 +49,24 @@ def test_a_worker_that_crashes_is_an_error_with_the_end_of_its_output(tmp_path):
         run_worker(tmp_path, name="step for v5e", accelerator_type="", timeout_s=60)
 
 
+def test_the_time_limit_is_the_variables_or_ten_minutes(monkeypatch):
+    monkeypatch.delenv("JAXMEM_COMPILE_TIMEOUT_S", raising=False)
+    assert time_limit_s() == 600
+    monkeypatch.setenv("JAXMEM_COMPILE_TIMEOUT_S", "1800.5")
+    assert time_limit_s() == 1800.5
+    for wrong in ("soon", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("JAXMEM_COMPILE_TIMEOUT_S", wrong)
+        with pytest.raises(
+            TargetError, match=rf"S='{wrong}': expected seconds above 0\. Type for example: export JAXMEM_COM"
+        ):
+            time_limit_s()
+
+
 def test_a_worker_that_takes_too_long_is_ended(tmp_path):
     os.mkfifo(tmp_path / "request.json")  # nobody writes, so the worker waits for ever
     with pytest.raises(
-        CompileError, match=r"step for v5e: the compiler was ended after 0\.5 s\. Pass a larger timeout_s="
+        CompileError,
+        match=r"step for v5e: the compiler was ended after 0\.5 s\. Give it longer: export JAXMEM_COMPILE_TIMEOUT_S=1\.5 \(",
     ):
         run_worker(tmp_path, name="step for v5e", accelerator_type="", timeout_s=0.5)
     assert not [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,6 +13,7 @@ from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.planning.ledger import Progress
 from jaxmem_callbacks.planning.plan import Ask, make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -30,7 +31,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
     target: str | None = None,
     budget: str | float | None = None,
     mesh: Any = None,
-    resident: Iterable[Any] = (),
+    resident: Any = (),
     search: Mapping[str, Any] | None = None,
     beside: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]] = (),
     progress: Progress | bool | None = None,
@@ -56,7 +57,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             over all, from 128 devices on for copies of 64 along a second one. The state is then tried whole, with its
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
             Arguments with shardings say themselves where they lie.
-        resident: What else stays in memory: bytes, ``"2GiB"``, or trees of arrays such as an EMA copy.
+        resident: What else stays in memory: bytes, ``"2GiB"``, a tree of arrays such as an EMA copy, or a list of such.
         search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
             "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of": 8,
             "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan.md has the words. The
@@ -71,7 +72,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         The plan; ``print`` it.
 
     Raises:
-        PlanError: no budget or search that makes sense; a step that is under a policy already.
+        PlanError: no budget or search that makes sense; a step that is under a policy already, or cannot be traced.
         TargetError: the target is unknown, or its compiler is not installed.
         CompileError: the program cannot be exported, or the compiler failed, crashed or took too long.
         PolicyError, LossRefusedError: only where even the plain step cannot be traced.
@@ -136,8 +137,14 @@ class Plan:
         return plan_figure(self.record, self.frontier)
 
     def to_yaml(self) -> str:
-        """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``."""
+        """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``.
+
+        Raises:
+            PlanError: nothing fits; a preset could not carry that refusal, and would be run.
+        """
         chosen, record = self.chosen, self.record
+        if chosen.fits is False:
+            raise PlanError(unfit_reason(record))
         rows = f" at {chosen.batch_rows} rows" if chosen.batch_rows is not None else ""
         text = (
             f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}: {format_bytes(chosen.step_bytes)} of "
@@ -162,7 +169,7 @@ class Plan:
             The folder.
 
         Raises:
-            PlanError: ``logdir`` is no local folder, or holds a run.
+            PlanError: ``logdir`` is no local folder, cannot be written, or holds a run.
         """
         from jaxmem_callbacks.writers.plan_run import write_plan_run
 

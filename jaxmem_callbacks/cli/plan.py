@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from jaxmem_callbacks.cli.script import (
     require_named,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
+from jaxmem_callbacks.planning.beside import parse_resident
+from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.errors import PlanError
@@ -47,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_argument(parser)
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
-    parser.add_argument(
-        "--logdir", metavar="DIR", type=Path, help="write the plan for TensorBoard, as a run of its own"
-    )
+    parser.add_argument("--logdir", metavar="DIR", help="write the plan for TensorBoard, as a run of its own")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_script_arguments(parser)
 
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     _require_places(args)
     for program in args.beside:
         require_named(program)
-    budget = _budget(args.budget)
+    budget = None if args.budget is None else _budget(args.budget)
+    parse_resident(args.resident)
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output:
@@ -90,13 +92,16 @@ def run(args: argparse.Namespace) -> int:
         **reached.kwargs,
     )
     sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
-    if args.save is not None:
+    unfit = made.chosen.fits is False
+    if args.save is not None and unfit:
+        sys.stderr.write(f"jaxmem: nothing fits, so {args.save} was not written.\n")
+    elif args.save is not None:
         args.save.write_text(made.to_yaml(), "utf-8")
     if args.figure is not None:
         made.figure().savefig(args.figure, dpi=150)
     if args.logdir is not None:
         made.to_tensorboard(args.logdir)
-    return REFUSED if made.chosen.fits is False else OK
+    return REFUSED if unfit else OK
 
 
 def _without_gradient_policy(step: Any, *, places: bool) -> Any:
@@ -130,27 +135,32 @@ def _require_places(args: argparse.Namespace) -> None:
         if not path.parent.is_dir():
             msg = f"{option} {path}: there is no folder {path.parent}. Make it first: mkdir -p {path.parent}."
             raise PlanError(msg)
+    if args.logdir is not None:
+        from jaxmem_callbacks.writers.plan_run import require_own_folder
+
+        require_own_folder(args.logdir)
 
 
-def _budget(text: str | None) -> str | float | None:
-    """A share where the text is a number in (0, 1], else a size as it is.
+def _budget(text: str) -> int | float:
+    """A share where the text is a number in (0, 1], else bytes: a number without a unit where it can be nothing else.
 
     Raises:
-        PlanError: a number that is neither.
+        PlanError: neither.
     """
     try:
-        number = float(text) if text is not None else 0.5
+        number = float(text)
     except ValueError:
-        return text
-    if text is None or 0 < number <= 1:
-        return None if text is None else number
-    if number < MIB:
-        msg = (
-            f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
-            f"such as 0.9. Type --budget {text.strip('-')}GiB."
-        )
-        raise PlanError(msg)
-    return text
+        return parse_budget(text)
+    if 0 < number <= 1:
+        return number
+    if MIB <= number < math.inf:
+        return int(number)
+    meant = f"{text}GiB" if 0 < number < MIB else "72GiB"
+    msg = (
+        f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
+        f"such as 0.9. Type --budget {meant}."
+    )
+    raise PlanError(msg)
 
 
 def _text(plan: Plan, saved: Path | None) -> str:

@@ -7,7 +7,8 @@ same shape and dtype, counts as the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import numbers
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from jaxmem_callbacks.programs.targets.step_on_target import compile_traced_here
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.units import parse_bytes
+from jaxmem_callbacks.records.units import is_whole, parse_bytes
 from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
 from jaxmem_callbacks.transforms.residuals import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
@@ -57,26 +58,40 @@ class Resident:
         return self.sizes + sum(array.bytes for array in self.arrays)
 
 
-def parse_resident(items: Iterable[Any]) -> Resident:
-    """Sizes and arrays of ``resident=``.
+def parse_resident(said: Any) -> Resident:
+    """Sizes and arrays of ``resident=``: a size, a tree of arrays, or several of either.
 
     Raises:
         PlanError: something that has no bytes.
     """
+    several = type(said) in (list, tuple) or isinstance(said, Iterator)
+    items: list[Any] = list(said) if several else [said]
     sizes, arrays = 0, list[Held]()
     for item in items:
-        if isinstance(item, (int, str)) and not isinstance(item, bool):
-            sizes += parse_bytes(item)
-            continue
-        leaves = [leaf for leaf in jax.tree.leaves(item) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-        if not leaves:
-            msg = f"resident holds {type(item).__name__}, which has no arrays. Give bytes, '2GiB', or trees of arrays."
-            raise PlanError(msg)
-        for leaf in leaves:
-            place = getattr(leaf, "sharding", None)
-            shape = leaf.shape if place is None else place.shard_shape(tuple(leaf.shape))
-            arrays.append(Held(leaf, tuple(leaf.shape), leaf.dtype, array_bytes(shape, leaf.dtype), place))
+        if isinstance(item, str) or is_whole(item):
+            sizes += _resident_bytes(item)
+        else:
+            arrays += _resident_arrays(item)
     return Resident(sizes=sizes, arrays=tuple(arrays))
+
+
+def _resident_bytes(size: int | str) -> int:
+    try:
+        return parse_bytes(size, unit_needed=True)
+    except ValueError as error:
+        msg = f"resident={size!r}: {error}"
+        raise PlanError(msg) from None
+
+
+def _resident_arrays(tree: Any) -> Iterator[Held]:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if not leaves or isinstance(tree, numbers.Number):  # one of NumPy's has a shape
+        msg = f"resident holds {type(tree).__name__}, which has no arrays. Give bytes as an int, '2GiB', or trees of arrays."
+        raise PlanError(msg)
+    for leaf in leaves:
+        place = getattr(leaf, "sharding", None)
+        shape = leaf.shape if place is None else place.shard_shape(tuple(leaf.shape))
+        yield Held(leaf, tuple(leaf.shape), leaf.dtype, array_bytes(shape, leaf.dtype), place)
 
 
 def parse_beside(said: Any) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]:

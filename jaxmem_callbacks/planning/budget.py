@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import jax
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION, as_fraction, fraction_said
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.units import format_bytes, parse_bytes
+from jaxmem_callbacks.records.units import format_bytes, is_whole, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,29 +42,38 @@ def budget_for(asked: str | float | None, target: Target | None) -> Budget:
     usable, reason = _usable(target)
     if asked is None:
         return Budget(bytes=usable, limit_bytes=usable, reason=reason)
-    if isinstance(asked, float):
-        if not 0 < asked <= 1:
+    size = parse_budget(asked)
+    if not isinstance(size, float):
+        return Budget(bytes=size, limit_bytes=usable, reason="as asked for")
+    if usable is None:
+        msg = f"budget={asked!r} is a share, and the whole is unknown: {reason} Type bytes instead, such as '12GiB'."
+        raise PlanError(msg)
+    return Budget(bytes=int(usable * size), limit_bytes=usable, reason=f"{size:.0%} of the usable memory: {reason}")
+
+
+def parse_budget(asked: str | float) -> int | float:
+    """Bytes as an int, or a share as a float.
+
+    Raises:
+        PlanError: neither; text without a unit may mean GiB, bytes or a share.
+    """
+    if isinstance(asked, numbers.Real) and not isinstance(asked, bool) and not is_whole(asked):
+        share = float(asked)
+        if not 0 < share <= 1:
             msg = f"budget={asked!r}: a float is a share of the usable memory, above 0 and up to 1. For bytes type '72GiB'."
             raise PlanError(msg)
-        if usable is None:
-            msg = (
-                f"budget={asked!r} is a share, and the whole is unknown: {reason} Type bytes instead, such as '12GiB'."
-            )
-            raise PlanError(msg)
-        return Budget(
-            bytes=int(usable * asked), limit_bytes=usable, reason=f"{asked:.0%} of the usable memory: {reason}"
-        )
+        return share
     try:
-        size = parse_bytes(asked)
+        size = parse_bytes(asked, unit_needed=True)  # pyright: ignore[reportArgumentType] - what it is not, it refuses
     except ValueError as error:
-        msg = f"budget={asked!r}: {error} A float above 0 and up to 1 is a share of the usable memory."
+        msg = f"budget={asked!r}: {error} A float above 0 and up to 1, such as 0.9, is a share of the usable memory."
         raise PlanError(msg) from None
     if size <= 0:
         msg = (
             f"budget={asked!r} is nothing to plan for: expected bytes above 0, such as '72GiB', or a share such as 0.9."
         )
         raise PlanError(msg)
-    return Budget(bytes=size, limit_bytes=usable, reason="as asked for")
+    return size
 
 
 def _usable(target: Target | None) -> tuple[int | None, str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.errors import JaxmemError, PlanError
 from jaxmem_callbacks.records.policies import ShardingRules
 
 
@@ -78,8 +83,12 @@ def own_step(train_step: Callable[..., Any]) -> OwnStep:
     """The function to plan, and what was said of it.
 
     Raises:
-        PlanError: a step that is under remat or microbatches already.
+        PlanError: no function, or a step that is under remat or microbatches already.
     """
+    if not callable(train_step):
+        given = type(train_step).__name__
+        msg = f"jm.plan was given {given} as its step. Expected a function: jm.plan(train_step, state, batch)."
+        raise PlanError(msg)
     if not isinstance(train_step, JitStep):
         return OwnStep(function=train_step)
     policy = train_step.policy
@@ -96,6 +105,36 @@ def own_step(train_step: Callable[..., Any]) -> OwnStep:
         sharding=policy.sharding,
         state_shardings=train_step.state_shardings,
     )
+
+
+def traced_plainly(problem: Problem) -> Traced:
+    """The plain step's trace, before anything is searched.
+
+    Raises:
+        JaxmemError: this library's own refusals, as they are; a PlanError where the step fails by itself, with that as its cause.
+    """
+    try:
+        return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
+    except JaxmemError:
+        raise
+    except Exception as error:
+        words = next(iter(str(error).strip().splitlines()), "without a word").rstrip(".")
+        msg = (
+            f"{problem.name} could not be traced for planning: {type(error).__name__}: {words}{_place(error)} Expected a step "
+            "that jax.jit can trace with these arguments; jax.eval_shape(train_step, ...) shows the same error."
+        )
+        raise PlanError(msg) from error
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own that an error passed through."""
+    own = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__ or "").parent, Path(__file__).parents[1]))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*own, "<")) and "site-packages" not in Path(frame.filename).parts
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})." if frames else "."
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.largest import LargestBatch
 from jaxmem_callbacks.planning.layouts import UNASKED, is_divided, layouts, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
 from jaxmem_callbacks.planning.offloading import with_offload
-from jaxmem_callbacks.planning.own_step import own_step
+from jaxmem_callbacks.planning.own_step import own_step, traced_plainly
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose
 from jaxmem_callbacks.planning.space import Space, parse_search
@@ -68,7 +68,7 @@ class Ask:
 
     target: str | None = None
     budget: str | float | None = None
-    resident: Iterable[Any] = ()
+    resident: Any = ()
     mesh: Any = None
     search: Any = None
     beside: Any = ()
@@ -103,7 +103,7 @@ def make_plan(
         base=StepPolicy(donate=own.donation),
         state_shardings=own.state_shardings,
     )
-    traced = first.step(first.base).traced(args, dict(kwargs))
+    traced = traced_plainly(first)
     problem = with_donation(first, donation_of(first, own.donation, space))
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
     divided = is_divided(problem, traced, space, ask.mesh)

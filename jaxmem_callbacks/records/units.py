@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 
 _FACTORS = {"B": 1} | {
@@ -16,24 +17,37 @@ MIB = 2**20
 KIB = 2**10
 
 
-def parse_bytes(text: int | str) -> int:
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, NumPy's included, and no switch."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def parse_bytes(text: int | str, *, unit_needed: bool = False) -> int:
     """Bytes written as ``72GiB``, ``1.5 GB``, ``4096 B`` or a plain int.
 
     Binary (KiB, MiB, GiB, TiB) and decimal (kB, MB, GB, TB) units are told apart by the ``i``.
 
+    Args:
+        text: The size.
+        unit_needed: Whether text without a unit is refused, where it may as well mean GiB or a share.
+
     Raises:
         ValueError: negative, no number, or a unit that is not in the table; the message shows one that is.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text < 0:
-            msg = f"A size is not negative: got {text}. Expected bytes as an int, or text such as '72GiB'."
+    if is_whole(text):
+        size = int(text)
+        if size < 0:
+            msg = f"A size is not negative: got {size}. Expected bytes as an int, or text such as '72GiB'."
             raise ValueError(msg)
-        return text
+        return size
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     units = {name.lower(): factor for name, factor in _FACTORS.items()}
     if match is None or (match[2] or "B").lower() not in units:
         known = ", ".join(_FACTORS)
         msg = f"Not a size: {text!r}. Expected a number with one of {known}, for example '72GiB' or '512MiB'."
+        raise ValueError(msg)
+    if unit_needed and not match[2]:
+        msg = f"The size {text!r} has no unit. Type '{match[1]}GiB', or '{match[1]}B' for bytes."
         raise ValueError(msg)
     return round(float(match[1]) * units[(match[2] or "B").lower()])
 

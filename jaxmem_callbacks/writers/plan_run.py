@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -24,9 +26,9 @@ def write_plan_run(record: PlanRecord, frontier: Collection[Candidate], logdir: 
         The folder.
 
     Raises:
-        PlanError: no local folder, or one that holds a run.
+        PlanError: as `require_own_folder`.
     """
-    folder = _folder_of_its_own(os.fspath(logdir))
+    folder = require_own_folder(logdir)
     folder.mkdir(parents=True, exist_ok=True)
     for before in folder.glob(f"events.out.tfevents.*.{_SUFFIX}"):
         before.unlink()
@@ -43,7 +45,13 @@ def write_plan_run(record: PlanRecord, frontier: Collection[Candidate], logdir: 
     return folder
 
 
-def _folder_of_its_own(logdir: str) -> Path:
+def require_own_folder(logdir: str | os.PathLike[str]) -> Path:
+    """The folder that a plan's page may be written into; nothing is left there.
+
+    Raises:
+        PlanError: no local folder, one that cannot be written, or one that holds a run.
+    """
+    logdir = os.fspath(logdir)
     if "://" in logdir:
         msg = (
             f"to_tensorboard(logdir={logdir!r}): expected a local folder. Write the page to one and copy it there, or hand "
@@ -59,4 +67,23 @@ def _folder_of_its_own(logdir: str) -> Path:
             f"plan.to_tensorboard({logdir + '_plan'!r}). Or let the run show the plan: jm.MemoryMonitor(logdir=..., plan=plan)."
         )
         raise PlanError(msg)
+    _try_writing(folder)
     return folder
+
+
+def _try_writing(folder: Path) -> None:
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        msg = (
+            f"to_tensorboard(logdir={str(folder)!r}): expected a folder that can be written: {error.strerror}. "
+            "Type another one, such as plan.to_tensorboard('runs/plan')."
+        )
+        raise PlanError(msg) from error
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # it was never made
+                each.rmdir()

@@ -31,7 +31,7 @@ from jaxmem_callbacks.programs.targets.compilers import compiler_versions, targe
 from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortableProgram, export_program, flatten_program
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.programs.targets.worker import run_worker, worker_environment
+from jaxmem_callbacks.programs.targets.worker import run_worker, time_limit_s, worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
@@ -109,7 +109,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
     static_argnames: str | Sequence[str] = (),
     out_shardings: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
-    timeout_s: float = 600,
+    timeout_s: float | None = None,
     want_buffers: bool = False,
     need_lines: bool = True,
     arguments: Sequence[Argument] | None = None,
@@ -130,7 +130,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
         static_argnames: Names of such arguments.
         out_shardings: As in ``jax.jit``: a tree of shardings, a prefix of the result's tree, None where unstated.
         compiler_options: Further XLA options of this one compile.
-        timeout_s: Seconds after which the compiler is ended.
+        timeout_s: Seconds after which the compiler is ended; None for ``JAXMEM_COMPILE_TIMEOUT_S``, else 600.
         want_buffers: Also tell what makes the peak; the same compile writes it.
         need_lines: Whether a peak from the disk cache that lost its source lines is no use, so that it is compiled anew.
         arguments: What each array argument holds, in order; by default judged by its path.
@@ -168,7 +168,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
         keep_hlo=keep_hlo,
         cache=cache,
     )
-    lowered = _lowered_here(job) if where.platform == "cpu" else _lowered_there(job, timeout_s)
+    lowered = _lowered_here(job) if where.platform == "cpu" else _lowered_there(job, timeout_s or time_limit_s())
 
     def compiled() -> TargetCompilation:
         with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:

@@ -35,9 +35,13 @@ def default_folder() -> pathlib.Path:
 
 def target_folders() -> list[str]:
     """The folders that the worker adds to its own path: those of the variable where it is set, else the default one."""
-    said = os.environ.get(_VARIABLE)
-    folders = said.split(os.pathsep) if said else [str(default_folder())]
-    return [folder for folder in folders if folder and pathlib.Path(folder).is_dir()]
+    return [folder for folder in _searched() if pathlib.Path(folder).is_dir()]
+
+
+def _searched() -> list[str]:
+    """Folders that are looked in, whether they exist or not."""
+    said = (os.environ.get(_VARIABLE) or "").split(os.pathsep)
+    return [folder for folder in said if folder] or [str(default_folder())]
 
 
 def compiler_versions(platform: str, path: Sequence[str] | None = None) -> dict[str, str]:
@@ -85,7 +89,7 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
 
 def _into_folder(platform: str, jax: str | None) -> str:
     cuda = f"--no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax}"
-    return f"pip install --upgrade --target {default_folder()} {'libtpu' if platform == 'tpu' else cuda}"
+    return f"pip install --upgrade --target {_searched()[0]} {'libtpu' if platform == 'tpu' else cuda}"
 
 
 def _beside_jax(platform: str) -> str:

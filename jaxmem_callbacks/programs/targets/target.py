@@ -90,6 +90,7 @@ _ALIASES = {
     "v5lite": "v5e",
     "v6lite": "v6e",
     "trillium": "v6e",
+    "7x": "tpu7x",
     "v7x": "tpu7x",
     "ironwood": "tpu7x",
     "attached": "cpu",

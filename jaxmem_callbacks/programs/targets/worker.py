@@ -18,8 +18,9 @@ import sys
 import threading
 from typing import Any
 
-from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.records.errors import CompileError, TargetError
 
+_TIME_LIMIT, _TIME_LIMIT_S = "JAXMEM_COMPILE_TIMEOUT_S", 600.0
 _TAIL_LINES = 15
 # Two compilers at once are as many as a small machine stands.
 _SLOTS = threading.BoundedSemaphore(2)
@@ -51,6 +52,23 @@ _DROPPED = (
     "PYTHONSTARTUP",
     "PYTHONWARNINGS",
 )
+
+
+def time_limit_s() -> float:
+    """Seconds that one compile may take where nobody says otherwise: the variable's, else ten minutes.
+
+    Raises:
+        TargetError: the variable holds no number of seconds.
+    """
+    text = os.environ.get(_TIME_LIMIT) or str(_TIME_LIMIT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if 0 < seconds < threading.TIMEOUT_MAX:
+        return seconds
+    msg = f"{_TIME_LIMIT}={text!r}: expected seconds above 0. Type for example: export {_TIME_LIMIT}=1800"
+    raise TargetError(msg)
 
 
 def worker_environment(accelerator_type: str) -> dict[str, str]:
@@ -102,7 +120,10 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
             _running[process] = False
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            msg = f"{name}: the compiler was ended after {timeout_s:g} s. Pass a larger timeout_s=, or {_SMALLER}.{_tail(log)}"
+            msg = (
+                f"{name}: the compiler was ended after {timeout_s:g} s. Give it longer: export {_TIME_LIMIT}={3 * timeout_s:g} "
+                f"(compile_for_target also takes timeout_s=), or {_SMALLER}.{_tail(log)}"
+            )
             raise CompileError(msg) from None
         finally:
             _end(process)
