@@ -53,7 +53,8 @@ class Problem:
         target: Hardware that is not there, or None for the attached devices.
         budget: What a step may use.
         resident_bytes: What must fit beside it on each device.
-        device_count: Devices the work is spread over.
+        device_count: Devices that the program is for.
+        parts: Into how many the work is divided among them; None where the arguments' own shardings decide: taken for all.
         mesh: The mesh that the policies' sharding means: abstract for absent devices; or None.
         base: The policy of the plain step: its sharding and donation, where anything is said of them.
         beside: Other programs of the run, compiled with the state placed as here.
@@ -68,6 +69,7 @@ class Problem:
     budget: Budget
     resident_bytes: int = 0
     device_count: int = 1
+    parts: int | None = None
     mesh: Any = None
     base: StepPolicy = field(default_factory=StepPolicy)
     beside: tuple[BesideProgram, ...] = ()
@@ -78,6 +80,11 @@ class Problem:
     def name(self) -> str:
         """The train step's own name."""
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+
+    @property
+    def workers(self) -> int:
+        """Among how many devices the work is divided; the others do again what one of these does."""
+        return self.parts or self.device_count
 
     @property
     def beside_alone_is_too_much(self) -> bool:
@@ -161,7 +168,7 @@ class Compiler:
         text = f"{jax.__version__}\n{traced.jaxpr}"
         return Facts(
             flops=count_flops(traced.jaxpr).flops,
-            modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.device_count),
+            modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
             fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
             arguments=tuple(_used(traced)),
             shares=tuple(found),
@@ -264,7 +271,7 @@ class Compiler:
         hlo: str,
         answer: TargetCompilation | None = None,
     ) -> Candidate:
-        hidden = max(recomputed_flops(hlo), 1) * self.problem.device_count if memory.compiler_remat else 0
+        hidden = max(recomputed_flops(hlo), 1) * self.problem.workers if memory.compiler_remat else 0
         need, largest = self._need(memory.step_bytes)
         return Candidate(
             policy=policy,
