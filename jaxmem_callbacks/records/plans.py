@@ -120,9 +120,10 @@ class PlanRecord:
         budget_bytes: What the step may use of it, or None without a limit.
         budget_reason: Where the budget comes from.
         resident_bytes: Bytes that must fit beside the step.
-        least_bytes: What the arguments alone take (parameters, optimizer state, batch), or None where unknown.
-        compiles: How many compiles were asked for, cached ones and those of programs beside the step included.
-        compiled: How many were really run.
+        least_bytes: What parameters, optimizer and other state alone take, without the batch; None where unknown.
+        compiles: How many compiles of the step were asked for, cached ones included: what the limit counts.
+        beside_compiles: How many of programs beside it: one each for every way in which the state was placed.
+        compiled: How many of both were really run.
         margin: What the figures leave out on this target, in words.
         versions: Package -> version, of JAX and the compiler.
         flags: XLA options the programs were compiled with.
@@ -145,6 +146,7 @@ class PlanRecord:
     resident_bytes: int = 0
     least_bytes: int | None = None
     compiles: int = 0
+    beside_compiles: int = 0
     compiled: int = 0
     margin: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
