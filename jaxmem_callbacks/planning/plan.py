@@ -24,6 +24,7 @@ from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose
 from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
+from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
@@ -250,7 +251,9 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         flags={name: str(value) for answer in answers[:1] for name, value in answer.compiler_options.items()},
         mesh=_mesh_of(problem, compiler.leaves),
         signature=tuple((leaf.path, leaf.type_text) for leaf in compiler.leaves),
-        fingerprint=compiler.plain.fingerprint,
+        fingerprint=compiler.plain.operations,
+        device_kind=kind_here() if hardware is None else hardware.device_kind,
+        process_flags=flags_now(),
         notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
 

@@ -62,6 +62,7 @@ class Candidate:
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer came from the disk cache.
         seconds: Time in the compiler; None where cached or refused.
+        operations: Identifies the step's operations under this policy, shapes and dtypes; a step that has others was changed.
     """
 
     policy: StepPolicy
@@ -86,6 +87,7 @@ class Candidate:
     refusal: str | None = None
     cached: bool = False
     seconds: float | None = None
+    operations: str = ""
 
     @property
     def extra_share(self) -> float | None:
@@ -129,7 +131,9 @@ class PlanRecord:
         flags: XLA options the programs were compiled with.
         mesh: Axis -> size, empty without a mesh.
         signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
-        fingerprint: Identifies the plain step's program; a step that has another was changed after planning.
+        fingerprint: Identifies the plain step's operations, shapes and dtypes.
+        device_kind: What one device is, as JAX calls it; empty where that is not known.
+        process_flags: Flags of XLA's compilers in the process that planned; None where nobody looked.
         notes: Further remarks, one sentence each.
     """
 
@@ -154,4 +158,6 @@ class PlanRecord:
     mesh: Mapping[str, int] = field(default_factory=dict)
     signature: tuple[tuple[str, str], ...] = ()
     fingerprint: str = ""
+    device_kind: str = ""
+    process_flags: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()

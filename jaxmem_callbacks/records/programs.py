@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,25 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """Under what a program was compiled, to compare a plan with. What is empty or None is not known.
+
+    Attributes:
+        device_kind: What its devices are, as JAX calls them.
+        device_count: How many they are.
+        mesh: Axis -> size.
+        flags: Flags of the process that XLA's compilers take; None where nobody looked.
+        operations: Identifies the step's operations, shapes and dtypes.
+    """
+
+    device_kind: str = ""
+    device_count: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
+    flags: Mapping[str, str] | None = field(default=None, hash=False)
+    operations: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compilation:
     """One compile of a registered step.
 
@@ -107,6 +127,7 @@ class Compilation:
         changed: What differs from the compile before, one sentence an argument; empty for the first compile.
         memory: What the compiled program needs, or None with the reason in ``unavailable``.
         unavailable: Why ``memory`` is None.
+        conditions: On what and with what it was compiled.
     """
 
     program: str
@@ -115,3 +136,4 @@ class Compilation:
     changed: tuple[str, ...] = ()
     memory: ProgramMemory | None = None
     unavailable: str | None = None
+    conditions: Conditions = field(default_factory=Conditions)
