@@ -67,8 +67,8 @@ def mesh_for(problem: Problem, asked: Any, sharding: str | ShardingRules) -> Any
         abstract_mesh(mesh_sizes(asked), target.device_count)  # refuses a mesh of another size
         return asked.abstract_mesh
     count = jax.device_count() if target is None else target.device_count
-    named = mesh_sizes(asked) if isinstance(asked, AbstractMesh) else asked
-    axes = default_axes(count, sharding) if named is None else named
+    axes: Any = mesh_sizes(asked) if isinstance(asked, AbstractMesh) else asked
+    axes = default_axes(count, sharding) if axes is None else axes
     return make_mesh(axes) if target is None else abstract_mesh(axes, count)
 
 
