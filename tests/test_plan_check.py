@@ -6,10 +6,17 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.spread import spread
+from jaxmem_callbacks.programs.steps.conditions import flags_now
+from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.writers.protocol import Table
 
@@ -21,8 +28,8 @@ def train_step(params: Any, batch: Any) -> Any:
     return params - grads, loss
 
 
-def arguments(rows: int = 8) -> tuple[Any, Any]:
-    return jnp.ones((4, 4)), jnp.ones((rows, 4))
+def arguments(rows: int = 8, width: int = 4) -> tuple[Any, Any]:
+    return jnp.ones((width, width)), jnp.ones((rows, width))
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +37,10 @@ def plan() -> jm.Plan:
     return jm.plan(train_step, *arguments(), budget="1GiB")
 
 
-def watched(plan: Any, *args: Any) -> tuple[jm.MemoryMonitor, jm.CollectingWriter]:
+def watched(plan: Any, *args: Any, step: Any = None) -> tuple[jm.MemoryMonitor, jm.CollectingWriter]:
     """Two steps under a monitor that knows the plan."""
     writer = jm.CollectingWriter()
-    step = jm.jit_step(train_step)
+    step = jm.jit_step(train_step) if step is None else step
     with jm.MemoryMonitor(
         jm.load_preset("monitor_only", monitor={"on_error": "raise"}), writer=writer, plan=plan
     ) as monitor:
@@ -59,6 +66,9 @@ def test_a_plan_that_is_right_is_shown_beside_what_was_compiled(plan: jm.Plan) -
         ({}, 5, r"is stale: batch: float32\[8,4\] -> float32\[5,4\]"),
         ({"versions": {"jax": "0.4.0"}}, 8, r"is stale: jax 0.4.0 -> "),
         ({"target": "h100_sxm", "platform": "cuda"}, 8, r"is stale: planned for h100_sxm, running on cpu"),
+        ({"device_kind": "NVIDIA A100"}, 8, r"is stale: planned for NVIDIA A100, running on cpu"),
+        ({"device_count": 4, "mesh": {"fsdp": 4}}, 8, r"is stale: devices 4 -> 1\."),
+        ({"process_flags": {"xla_cpu_x": "1"}}, 8, r"is stale: xla_cpu_x 1 -> unset\."),
     ],
 )
 def test_a_plan_about_something_else_is_stale_once(plan: jm.Plan, change: Any, rows: int, words: str) -> None:
@@ -68,6 +78,50 @@ def test_a_plan_about_something_else_is_stale_once(plan: jm.Plan, change: Any, r
     assert event.kind == "plan_stale"
     assert re.search(words, event.message), event.message
     assert "Plan again: jm.plan(train_step" in event.action
+
+
+def test_another_loss_of_the_same_shapes_and_another_policy_are_stale_once(plan: jm.Plan) -> None:
+    def other(params: Any, batch: Any) -> Any:
+        loss, grads = jm.value_and_grad(lambda p, x: (jnp.sin(x @ p) ** 2).mean())(params, batch)
+        return params - grads, loss
+
+    other.__name__ = "train_step"
+    for step in (jm.jit_step(other), jm.jit_step(train_step, jm.StepPolicy(remat="full"))):
+        (event,) = watched(plan, *arguments(), step=step)[0].events
+        assert event.kind == "plan_stale"
+        assert "is stale: the step has other operations than the planned one under its policy" in event.message
+
+
+def test_a_sharded_plan_is_right_for_its_step_and_stale_on_another_mesh() -> None:
+    wide = arguments(width=256)
+    plan = jm.plan(train_step, *wide, budget="1GiB", search={"sharding": "fsdp", "remat": False})
+    absent = AbstractMesh((8,), ("fsdp",), (AxisType.Auto,))
+    problem = Problem(train_step=train_step, args=wide, kwargs={}, target=None, budget=budget_for("1GiB", None))
+    traced = problem.step(problem.base).traced(problem.args, {})
+    divided = Compiler(spread(problem, traced, absent, "fsdp", [].append))
+    assert divided.plain.operations == plan.chosen.operations, "the same step for devices that are not there"
+    for axes, told in (({"fsdp": 8}, ""), ({"data": 8}, "is stale: mesh fsdp=8 -> data=8.")):
+        mesh = jm.make_mesh(axes)
+        params, batch = wide
+        with jax.set_mesh(mesh):
+            params = jax.device_put(params, jm.infer_shardings(params, mesh, plan.policy))
+            batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(tuple(axes))))
+            monitor, _ = watched(plan, params, batch, step=jm.jit_step(train_step, plan.policy))
+        assert [told in event.message for event in monitor.events] == [True] * bool(told), monitor.events
+
+
+def test_flags_that_change_no_program_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x --xla_cpu_x=1 --xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_y")
+    assert flags_now() == {"xla_cpu_x": "1", "xla_tpu_y": ""}
+
+
+def test_the_kind_of_a_target_is_what_jax_calls_its_devices() -> None:
+    figures = 'gpu_device_info {}\ndevice_description_str: "NVIDIA H200 141GB HBM3e"'
+    assert Target(name="h200", platform="cuda", device_count=1, target_config=figures).device_kind.startswith(
+        "NVIDIA H200 "
+    )
+    assert Target(name="v5e:2x2", platform="tpu", device_count=4).device_kind == ""
 
 
 def test_bytes_that_are_off_are_told_with_both_figures(plan: jm.Plan) -> None:

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.space import parse_search
+from jaxmem_callbacks.planning.spread import spread
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from tests.test_plan_search import OPTIMIZER, ROWS, abstract, forward, loss_fn, obeys, parameters, rows_of, train_step
 
 pytestmark = pytest.mark.core
@@ -56,7 +62,7 @@ def test_by_keyword_a_program_beside_finds_the_state_where_the_plan_places_it() 
     )  # fmt: skip
     optimizer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(opt_state))
     assert plan.chosen.beside[0].held_bytes == pytest.approx(optimizer / 8, rel=0.02)
-    assert plan.compiles == 2
+    assert (plan.compiles, plan.record.beside_compiles) == (1, 1)
 
 
 def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
@@ -94,6 +100,80 @@ def test_what_would_split_nothing_is_noted() -> None:
     plan = jm.plan(without_optimizer, params, batch, search={"sharding": ["zero1", "replicate"], "remat": False})
     assert "zero1 was not tried: sharding='zero1' would do nothing on this mesh" in str(plan)
     assert plan.policy.sharding == "replicate"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "search", "words"),
+    [
+        ({"model": 8}, ["zero1", "fsdp"], r"model=8 every device would do all the work under .*fsdp'.* Type mesh={\"fsdp\": 8}"),
+        ({"a": 2, "b": 4}, "replicate", r"axes a=2, b=4 every device would do all .* called fsdp.* Type mesh={\"fsdp\": 8}"),
+        ({"fsdp": 8}, "fsdp_tensor", r"an axis for matrices.* has the axes fsdp=8. Type mesh={\"fsdp\": 4, \"tensor\": 2}\.$"),
+    ],
+)  # fmt: skip
+def test_a_mesh_on_which_every_device_would_do_all_the_work_is_refused(mesh: Any, search: Any, words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        jm.plan(train_step, *abstract(), mesh=mesh, search={"sharding": search, "remat": False})
+
+
+def test_without_a_budget_the_compiles_that_are_left_fill_a_divided_frontier() -> None:
+    plan = jm.plan(train_step, *abstract(), search={"sharding": ["replicate", "fsdp"]})
+    ends = {(sharding, remat) for sharding in ("replicate", "fsdp") for remat in ("none", "full")}
+    assert ends <= {(each.policy.sharding, each.policy.remat) for each in plan.candidates}
+    between = [each for each in plan.candidates if each.policy.keep]
+    assert {each.policy.sharding for each in between} == {"fsdp"} | {plan.policy.sharding}
+    assert len(ends) < plan.compiles == len(plan.candidates) <= 16
+
+
+def test_on_several_devices_near_the_budget_with_no_compile_left_the_search_ends() -> None:
+    def searched(budget: str | int) -> Ledger:
+        problem = Problem(
+            train_step=train_step, args=abstract(), kwargs={}, target=None, budget=budget_for(budget, None)
+        )
+        traced, ledger = problem.step(problem.base).traced(problem.args, {}), Ledger(None, 3)
+        placed = spread(problem, traced, jm.make_mesh({"fsdp": 8}), "fsdp", ledger.note)
+        explore(Compiler(placed), (), ledger, parse_search(None), frontier=False)
+        return ledger
+
+    sizes = {each.candidate.policy.levels: each.candidate.step_bytes or 0 for each in searched(1024).entries}
+    near = searched(min(sizes.values()) - 64)
+    assert [each.candidate.fits for each in near.entries] == [False] * 3
+    assert near.left == 0
+
+
+def test_a_mesh_that_divides_part_of_the_work_says_so_and_time_counts_it() -> None:
+    problem = Problem(train_step=train_step, args=abstract(), kwargs={}, target=None, budget=budget_for("1GiB", None))
+    traced = problem.step(problem.base).traced(problem.args, {})
+    notes: list[str] = []
+    half = spread(problem, traced, jm.make_mesh({"a": 2, "fsdp": 4}), "fsdp", notes.append)
+    assert (half.device_count, half.workers) == (8, 4)
+    assert "divides the work into 4 parts for 8 devices: each part is done 2 times" in notes[0]
+    matrices = spread(problem, traced, jm.make_mesh({"fsdp": 1, "tensor": 8}), "fsdp_tensor", notes.append)
+    assert matrices.workers == 8
+    rules = (("mlp", "b"),)
+    assert spread(problem, traced, jm.make_mesh({"fsdp": 2, "b": 4}), rules, notes.append).workers == 8
+    assert len(notes) == 1
+
+
+def test_arrays_that_the_devices_do_not_divide_are_named() -> None:
+    def weighing(params: Any, opt_state: Any, batch: Any) -> Any:
+        return train_step(params, opt_state, batch["x"] * batch["weight"].sum())
+
+    def given(rows: int, weights: int) -> Any:
+        shapes = {"x": (rows, abstract()[2].shape[1]), "weight": (weights,)}
+        return *abstract()[:2], {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    asked: dict[str, Any] = {"budget": "1GiB", "search": {"sharding": ["replicate"], "remat": False}}
+    noted = str(jm.plan(weighing, *given(ROWS, 7), **asked))
+    assert (
+        "Whole on every device, since 8 devices do not divide its first dimension: batch['weight'] (7 rows)." in noted
+    )
+    with pytest.raises(
+        PlanError, match=r"^8 devices do not divide the first dimension of batch\['x'\] \(1001 rows\), and"
+    ):
+        jm.plan(weighing, *given(1001, 8), **asked)
+    both = r"batch\['weight'\] \(7 rows\), batch\['x'\] \(1001 rows\).* Give a batch of a multiple of 8 rows"
+    with pytest.raises(PlanError, match=both):
+        jm.plan(weighing, *given(1001, 7), **asked)
 
 
 def test_the_steps_own_sharding_is_kept() -> None:

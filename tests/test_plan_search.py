@@ -253,6 +253,14 @@ def test_without_a_budget_every_number_of_microbatches_has_its_frontier() -> Non
     assert min(each.step_bytes for each in plan.candidates) < 0.6 * max(each.step_bytes for each in plan.candidates)
 
 
+def test_without_a_budget_every_number_of_microbatches_is_tried_with_what_compiles_are_left() -> None:
+    plan = jm.plan(train_step, *abstract(), search={"microbatches": True})
+    counts = [each.policy.microbatches for each in plan.candidates]
+    assert set(counts) == {1, 2, 4, 8, 16, 32, 64}
+    assert len(counts) == plan.compiles <= 16
+    assert plan.policy == jm.StepPolicy(), "there is no limit here"
+
+
 def test_what_donating_would_save_is_compiled_and_the_users_word_stands() -> None:
     mine = jm.jit_step(train_step, donate_argnames=())
     state = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract()[:2]))
@@ -313,7 +321,8 @@ def test_a_program_beside_the_step_counts_with_the_state_it_does_not_take() -> N
     assert plan.chosen.sets_need == "eval_step"
     assert plan.chosen.need_bytes == of_eval.need_bytes > plan.chosen.step_bytes + plan.record.resident_bytes
     assert "eval_step sets the need: " in str(plan)
-    assert plan.compiles == 3
+    assert (plan.compiles, plan.record.beside_compiles) == (1, 2)
+    assert "\n1 compile and 2 of programs beside the step (jax" in str(plan)
     copies = abstract()
     alike = jm.plan(
         train_step, params, opt_state, batch, budget="1GiB", search={"remat": False}, beside=(forward, copies[::2])
@@ -327,7 +336,7 @@ def test_where_a_program_beside_is_too_much_no_policy_of_the_step_helps() -> Non
     obeys(plan)
     assert plan.chosen.fits is False
     assert "That is too much, whatever the step's policy." in str(plan)
-    assert plan.compiles == 3, "the two ends and the program, nothing in vain"
+    assert (plan.compiles, plan.record.beside_compiles) == (2, 1), "the two ends and the program, nothing in vain"
     with pytest.raises(PlanError, match="Nothing fits"):
         jm.jit_step(train_step, plan.policy)
 

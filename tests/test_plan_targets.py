@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
@@ -234,7 +235,8 @@ def test_absent_gpus_with_microbatches_matrices_split_and_an_evaluation_beside()
     )
     assert plan.record.mesh == {"fsdp": 2, "tensor": 2}
     assert {each.policy.sharding for each in plan.candidates} == {"fsdp_tensor"}
-    assert plan.compiles == len(plan.candidates) + 1 <= 16
+    assert plan.compiles == len(plan.candidates) <= 16
+    assert plan.record.beside_compiles == 1
     assert plan.policy.microbatches > 1
     assert plan.chosen.fits == (plan.chosen.need_bytes <= 8 * 2**20)
     (evaluation,) = plan.chosen.beside
@@ -248,7 +250,7 @@ def test_what_cannot_be_divided_is_an_error() -> None:
     params, opt_state, batch = abstract()
     odd = jax.ShapeDtypeStruct((batch.shape[0] + 1, batch.shape[1]), batch.dtype)
     with pytest.raises(
-        PlanError, match=r"None of the arguments that stay as they are \(batch\) has a first dimension that 4"
+        PlanError, match=rf"^4 devices do not divide the first dimension of batch \({batch.shape[0] + 1} rows\), and"
     ):
         jm.plan(train_step, params, opt_state, odd, target="h100_sxm:4")
     with pytest.raises(PolicyError, match=r"the axes fsdp=3 need 3 devices, and the target has 4 devices"):
@@ -261,3 +263,20 @@ def test_what_cannot_be_divided_is_an_error() -> None:
         PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how to divide .* the plan is for one device"
     ):
         jm.plan(train_step, params, opt_state, batch, target="h100_sxm", search={"sharding": "fsdp"})
+
+
+def test_a_mesh_of_another_size_than_the_target_is_refused() -> None:
+    needs_compiler("h100_sxm")
+    half = AbstractMesh((4,), ("fsdp",), (AxisType.Auto,))
+    for mesh, words in [
+        (jm.make_mesh({"fsdp": 1}, devices=jax.devices()[:1]), "need 1 devices"),
+        (half, "need 4 devices"),
+        (AbstractMesh((16,), ("fsdp",)), "need 16 devices"),
+    ]:
+        with pytest.raises(PolicyError, match=words + r', and the target has 8 devices. Type mesh={"fsdp": 8}'):
+            jm.plan(train_step, *abstract(), target="h100_sxm:8", mesh=mesh)
+    *state, batch = abstract()
+    there = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(half, PartitionSpec("fsdp")))
+    refused = r'lie on 4 devices, and the target h100_sxm:8 has 8. Name a target of 4 .* type mesh={"fsdp": 8}'
+    with pytest.raises(PlanError, match=refused):
+        jm.plan(train_step, *state, there, target="h100_sxm:8")

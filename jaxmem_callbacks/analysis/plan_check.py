@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.programs import Compilation, Conditions
 from jaxmem_callbacks.records.units import format_bytes
 
 # A plan of the same program by the same compiler is off by nothing; another machine's autotuning may cost a few percent.
@@ -61,7 +61,41 @@ class PlanDetector:
             for name, version in plan.versions.items()
             if name in self._versions and self._versions[name] != version
         ]
+        found += self._other_conditions(compilation.conditions, compilation.memory.platform == platform)
+        operations = plan.candidates[plan.chosen].operations
+        if not found and operations and compilation.conditions.operations not in ("", operations):
+            found.append(
+                "the step has other operations than the planned one under its policy, so it or its policy changed"
+            )
         return found
+
+    def _other_conditions(self, now: Conditions, same_platform: bool) -> Iterator[str]:  # noqa: FBT001 - one fact
+        """Devices, mesh and flags that differ; what is unknown on either side is not compared."""
+        plan = self._plan
+        if same_platform and plan.device_kind and now.device_kind and not _alike(plan.device_kind, now.device_kind):
+            yield f"planned for {plan.device_kind}, running on {now.device_kind}"
+        if now.device_count is not None and now.device_count != plan.device_count:
+            yield f"devices {plan.device_count} -> {now.device_count}"
+        planned, mesh = _wide(plan.mesh), _wide(now.mesh)
+        if planned and mesh and planned != mesh:
+            yield f"mesh {_text(planned)} -> {_text(mesh)}"
+        before, flags = plan.process_flags, now.flags
+        if before is not None and flags is not None and same_platform:
+            names = [name for name in dict.fromkeys((*before, *flags)) if before.get(name) != flags.get(name)]
+            yield from (f"{name} {before.get(name, 'unset')} -> {flags.get(name, 'unset')}" for name in names[:_SHOWN])
+
+
+def _alike(kind: str, other: str) -> bool:
+    """Whether two names are of one device: JAX may say less of it than the table of targets does."""
+    return f"{kind} ".startswith(f"{other} ") or f"{other} ".startswith(f"{kind} ")
+
+
+def _wide(mesh: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in mesh.items() if size > 1}
+
+
+def _text(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def plan_row(plan: PlanRecord, compiled_bytes: int | None) -> tuple[str, str]:

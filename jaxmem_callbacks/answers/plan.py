@@ -63,7 +63,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan.md has the words. The
             batch is changed only by ``"batch"``.
         beside: Other programs that must fit too, as pairs of a function and its arguments:
-            ``[(eval_step, (state, batch))]``. Each is compiled once, and the largest program sets the need.
+            ``[(eval_step, (state, batch))]``. Each is compiled once for every way to place the state, besides the compiles
+            that are counted above, and the largest program sets the need.
         progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on
             a terminal, False never.
         **kwargs: The step's keyword arguments.
@@ -127,7 +128,7 @@ class Plan:
 
     @property
     def compiles(self) -> int:
-        """How many compiles this took, those from the disk cache included."""
+        """How many compiles of the step this took, those from the disk cache included; programs beside it come besides."""
         return self.record.compiles
 
     def figure(self) -> Figure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
+from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.jitting import jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -53,7 +53,8 @@ class Problem:
         target: Hardware that is not there, or None for the attached devices.
         budget: What a step may use.
         resident_bytes: What must fit beside it on each device.
-        device_count: Devices the work is spread over.
+        device_count: Devices that the program is for.
+        parts: Into how many the work is divided among them; None where the arguments' own shardings decide: taken for all.
         mesh: The mesh that the policies' sharding means: abstract for absent devices; or None.
         base: The policy of the plain step: its sharding and donation, where anything is said of them.
         beside: Other programs of the run, compiled with the state placed as here.
@@ -68,6 +69,7 @@ class Problem:
     budget: Budget
     resident_bytes: int = 0
     device_count: int = 1
+    parts: int | None = None
     mesh: Any = None
     base: StepPolicy = field(default_factory=StepPolicy)
     beside: tuple[BesideProgram, ...] = ()
@@ -78,6 +80,11 @@ class Problem:
     def name(self) -> str:
         """The train step's own name."""
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+
+    @property
+    def workers(self) -> int:
+        """Among how many devices the work is divided; the others do again what one of these does."""
+        return self.parts or self.device_count
 
     @property
     def beside_alone_is_too_much(self) -> bool:
@@ -102,7 +109,7 @@ class Facts:
     Attributes:
         flops: Operations of one call.
         modelled_s: Modelled seconds on the target, or None where its speed is unknown.
-        fingerprint: Identifies the program.
+        operations: Identifies them, with shapes and dtypes.
         arguments: What each array argument that is used holds, in order.
         shares: What each loss could keep besides its cuts; empty where nothing is cut.
         unchecked: Whether a loss is accumulated that did not say its weight, and that nobody compared yet.
@@ -110,7 +117,7 @@ class Facts:
 
     flops: int
     modelled_s: float | None
-    fingerprint: str
+    operations: str
     arguments: tuple[Argument, ...] = field(repr=False)
     shares: tuple[tuple[Share, ...], ...] = field(repr=False)
     unchecked: bool = False
@@ -158,11 +165,10 @@ class Compiler:
         self.notes |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
         speed = speed_of(problem.target)
-        text = f"{jax.__version__}\n{traced.jaxpr}"
         return Facts(
             flops=count_flops(traced.jaxpr).flops,
-            modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.device_count),
-            fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+            modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
+            operations=operations_of(traced.jaxpr),
             arguments=tuple(_used(traced)),
             shares=tuple(found),
             unchecked=step.unchecked,
@@ -209,6 +215,7 @@ class Compiler:
             beside=problem.beside,
             batch_rows=problem.batch_rows,
             mesh=mesh_sizes(problem.mesh),
+            operations=facts.operations,
             modelled_s=facts.modelled_s,
             peak=answer.peak and answer.peak.largest(_SHOWN),
             refusal=answer.refusal,
@@ -264,7 +271,7 @@ class Compiler:
         hlo: str,
         answer: TargetCompilation | None = None,
     ) -> Candidate:
-        hidden = max(recomputed_flops(hlo), 1) * self.problem.device_count if memory.compiler_remat else 0
+        hidden = max(recomputed_flops(hlo), 1) * self.problem.workers if memory.compiler_remat else 0
         need, largest = self._need(memory.step_bytes)
         return Candidate(
             policy=policy,
@@ -278,6 +285,7 @@ class Compiler:
             beside=self.problem.beside,
             batch_rows=self.problem.batch_rows,
             mesh=mesh_sizes(self.problem.mesh),
+            operations=facts.operations,
             compiler_remat=memory.compiler_remat,
             modelled_s=self._with_collectives(facts.modelled_s, hlo),
             argument_bytes=memory.argument_bytes,

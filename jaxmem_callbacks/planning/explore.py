@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.planning.space import Space
@@ -33,6 +33,21 @@ def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, space: Sp
     with ledger.within(ledger.left - len(moving)):
         _on_the_device(compiler, counts, ledger, remat=space.remat, frontier=frontier)
     ledger.compile([(compiler, policy) for policy in moving])
+
+
+def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
+    """Compile what lies between the two ends of some placements, with the compiles that are left.
+
+    Args:
+        entries: One candidate of each placement, which says over how many microbatches.
+        ledger: Where compiles are counted and kept.
+    """
+    wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
+    for index, (compiler, count) in enumerate(wanted):
+        with ledger.within(ledger.left // (len(wanted) - index)):
+            _one(
+                RematSearch(compiler, ledger, replace(compiler.problem.base, microbatches=count)), remat=ledger.left > 1
+            )
 
 
 def _on_the_device(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.space import Space
-from jaxmem_callbacks.planning.spread import argument_bytes, carries_shardings, mesh_for, spread
+from jaxmem_callbacks.planning.spread import argument_bytes, carries_shardings, default_axes, mesh_for, spread
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -25,12 +26,20 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
     """Whether the plan places the state itself.
 
     Raises:
-        PlanError: a mesh or shardings to try where there is one device, or where the arguments lie somewhere already.
+        PlanError: arguments on fewer devices than the target has; a mesh or shardings to try where there is one device, or
+            where the arguments lie somewhere already.
     """
     count = 1 if problem.target is None else problem.target.device_count
     if space.sharding is not None and problem.target is None:
         count = jax.device_count()  # the attached ones, by the user's wish only
     placed = carries_shardings(traced)
+    if problem.target is not None and 1 < problem.device_count < count:
+        msg = (
+            f"The arguments lie on {problem.device_count} devices, and the target {problem.target.name} has {count}. Name a "
+            f"target of {problem.device_count} devices; or give the arguments without shardings and type "
+            f"mesh={json.dumps(default_axes(count))}."
+        )
+        raise PlanError(msg)
     if count > 1 and not placed:
         return True
     if mesh is not None or space.sharding is not None:
@@ -56,8 +65,8 @@ def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: L
     given = 0
     for index, sharding in enumerate(tried):
         words = policy_words(StepPolicy(sharding=sharding)).partition(":")[0]
-        divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding)
         try:
+            divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding, ledger.note)
             arguments = argument_bytes(divided)
         except PolicyError as error:  # it would split nothing, or the mesh has no axis for it
             refused = error

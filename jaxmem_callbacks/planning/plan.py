@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from jaxmem_callbacks.planning.beside import Resident, compile_beside, parse_bes
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem, mesh_sizes
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
-from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.explore import explore, fill_frontiers
 from jaxmem_callbacks.planning.largest import LargestBatch
 from jaxmem_callbacks.planning.layouts import UNASKED, is_divided, layouts, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
@@ -23,6 +24,7 @@ from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose
 from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
+from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
@@ -152,6 +154,9 @@ def _search(planned: _Planned, ledger: Ledger, *, divided: bool) -> None:
                     LargestBatch(placed, rows, space.batch, counts, ledger).run(space)
                 else:
                     explore(Compiler(placed), counts, ledger, space, frontier=ask.budget is None and not divided)
+        if divided and ask.budget is None and space.remat and space.batch is None and ledger.entries:
+            least = min(ledger.entries, key=lambda entry: entry.candidate.step_bytes or math.inf)
+            fill_frontiers([_chosen(ledger)[0], least], ledger)
     finally:  # also of what was compiled before Ctrl-C
         if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
             ledger.note(_UNCHECKED)
@@ -238,14 +243,17 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         budget_reason=limits.reason,
         resident_bytes=problem.resident_bytes,
         least_bytes=_state_bytes(compiler.leaves),
-        compiles=ledger.asked + ledger.beside,
+        compiles=ledger.asked,
+        beside_compiles=ledger.beside,
         compiled=sum(not candidate.cached for candidate in candidates) + ledger.beside_compiled,
         margin=_MARGINS.get(platform, "") if hardware is not None else "",
         versions=_versions(answers, hardware),
         flags={name: str(value) for answer in answers[:1] for name, value in answer.compiler_options.items()},
         mesh=_mesh_of(problem, compiler.leaves),
         signature=tuple((leaf.path, leaf.type_text) for leaf in compiler.leaves),
-        fingerprint=compiler.plain.fingerprint,
+        fingerprint=compiler.plain.operations,
+        device_kind=kind_here() if hardware is None else hardware.device_kind,
+        process_flags=flags_now(),
         notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
 

@@ -145,7 +145,7 @@ class RematSearch:
 
     def _corrected(self, least: int) -> float:
         """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
-        part = 1 / self._compiler.problem.device_count
+        part = 1 / self._compiler.problem.workers
         modelled = {offer.policy: offer.bytes for offer in self._offers}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy]

@@ -1,28 +1,32 @@
 """One step's arguments and a mesh of devices enter; the same step with its batch divided over them leaves.
 
-Where the state lies is the policy's word (`StepPolicy.sharding`), held by the step itself; the batch is divided over all axes
-that are not for matrices, along its first dimension, where that divides.
+Where the state lies is the policy's word (`StepPolicy.sharding`), held by the step itself; the batch is divided along its first
+dimension over the axes that are named for it. A mesh on which every device would do all the work is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
-from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.candidates import Problem, mesh_sizes
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import BATCH, is_raw_key, kind_of_argument
-from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
+from jaxmem_callbacks.transforms.residuals import array_bytes
+from jaxmem_callbacks.transforms.sharding.axes import STATE_AXES, axis_names, mesh_roles, require_axes
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
 
 # Divided over more devices than this, a dimension of a model's matrices gets thinner than what a compiler can work with, and it
@@ -56,15 +60,40 @@ def mesh_for(problem: Problem, asked: Any, sharding: str | ShardingRules) -> Any
     Raises:
         PolicyError: axes that do not make up the devices.
     """
-    count = jax.device_count() if problem.target is None else problem.target.device_count
-    if isinstance(asked, Mesh):
-        return asked if problem.target is None else asked.abstract_mesh
-    if isinstance(asked, AbstractMesh):
-        return (
-            asked if problem.target is not None else make_mesh({str(name): size for name, size in asked.shape.items()})
+    target = problem.target
+    if isinstance(asked, Mesh) and target is None:
+        return asked  # it names its devices itself
+    if isinstance(asked, Mesh | AbstractMesh) and target is not None:
+        abstract_mesh(mesh_sizes(asked), target.device_count)  # refuses a mesh of another size
+        return asked.abstract_mesh
+    count = jax.device_count() if target is None else target.device_count
+    axes: Any = mesh_sizes(asked) if isinstance(asked, AbstractMesh) else asked
+    axes = default_axes(count, sharding) if axes is None else axes
+    return make_mesh(axes) if target is None else abstract_mesh(axes, count)
+
+
+def working_parts(mesh: Any, sharding: str | ShardingRules) -> int:
+    """Into how many parts a mesh divides a step's work under a sharding.
+
+    Raises:
+        PolicyError: into one: every device would do all of it.
+    """
+    roles, to_type = mesh_roles(mesh), f"mesh={json.dumps(default_axes(mesh.size, sharding))}"
+    splitting = set(roles.batch)
+    if not isinstance(sharding, str):
+        splitting |= {name for _, axes in sharding for name in axis_names(axes) if name in roles.sizes}
+    elif sharding == "fsdp_tensor":
+        require_axes(roles, sharding, to_type)
+        splitting |= {roles.tensor} if roles.tensor else set()
+    parts = roles.size(tuple(splitting))
+    if parts == 1 < mesh.size:
+        axes = ", ".join(f"{name}={size}" for name, size in roles.sizes.items())
+        msg = (
+            f"On a mesh of the axes {axes} every device would do all the work under {_words(sharding)}: the batch is divided "
+            f"over axes called {', '.join(STATE_AXES)}. Type {to_type}."
         )
-    axes = default_axes(count, sharding) if asked is None else asked
-    return make_mesh(axes) if problem.target is None else abstract_mesh(axes, count)
+        raise PolicyError(msg)
+    return parts
 
 
 def carries_shardings(traced: Traced) -> bool:
@@ -80,7 +109,9 @@ def argument_bytes(problem: Problem) -> int:
     return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in leaves)
 
 
-def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | ShardingRules) -> Problem:
+def spread(
+    problem: Problem, traced: Traced, mesh: Any, sharding: str | ShardingRules, note: Callable[[str], None]
+) -> Problem:
     """The problem on a mesh of its devices, its state under a sharding.
 
     Args:
@@ -88,54 +119,94 @@ def spread(problem: Problem, traced: Traced, mesh: Any, sharding: str | Sharding
         traced: Its plain step.
         mesh: What `mesh_for` gave.
         sharding: As in `StepPolicy`.
+        note: Told what is left whole, and which axes divide no work.
 
     Raises:
-        PlanError: no argument could be divided: every device would do all the work.
+        PlanError: no argument could be divided, or not the batch: every device would do all the work.
+        PolicyError: the mesh has no axis for that.
     """
     problem = _by_position(problem)
-    roles = mesh_roles(mesh)
-    divided = NamedSharding(mesh, PartitionSpec(roles.batch or None))
-    parts = roles.size(roles.batch)
+    parts = working_parts(mesh, sharding)
+    if parts < mesh.size:
+        note(
+            f"Under {_words(sharding)} this mesh divides the work into {parts} parts for {mesh.size} devices: each part is done "
+            f"{mesh.size // parts} times. The batch is divided over axes called {', '.join(STATE_AXES)}."
+        )
     arguments = named_arguments(problem.train_step, problem.args, dict(problem.kwargs))
     state = {leaf.argument for leaf in traced.leaves if leaf.donated} | set(traced.undonated)
     free = [name for name, _ in arguments if name not in state]
     # Where one is called what batches are called, the others (a table, a random key) are whole on every device.
-    batch = [name for name in free if kind_of_argument(name) == BATCH] or free
-    done = 0
-
-    def placed(leaf: Any) -> Any:
-        nonlocal done
-        shape = getattr(leaf, "shape", ())
-        if not shape or shape[0] % parts or not hasattr(leaf, "dtype") or is_raw_key(leaf):
-            return _anywhere(leaf)
-        done += 1
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=divided)
-
-    def moved(name: str, value: Any) -> Any:
-        if name in batch:
-            return jax.tree.map(placed, value)
-        framework = framework_of(value)
-        if framework is None:
-            return jax.tree.map(_anywhere, value)
-        arrays, join = framework.apart(value)
-        return join(list(map(_anywhere, arrays)))
-
-    args = tuple(moved(name, value) for (name, _), value in zip(arguments, problem.args, strict=False))
-    kwargs = {name: moved(name, value) for name, value in problem.kwargs.items()}
-    if not done:
-        msg = (
-            f"None of the arguments that stay as they are ({', '.join(batch) or 'none'}) has a first dimension that {parts} "
-            f"devices divide. Give a batch of a multiple of {parts} rows, or arguments with shardings of your own."
-        )
-        raise PlanError(msg)
+    batch = [name for name in free if kind_of_argument(name) == BATCH]
+    rows = _Rows(mesh)
+    moved = {name: rows.divided(name, value) for name, value in arguments if name in (batch or free)}
+    rows.require(called_batch=bool(batch), given=batch or free, note=note)
+    moved |= {name: _unplaced(value) for name, value in arguments if name not in moved}
     return dataclasses.replace(
         problem,
-        args=args,
-        kwargs=kwargs,
+        args=tuple(moved[name] for (name, _), _ in zip(arguments, problem.args, strict=False)),
+        kwargs={name: moved[name] for name in problem.kwargs},
         mesh=mesh,
         base=dataclasses.replace(problem.base, sharding=sharding),
         device_count=mesh.size,
+        parts=parts,
     )
+
+
+class _Rows:
+    """Arrays divided over a mesh along their first dimension, and those that it does not divide."""
+
+    def __init__(self, mesh: Any) -> None:
+        roles = mesh_roles(mesh)
+        self._place = NamedSharding(mesh, PartitionSpec(roles.batch or None))
+        self._parts = roles.size(roles.batch)
+        self._done: list[int] = []  # bytes
+        self._whole: list[tuple[int, str]] = []  # bytes, and what it is
+
+    def divided(self, name: str, value: Any) -> Any:
+        """An argument with its arrays divided where that is possible."""
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._placed(name + keystr(path), leaf), value)
+
+    def _placed(self, path: str, leaf: Any) -> Any:
+        shape = getattr(leaf, "shape", ())
+        if not shape or not hasattr(leaf, "dtype") or is_raw_key(leaf):
+            return _anywhere(leaf)
+        size = array_bytes(shape, leaf.dtype)
+        if shape[0] % self._parts:
+            self._whole.append((size, f"{path} ({shape[0]} rows)"))
+            return _anywhere(leaf)
+        self._done.append(size)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._place)
+
+    def require(self, *, called_batch: bool, given: Sequence[str], note: Callable[[str], None]) -> None:
+        """Refuse a batch that is not divided; note what is whole beside it.
+
+        Raises:
+            PlanError: nothing is divided, or not the largest array of what is called a batch.
+        """
+        whole = ", ".join(what for _, what in self._whole)
+        most = max((size for size, _ in self._whole), default=0)
+        if not self._done or (called_batch and most > max(self._done)):
+            msg = (
+                f"{self._parts} devices do not divide the first dimension of {whole or ', '.join(given) or 'any argument'}, and "
+                f"would each do all of that work. Give a batch of a multiple of {self._parts} rows, or arguments with "
+                "shardings of your own."
+            )
+            raise PlanError(msg)
+        if whole:
+            note(f"Whole on every device, since {self._parts} devices do not divide its first dimension: {whole}.")
+
+
+def _words(sharding: str | ShardingRules) -> str:
+    return f"sharding={sharding!r}" if isinstance(sharding, str) else "these rules"
+
+
+def _unplaced(value: Any) -> Any:
+    """An argument of the state as shapes, for the plan to place."""
+    framework = framework_of(value)
+    if framework is None:
+        return jax.tree.map(_anywhere, value)
+    arrays, join = framework.apart(value)
+    return join(list(map(_anywhere, arrays)))
 
 
 def _by_position(problem: Problem) -> Problem:

@@ -62,6 +62,7 @@ class Candidate:
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer came from the disk cache.
         seconds: Time in the compiler; None where cached or refused.
+        operations: Identifies the step's operations under this policy, shapes and dtypes; a step that has others was changed.
     """
 
     policy: StepPolicy
@@ -86,6 +87,7 @@ class Candidate:
     refusal: str | None = None
     cached: bool = False
     seconds: float | None = None
+    operations: str = ""
 
     @property
     def extra_share(self) -> float | None:
@@ -120,15 +122,18 @@ class PlanRecord:
         budget_bytes: What the step may use of it, or None without a limit.
         budget_reason: Where the budget comes from.
         resident_bytes: Bytes that must fit beside the step.
-        least_bytes: What the arguments alone take (parameters, optimizer state, batch), or None where unknown.
-        compiles: How many compiles were asked for, cached ones and those of programs beside the step included.
-        compiled: How many were really run.
+        least_bytes: What parameters, optimizer and other state alone take, without the batch; None where unknown.
+        compiles: How many compiles of the step were asked for, cached ones included: what the limit counts.
+        beside_compiles: How many of programs beside it: one each for every way in which the state was placed.
+        compiled: How many of both were really run.
         margin: What the figures leave out on this target, in words.
         versions: Package -> version, of JAX and the compiler.
         flags: XLA options the programs were compiled with.
         mesh: Axis -> size, empty without a mesh.
         signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
-        fingerprint: Identifies the plain step's program; a step that has another was changed after planning.
+        fingerprint: Identifies the plain step's operations, shapes and dtypes.
+        device_kind: What one device is, as JAX calls it; empty where that is not known.
+        process_flags: Flags of XLA's compilers in the process that planned; None where nobody looked.
         notes: Further remarks, one sentence each.
     """
 
@@ -145,6 +150,7 @@ class PlanRecord:
     resident_bytes: int = 0
     least_bytes: int | None = None
     compiles: int = 0
+    beside_compiles: int = 0
     compiled: int = 0
     margin: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -152,4 +158,6 @@ class PlanRecord:
     mesh: Mapping[str, int] = field(default_factory=dict)
     signature: tuple[tuple[str, str], ...] = ()
     fingerprint: str = ""
+    device_kind: str = ""
+    process_flags: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()

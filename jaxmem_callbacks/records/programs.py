@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,25 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """Under what a program was compiled, to compare a plan with. What is empty or None is not known.
+
+    Attributes:
+        device_kind: What its devices are, as JAX calls them.
+        device_count: How many they are.
+        mesh: Axis -> size.
+        flags: Flags of the process that XLA's compilers take; None where nobody looked.
+        operations: Identifies the step's operations, shapes and dtypes.
+    """
+
+    device_kind: str = ""
+    device_count: int | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
+    flags: Mapping[str, str] | None = field(default=None, hash=False)
+    operations: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compilation:
     """One compile of a registered step.
 
@@ -113,6 +133,7 @@ class Compilation:
         has_run: Whether this tells of the first run of a compile that was told before: ``lost`` are then arrays that the
             runtime copied, though the program reuses them.
         step: The training step in which it happened, or None before a monitor has told.
+        conditions: On what and with what it was compiled.
     """
 
     program: str
@@ -125,3 +146,4 @@ class Compilation:
     lost_bytes: int = 0
     has_run: bool = False
     step: int | None = None
+    conditions: Conditions = field(default_factory=Conditions)

@@ -7,7 +7,14 @@ from collections.abc import Collection, Iterator
 from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.units import GIB, format_bytes
-from jaxmem_callbacks.writers.plan_table import candidate_words, extra_text, need_of, plain_flops, plan_rows
+from jaxmem_callbacks.writers.plan_table import (
+    candidate_words,
+    compiles_text,
+    extra_text,
+    need_of,
+    plain_flops,
+    plan_rows,
+)
 from jaxmem_callbacks.writers.protocol import Record, Table
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
@@ -52,7 +59,7 @@ def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
     yield from _byte_rows(record, chosen)
     yield from _work_rows(record, chosen)
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    yield "compiles", f"{record.compiles}, {record.compiles - record.compiled} of them from the cache", versions
+    yield "compiles", compiles_text(record), versions
     for name, value in record.flags.items():
         yield "compiler option", f"{name}={value}", "set for all of these compiles"
     if record.margin:

@@ -55,6 +55,15 @@ def _preface(record: PlanRecord) -> list[str]:
     return lines
 
 
+def compiles_text(record: PlanRecord) -> str:
+    """How many compiles the plan took, and how many of them the disk cache answered."""
+    beside, cached = record.beside_compiles, record.compiles + record.beside_compiles - record.compiled
+    text = f"{record.compiles} compile{'' if record.compiles == 1 else 's'}" + (
+        f" and {beside} of programs beside the step" if beside else ""
+    )
+    return text + (f", {cached} of them from the cache" if cached else "")
+
+
 def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple[str, ...]]:
     """One row of cells a candidate, in the order of the plan's own table."""
     rows: list[tuple[str, ...]] = []
@@ -148,11 +157,8 @@ def _remarks(record: PlanRecord) -> list[str]:
         lines.append(
             "modelled: from FLOPs, bytes moved and the target's data sheet; it ranks policies and is no measurement."
         )
-    cached = (
-        f", {record.compiles - record.compiled} of them from the cache" if record.compiled < record.compiles else ""
-    )
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    lines.append(f"{record.compiles} compiles{cached} ({versions}).")
+    lines.append(f"{compiles_text(record)} ({versions}).")
     if record.margin:
         lines.append(f"Keep a margin: {record.margin}.")
     return [*lines, *record.notes]

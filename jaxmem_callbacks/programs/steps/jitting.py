@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import jax
 
+from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.leaves import is_dynamic, parameter_names
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
@@ -43,6 +44,14 @@ class Jitted:
         """What the step's own ``.lower`` returns for these arguments."""
         full_args, full_kwargs = self.full(args, kwargs)
         return self.lowering.lower(*full_args, **full_kwargs)
+
+    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[jax.stages.Lowered, str]:
+        """JAX's own lowering for these arguments, and what identifies its operations; empty for a jit that does not tell."""
+        if not hasattr(self.lowering, "trace"):
+            return jax_lowered(self.lower(args, kwargs)), ""
+        full_args, full_kwargs = self.full(args, kwargs)
+        traced = self.lowering.trace(*full_args, **full_kwargs)
+        return jax_lowered(traced.lower()), operations_of(jax_traced(traced).jaxpr)
 
 
 def already_jitted(step: Callable[..., Any]) -> Jitted | None:

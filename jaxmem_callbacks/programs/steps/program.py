@@ -6,16 +6,17 @@ import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_uses, lost_donations
+from jaxmem_callbacks.programs.steps.conditions import conditions_of
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
-from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
+from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class Program:
         uses: What it does with each array of the call.
         undonated: Arguments that the step returns updated and that nobody donates.
         unavailable: Why ``memory`` is None.
+        conditions: On what and with what it was compiled.
     """
 
     signature: Signature
@@ -35,6 +37,7 @@ class Program:
     uses: tuple[LeafUse, ...]
     undonated: tuple[str, ...] = ()
     unavailable: str | None = None
+    conditions: Conditions = field(default_factory=Conditions)
 
     def compilation(self, name: str, changed: tuple[str, ...]) -> Compilation:
         """The record of this compile, made now.
@@ -51,6 +54,7 @@ class Program:
             changed=changed,
             memory=self.memory,
             unavailable=self.unavailable,
+            conditions=self.conditions,
             lost=tuple(f"{use.path}: {use.lost}" for use in lost),
             lost_bytes=sum(use.bytes for use in lost),
         )
@@ -73,6 +77,7 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
     static: Mapping[str, Any],
     requested_names: Sequence[str] = (),
     undonated: Sequence[str] = (),
+    operations: str = "",
 ) -> Program:
     """What the compiled step needs on one device, from the compiler's own account."""
     hlo_text = compiled.as_text() or ""
@@ -89,6 +94,7 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         uses=uses,
         undonated=tuple(undonated),
         unavailable=unavailable,
+        conditions=conditions_of(compiled, operations),
     )
 
 

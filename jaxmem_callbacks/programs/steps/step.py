@@ -23,7 +23,7 @@ from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donat
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_lowered, jax_traced
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments
 from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, undonated_names
 from jaxmem_callbacks.programs.steps.placement import require_returned
@@ -326,7 +326,7 @@ class JitStep:
         """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
         jitted = self._made(args, kwargs)
         with self._tracing():
-            lowered = jax_lowered(jitted.lower(args, kwargs))
+            lowered, operations = jitted.lowered(args, kwargs)
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
             if self._own_jit is not None:
@@ -342,6 +342,7 @@ class JitStep:
             static={name: value for name, value in arguments if name in self._making.static},
             requested_names=self._making.donated,
             undonated=undonated_names(arguments, leaves, lowered.out_info),
+            operations=operations,
         )
         self._register(program)
         return Judged(program, leaves, lowered, jitted.function)

@@ -48,6 +48,12 @@ class Target:
     topology_options: Mapping[str, str] = field(default_factory=dict)
     target_config: str | None = field(default=None, repr=False)
 
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls one of its devices, as far as the figures say; empty where they do not."""
+        said = re.search(r'device_description_str: "([^"]*)"', self.target_config or "")
+        return said[1] if said else ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tpu:

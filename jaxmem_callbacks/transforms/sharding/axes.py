@@ -80,8 +80,13 @@ def mesh_roles(mesh: Any) -> MeshRoles:
     return MeshRoles(state=first(STATE_AXES) or only, tensor=tensor, sizes=sizes)
 
 
-def require_axes(roles: MeshRoles, sharding: str) -> None:
+def require_axes(roles: MeshRoles, sharding: str, to_type: str = "") -> None:
     """Refuse a mesh that has no axis for a policy.
+
+    Args:
+        roles: Of the mesh's axes.
+        sharding: The policy's name.
+        to_type: A mesh that would do; empty for a call on the devices that are attached.
 
     Raises:
         PolicyError: with the axes that are there and a mesh that would do.
@@ -95,7 +100,8 @@ def require_axes(roles: MeshRoles, sharding: str) -> None:
         there = ", ".join(f"{name}={size}" for name, size in roles.sizes.items()) or "none"
         what = " and ".join(f"{words}, called one of {', '.join(names)}" for words, names in needs)
         example = '{"fsdp": -1, "tensor": 2}' if sharding == "fsdp_tensor" else '{"fsdp": -1}'
-        msg = f"sharding={sharding!r} needs {what}; the mesh has the axes {there}. Type jm.make_mesh({example})."
+        typed = to_type or f"jm.make_mesh({example})"
+        msg = f"sharding={sharding!r} needs {what}; the mesh has the axes {there}. Type {typed}."
         raise PolicyError(msg)
 
 
