@@ -1,4 +1,6 @@
-"""A million steps under the monitor: memory stays flat, files stay small, lost stamps are counted. Writes a file in results/.
+"""A million steps under the monitor: memory stays flat, files stay small, lost stamps are counted.
+
+Writes results/million_steps_jax_<version>.json.
 
     python -m benchmarks.million_steps [--steps 1000000]
 

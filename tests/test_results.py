@@ -196,13 +196,17 @@ def test_figures_of_accumulation_are_those_of_the_file():
     assert f"masked mean over 32 rows comes out {masked} wrong and an in-batch contrastive loss {contrastive}" in text
 
 
-def test_figures_of_the_hook_are_those_of_the_file_with_metrics_and_without():
+def test_figures_of_the_hook_are_those_of_the_file():
     readme = (ROOT / "README.md").read_text()
-    ways = result("hook_cost")["ways"]
-    bare, plain, metrics, _ = ways.values()
-    assert f"{metrics['hook_median_us']:.0f} microseconds in the median" in readme
-    assert f"where an empty hook takes {bare['hook_median_us']:.0f}" in readme
-    assert f"{metrics['hook_hot_us']:.1f} with metrics, {plain['hook_hot_us']:.1f} without (`monitor(step)`)" in readme
+    content = result("hook_cost")
+    one, eight = (content["by_devices"][count]["monitor, everything on"] for count in ("1", "8"))
+    assert (
+        f"{one['hook_median_us']:.1f} microseconds in the median on one device and {eight['hook_median_us']:.1f} on eight"
+        in readme
+    )
+    assert f"Called in a row {content['hook_in_a_row_us']}" in readme
+    above = [each["hook_above_bare_median_us"] for each in (one, eight)]
+    assert f"missed on one device ({above[0]:.1f}) and met on eight ({above[1]:.1f})" in readme
 
 
 def test_make_bench_promises_no_more_than_it_runs():
