@@ -41,6 +41,10 @@ MONITORS = st.builds(
     every_steps=st.integers(1, 10**15),
     window_s=SECONDS,
     scan_s=SECONDS,
+    host_s=SECONDS,
+    driver_s=SECONDS,
+    heap_map_s=SECONDS,
+    figure_s=SECONDS,
     limit_bytes=st.none() | st.integers(1, 2**50) | st.integers(1, 2**20).map(lambda count: count * 2**20),
     near_oom_headroom=st.floats(0, 1, exclude_max=True),
     fragmentation_share=st.floats(0, 1, exclude_min=True),
@@ -115,6 +119,7 @@ def test_every_range_is_in_the_generated_records():
             f"monitor.{name}"
             for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")
         ),
+        *(f"monitor.{name}" for name in ("host_s", "driver_s", "heap_map_s", "figure_s")),
         *(f"monitor.{name}" for name in ("near_oom_steps", "growth_steps", "growth_min_arrays", "imbalance_share")),
     }
 

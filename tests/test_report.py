@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.over_time import DEVICE_LINES
 from jaxmem_callbacks.writers.protocol import Table
 from jaxmem_callbacks.writers.report_chart import chart_html, nice_ticks
+from jaxmem_callbacks.writers.report_style import STYLE
 from jaxmem_callbacks.writers.report_words import duration_words, happened
 from tests import sample_plans
 from tests.sample_runs import HOSTILE, event, write_run
@@ -125,7 +128,7 @@ def test_the_page_tells_the_whole_story(tmp_path):
             "Metrics of the training",
             "loss\n1\nnan\n0.025641\n1",
             "What was known here, and where figures come from",
-            "memory/in_use_gib\n485 MiB (gpu:0) to 970 MiB (gpu:1)\nallocator\nheld at the moment of reading",
+            "memory/in_use_gib\nmin 485 MiB (gpu:0), mean 728 MiB, max 970 MiB (gpu:1)\nallocator\nheld by the allocator",
             "unknown, because the allocator's statistics do not have it here",
             "version of jax\n0.12.0.1",
             "setting jsonl_part_bytes\n256 MiB",
@@ -202,7 +205,8 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     assert (tmp_path / "memory.000001.jsonl").stat().st_size <= 2**11
     (story,) = stories_of(tmp_path)
     table = double.of(Table)[-1]
-    assert [(row.figure, row.latest, row.source, row.text) for row in story.known.rows()] == list(table.rows)
+    told = [row for row in table.rows if row[0] != HEAP_MAP]
+    assert [(row.figure, row.latest, row.source, row.text) for row in story.known_rows] == told
     assert story.events == list(monitor.events)
     assert story.ended
     assert story.start is not None
@@ -273,6 +277,12 @@ def test_everything_drawn_lies_in_the_picture(highs, limit, need):
     upwards = [float(y) for _, y in pairs] + [float(y) for y in re.findall(r' (?:c?y|y1|y2)="(-?[\d.]+)"', drawn)]
     assert all(0 <= x <= width for x in across)
     assert all(0 <= y <= height for y in upwards)
+
+
+def test_every_line_of_the_figure_has_a_colour():
+    for number, _ in enumerate(DEVICE_LINES):
+        assert f".line-{number} {{ stroke: var(--line-{number}); }}" in STYLE
+        assert STYLE.count(f"--line-{number}: #") == 3, "on light, on dark and on paper"
 
 
 def test_the_command_needs_no_backend(tmp_path):

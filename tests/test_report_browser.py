@@ -49,7 +49,7 @@ def test_the_story_is_there_in_words_and_drawn(browser: Browser, page: Path):
     )
     assert "What to do:" in shown
     lines = browser.run("return [...document.querySelectorAll('.chart polyline')].map(one => one.getTotalLength())")
-    assert len(lines) == 2, "bytes in use and the host"
+    assert len(lines) == 3, "bytes in use, their peak and the host"
     assert all(length > 500 for length in lines)
     marks = browser.run(
         "return [...document.querySelectorAll('.chart > svg > .event')].map(one => one.getBoundingClientRect().x)"

@@ -8,7 +8,7 @@ from typing import final
 
 from jaxmem_callbacks.analysis.figures import values_of
 from jaxmem_callbacks.analysis.history import History
-from jaxmem_callbacks.analysis.known import KnownHere
+from jaxmem_callbacks.analysis.known import HEAP_MAP, KnownHere, KnownRow
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.records.events import MemoryEvent
@@ -161,6 +161,11 @@ class Story:
     def needs(self) -> Mapping[str, int]:
         """Program -> bytes of its largest compile, of those that told any."""
         return {name: each.memory.step_bytes for name, each in self.programs.items() if each.memory is not None}
+
+    @property
+    def known_rows(self) -> tuple[KnownRow, ...]:
+        """What was known and why others were not; without the map of arrays, a picture, which no line of a run holds."""
+        return tuple(row for row in self.known.rows() if row.figure != HEAP_MAP)
 
     def _begin(self, start: RunStart) -> None:
         if self.start is None:

@@ -88,7 +88,7 @@ def _run(number: int, story: Story, frontier: Frontier, *, alone: bool) -> str:
         *_plan(story, frontier),
         *_metrics(story),
         "<h3>What was known here, and where figures come from</h3>",
-        _table(COLUMNS, [(row.figure, row.latest, row.source, row.text) for row in story.known.rows()]),
+        _table(COLUMNS, [(row.figure, row.latest, row.source, row.text) for row in story.known_rows]),
         *_settings(story),
         *_remarks(story),
     ]

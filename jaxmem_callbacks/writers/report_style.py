@@ -5,15 +5,18 @@ from __future__ import annotations
 STYLE = """
 :root { color-scheme: light dark;
   --paper: #ffffff; --ink: #1c1f23; --soft: #59616b; --rule: #d5dae0; --band: #f4f6f8;
-  --line-0: #1f6fb2; --line-1: #7d9fbd; --line-2: #2a7d2e; --host: #6b6b6b; --need: #8a5a00; --limit: #c02222;
+  --line-0: #1f6fb2; --line-1: #0b2f5e; --line-2: #7d9fbd; --line-3: #2a7d2e; --line-4: #9a9a9a; --host: #6b6b6b;
+  --need: #8a5a00; --limit: #c02222;
   --event: #c02222; --act: #fff6e0; --act-edge: #c98a00; --link: #0b5cad; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #14171a; --ink: #e6e9ec; --soft: #a3acb6; --rule: #353c44; --band: #1d2227;
-  --line-0: #6cb2eb; --line-1: #8fa9bf; --line-2: #74c476; --host: #a8a8a8; --need: #e0b050; --limit: #ff7b72;
+  --line-0: #6cb2eb; --line-1: #c3def5; --line-2: #7088a0; --line-3: #74c476; --line-4: #8a8a8a; --host: #a8a8a8;
+  --need: #e0b050; --limit: #ff7b72;
   --event: #ff7b72; --act: #2b2415; --act-edge: #c98a00; --link: #79b8ff; } }
 @media print { :root { color-scheme: light;
   --paper: #ffffff; --ink: #000000; --soft: #444444; --rule: #bbbbbb; --band: #ffffff;
-  --line-0: #1f6fb2; --line-1: #7d9fbd; --line-2: #2a7d2e; --host: #6b6b6b; --need: #8a5a00; --limit: #c02222;
+  --line-0: #1f6fb2; --line-1: #0b2f5e; --line-2: #7d9fbd; --line-3: #2a7d2e; --line-4: #9a9a9a; --host: #6b6b6b;
+  --need: #8a5a00; --limit: #c02222;
   --event: #c02222; --act: #ffffff; --act-edge: #888888; --link: #000000; }
   main { max-width: none; padding: 0; } a { text-decoration: none; }
   .scroll { overflow: visible; } table { font-size: 8.5pt; }
@@ -31,6 +34,7 @@ a { color: var(--link); }
 .tick { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--rule); stroke-width: 1; }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round; } .key line { stroke-width: 2.5; }
 .line-0 { stroke: var(--line-0); } .line-1 { stroke: var(--line-1); } .line-2 { stroke: var(--line-2); }
+.line-3 { stroke: var(--line-3); } .line-4 { stroke: var(--line-4); }
 .line-host { stroke: var(--host); } .dot { stroke-width: 3; }
 .need { stroke: var(--need); stroke-width: 1.6; stroke-dasharray: 2 4; }
 .limit { stroke: var(--limit); stroke-width: 1.6; stroke-dasharray: 8 5; }
