@@ -88,7 +88,7 @@ def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
     plan = jm.plan(narrowing, *given, budget=budget, search=search)
     assert plan.chosen.fits
     assert (plan.chosen.step_bytes or 0) > 0.9 * budget
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8  # another number of segments may be asked for besides
 
 
 def test_what_would_split_nothing_is_noted() -> None:
