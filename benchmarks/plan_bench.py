@@ -1,6 +1,6 @@
 """The frontier of `jm.plan` against remat written by hand: model x target x {none, each policy by hand, ours}.
 
-    python -m benchmarks.plan_bench [--models vit ...] [--targets h100_sxm v5e:2x2] [--policies none full ...]
+    python -m benchmarks.plan_bench [--models vit ...] [--targets h100_sxm v5e] [--policies none full ...]
 
 Each row is one whole AdamW step: its bytes by the target's own compiler, its operations by count, what the compiler
 recomputes by itself, and the seconds it took. "ours" is what a plan compiles unasked; "ours as dots" is our step that keeps as
@@ -38,7 +38,7 @@ from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, Plan
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
-TARGETS = ("h100_sxm", "v5e:2x2")
+TARGETS = ("h100_sxm", "v5e")  # one device each: for several, a plan also divides the state
 NONE, OURS = "none", "ours"
 MATCHED = f"{OURS} as "
 AT_ONCE = 2
