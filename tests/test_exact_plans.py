@@ -25,6 +25,8 @@ from jaxmem_callbacks.transforms.remat import cut_equations
 from tests.comparisons import CHECKPOINTS
 from tests.exact_plans import Chain, Made, Plan
 
+pytestmark = pytest.mark.core
+
 ROWS, START, STEPS, CHAINS = 16, 4, 7, 24
 WITHIN, COMPILES = 1.05, 6
 FULL = jm.StepPolicy(remat="full")

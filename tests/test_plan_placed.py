@@ -88,7 +88,7 @@ def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
     plan = jm.plan(narrowing, *given, budget=budget, search=search)
     assert plan.chosen.fits
     assert (plan.chosen.step_bytes or 0) > 0.9 * budget
-    assert plan.compiles <= 8  # another number of segments may be asked for besides
+    assert plan.compiles <= 6
 
 
 def test_what_would_split_nothing_is_noted() -> None:
@@ -134,8 +134,7 @@ def test_on_several_devices_near_the_budget_with_no_compile_left_the_search_ends
         explore(Compiler(placed), (), ledger, parse_search(None), frontier=False)
         return ledger
 
-    sizes = {each.candidate.policy.levels: each.candidate.step_bytes or 0 for each in searched(1024).entries}
-    near = searched(min(sizes.values()) - 64)
+    near = searched(min(each.candidate.step_bytes or 0 for each in searched(1024).entries) - 64)
     assert [each.candidate.fits for each in near.entries] == [False] * 3
     assert near.left == 0
 

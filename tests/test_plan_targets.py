@@ -99,15 +99,11 @@ def test_padding_is_what_tiles_add(plan: jm.Plan) -> None:
 
 def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
     again = jm.plan(train_step, *abstract(), target=plan.record.target)
-    # A compile that crashed or ran into its time limit on a busy machine is no answer, and is asked for again.
-    assert again.record.compiled == plan.compiles - len(plan.candidates), (again.notes, plan.notes)
-    sizes, before = ({each.policy: each.step_bytes for each in made.candidates} for made in (again, plan))
-    assert sizes.items() >= before.items()
+    assert again.record.compiled == 0
+    assert again.compiles == plan.compiles
+    assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in plan.candidates]
     assert "from the cache" in str(again)
-    assert again.peak is not None
-    assert plan.peak is not None
-    assert again.peak.groups == plan.peak.groups
-    assert [each.operation for each in again.peak.buffers] == [each.operation for each in plan.peak.buffers]
+    assert again.peak == plan.peak
 
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from jaxmem_callbacks.records.policies import StepPolicy
 
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
+# A budget that is filled to this share is full: what is left of it is not worth another compile either.
+_FILLED = 0.98
 # The needs of policies between the ends lie less than this below those of the ends.
 _NEAR = 1.3
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -121,6 +123,7 @@ class RematSearch:
 
         def ask(places: Sequence[int]) -> dict[int, bool]:
             worth = (offered[reached].flops - offered[-1].flops) > _WORTH * self._compiler.plain.flops
+            worth = worth and self._most_that_fits() < _FILLED * (limit - problem.resident_bytes)
             asked = places[: self._ledger.left] if worth else []
             self._compile([offered[place].policy for place in asked])
             kept = {place: self.found.get(offered[place].policy) for place in asked}
@@ -128,6 +131,9 @@ class RematSearch:
 
         last_that_fits(0, len(offered), guess, ask)
         self._ask_others(spare / self._corrected(least))
+
+    def _most_that_fits(self) -> int:
+        return max(each.step_bytes or 0 for each in self.found.values() if each.fits)
 
     def _ask_others(self, spare: float) -> None:
         """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
