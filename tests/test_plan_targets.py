@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -103,7 +104,17 @@ def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
     assert again.compiles == plan.compiles
     assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in plan.candidates]
     assert "from the cache" in str(again)
-    assert again.peak == plan.peak
+    assert without_lines(again.peak) == without_lines(plan.peak)
+
+
+def without_lines(peak: Any) -> Any:
+    """An answer from disk has lost its source lines where the one who asks stands in another."""
+    told = dataclasses.asdict(peak)
+    told["moment"] = told["moment"].partition(" (")[0]
+    return told | {
+        name: [{key: value for key, value in one.items() if key != "source"} for one in told[name]]
+        for name in ("buffers", "elsewhere")
+    }
 
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
