@@ -13,8 +13,8 @@ import pytest
 
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
-from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.records.errors import ScriptError, TargetError
+from jaxmem_callbacks.records.errors import ScriptError
+from tests.target_step import needs_compiler
 
 TRAIN = '''
 """A training script as users write them."""
@@ -107,12 +107,7 @@ def test_a_named_function_gives_step_and_arguments_as_json(script, capsys):
 
 @pytest.mark.targets
 def test_a_plain_step_that_fits_nowhere_is_an_answer_too(tmp_path, capsys):
-    try:
-        resolve_target("v5e:1x1")
-    except TargetError as error:
-        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
-            raise
-        pytest.skip(f"targets: v5e:1x1 not proved ({error})")
+    needs_compiler("v5e:1x1")
     source = """
         import jax, jax.numpy as jnp
         import jaxmem_callbacks as jm

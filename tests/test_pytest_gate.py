@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 
 import pytest
 
-from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.records.errors import TargetError
+from tests.target_step import needs_compiler
 
 pytest_plugins = ["pytester"]
 
@@ -129,12 +127,7 @@ def test_a_baseline_is_written_held_and_missed(users, pytester):
 
 @pytest.mark.targets
 def test_absent_hardware_is_a_gate_too(users, pytester):
-    try:
-        resolve_target("h100_sxm")
-    except TargetError as error:
-        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
-            raise
-        pytest.skip(f"targets: h100_sxm not proved ({error})")
+    needs_compiler("h100_sxm")
     users("REMAT, TARGET, ELSEWHERE = 'full', 'h100_sxm', 'h100_sxm'\n" + THERE, "--jaxmem-update").assert_outcomes(
         passed=2
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import jax
@@ -18,10 +17,10 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.leaves import call_leaves
 from jaxmem_callbacks.programs.steps.program import read_program
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
-from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.transforms.kinds import is_batch_name, kind_of_argument
+from tests.target_step import needs_compiler
 
 OPTIMIZER = optax.adam(1e-2)
 LAYERS, WIDTH, ROWS = 6, 32, 64
@@ -255,12 +254,7 @@ def test_the_table_has_units_meaning_and_source(memory):
 
 @pytest.mark.targets
 def test_a_target_that_is_not_here_answers_by_argument(shapes):
-    try:
-        resolve_target("v5e:2x2")
-    except TargetError as error:
-        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
-            raise
-        pytest.skip(f"targets: v5e:2x2 not proved ({error})")
+    needs_compiler("v5e:2x2")
     memory = jm.step_memory(jm.jit_step(train_step), *shapes, target="v5e:2x2")
     assert (memory.program.platform, memory.program.target) == ("tpu", "v5e:2x2")
     assert {row.name: row.kind for row in memory.arguments}["opt_state"] == "optimizer state"

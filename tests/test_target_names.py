@@ -18,7 +18,7 @@ from jaxmem_callbacks.programs.targets.compilers import compiler_versions, requi
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import TargetError
-from tests.target_step import GIB
+from tests.target_step import GIB, needs_compiler
 
 pytestmark = pytest.mark.core
 
@@ -127,12 +127,7 @@ print(json.dumps({name: is_built(name, options) for name, options in wanted.item
 @pytest.mark.targets
 def test_the_compiler_itself_builds_what_is_accepted_and_nothing_that_is_refused():
     """Of every TPU kind, 1 to 6 chips along each of two dimensions."""
-    try:
-        require_compiler("tpu", "v5e")
-    except TargetError as error:
-        if os.environ.get("JAXMEM_REQUIRE_TARGETS"):
-            raise
-        pytest.skip(f"targets: TPU topologies not proved ({error})")
+    needs_compiler("v5e")
     wanted: dict[str, dict[str, str]] = {}
     for each in (resolve_target(kind, require_installed=False) for kind in target_names()):
         kind, _, shape = each.topology.partition(":")
