@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-analytic bench-hook bench-million bench-remat bench-lowering bench-examples bench-plan bench-scale bench-stale clean python
+.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-examples bench-plan bench-scale bench-simulator bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -41,10 +41,13 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-remat ## figures that take minutes, to results/; not bench-examples, bench-million, bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale and bench-plan
 
-bench-hook: python ## the cost of the monitor's hook per step
-	@$(ENVIRONMENT) run project,test python -m benchmarks.hook_cost $(ARGS)
+bench-hook: python ## the cost of the monitor's hook per step, beside other loggers and stormlog
+	@$(ENVIRONMENT) run project,test,compared python -m benchmarks.hook_cost $(ARGS)
+
+bench-adapters: python ## the monitor writes into the real clu, Flax, metrax, tensorboardX and Weights & Biases; installs TensorFlow
+	@$(ENVIRONMENT) run project,test,adapters python -m benchmarks.adapters $(ARGS)
 
 bench-million: python ## a million steps under the monitor: memory, files and lost stamps; minutes
 	@$(ENVIRONMENT) run project,test python -m benchmarks.million_steps $(ARGS)
@@ -58,6 +61,9 @@ bench-remat: python ## bytes and FLOPs of the cut against remat written by hand,
 bench-lowering: python ## what cutting a loss costs at start-up
 	@$(ENVIRONMENT) run project,test python -m benchmarks.lowering $(ARGS)
 
+bench-padding: python ## what arrays take on TPUs and GPUs besides their own bytes
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.padding $(ARGS)
+
 bench-analytic: python ## what a plan costs before anything is compiled, at 10,000 equations
 	@$(ENVIRONMENT) run project,test python -m benchmarks.analytic $(ARGS)
 
@@ -70,8 +76,12 @@ bench-examples: python ## plans of two examples, one of them for a pod, for an H
 bench-scale: python ## plans of a GPT-3-sized step for pods of 64 and 1,024 devices
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_scale $(ARGS)
 
-picture: python ## draw the frontier in docs/plan.md from the committed figures of a plan
+bench-simulator: python ## allocations a second of the simulated allocators, and what recording a trace costs
+	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator $(ARGS)
+
+picture: python ## draw the frontier in docs/plan.md from the committed figures of a plan, and the blocks in docs/simulate.md
 	@$(ENVIRONMENT) run project,test python -m benchmarks.plan_picture $(ARGS)
+	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator_picture $(ARGS)
 
 bench-stale: python ## which result files were written by other sources than are here
 	@$(PYTHON) -m benchmarks.sources

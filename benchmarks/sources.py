@@ -2,8 +2,9 @@
 
     python -m benchmarks.sources
 
-Every benchmark writes the hash of its sources into its result file. A file is stale where these have changed since: its figures
-are then those of an older library, until the benchmark has run again. Rows say it themselves, one by one, where a file has some.
+Every benchmark writes the hash of its sources into its result file: of itself, and of what it reaches by imports in the rooms
+whose change may change what it measures. A file is stale where these have changed since: its figures are then those of an older
+library, until the benchmark has run again. Rows say it themselves, one by one, where a file has some.
 """
 
 from __future__ import annotations
@@ -13,25 +14,21 @@ import importlib.metadata
 import json
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-# Benchmark -> rooms and files whose change may change what it measures; its own file besides.
+# Benchmark -> rooms whose change may change what it measures, and files that it runs without importing them.
 SOURCES: dict[str, tuple[str, ...]] = {
     "accumulation": ("_compat", "transforms", "programs/steps"),
-    "analytic": (
-        "_compat",
-        "transforms",
-        "planning",
-        "benchmarks/models.py",
-        "benchmarks/lowering.py",
-    ),
+    "analytic": ("_compat", "transforms", "planning"),
+    "adapters": ("callbacks", "writers"),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
-    "lowering": ("_compat", "transforms", "benchmarks/models.py"),
+    "lowering": ("_compat", "transforms"),
+    "padding": ("programs",),
     "plan_examples": (
         "_compat",
         "integrations",
@@ -42,7 +39,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "examples/plan_a_pod.py",
     ),
     "plan_scale": ("_compat", "planning", "programs", "transforms"),
-    "remat_by_hand": ("_compat", "integrations", "transforms", "benchmarks/models.py"),
+    "simulator": (
+        "simulator",
+        "jaxmem_callbacks/callbacks/traces.py",
+        "jaxmem_callbacks/probes/allocations.py",
+        "jaxmem_callbacks/records/simulations.py",
+        "jaxmem_callbacks/records/traces.py",
+    ),
+    "remat_by_hand": ("_compat", "integrations", "transforms"),
 }
 # Result files with names of their own -> the benchmark that writes them.
 NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64": "plan_examples"}
@@ -51,15 +55,53 @@ ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "plan
 
 
 def source_hash(benchmark: str, root: Path = ROOT) -> str:
-    """Of every Python file that a benchmark of `SOURCES` rests on, by name and contents."""
-    paths = [root / "benchmarks" / f"{benchmark}.py"]
-    for source in SOURCES[benchmark]:
-        room = root / "jaxmem_callbacks" / source
-        paths += sorted(room.rglob("*.py")) if not source.endswith(".py") else [root / source]
-    digest = hashlib.sha256()
-    for path in filter(Path.exists, paths):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    """Of every Python file that a benchmark of `SOURCES` rests on, by contents."""
+    return _hash(source_files(benchmark, root))
+
+
+def source_files(benchmark: str, root: Path = ROOT) -> list[Path]:
+    """The Python files that a benchmark of `SOURCES` rests on: its own, what it runs, and what these reach in its rooms."""
+    run = [root / source for source in SOURCES[benchmark] if source.endswith(".py")]
+    rooms = [source for source in SOURCES[benchmark] if not source.endswith(".py")]
+    own = root / "benchmarks" / f"{benchmark}.py"
+    reached = _reached([own, *run], root)
+    beside = [path for path in reached if path.is_relative_to(root / "benchmarks") or path in run]
+    return sorted({*beside, *_in_rooms(reached, rooms, root)})
+
+
+def _in_rooms(paths: Iterable[Path], rooms: Iterable[str], root: Path) -> list[Path]:
+    folders = [root / "jaxmem_callbacks" / room for room in rooms]
+    return [path for path in paths if any(path.is_relative_to(folder) for folder in folders)]
+
+
+def _reached(starts: Iterable[Path], root: Path) -> list[Path]:
+    """Files of this repository that some of its files name: by imports, by module names in strings, or as ``jm.name``."""
+    public = root / "jaxmem_callbacks" / "__init__.py"
+    exported = re.findall(r"from (\S+) import (?:\w+ as )?(\w+)$", public.read_text("utf-8"), re.MULTILINE)
+    names = {name: f"{module}.{name}" for module, name in exported}
+    found: dict[Path, None] = {}
+    waiting = [path for path in starts if path.exists()]
+    while waiting:
+        path = waiting.pop()
+        if path in found or path in {public, root / "benchmarks" / "sources.py"}:
+            continue
+        found[path] = None
+        waiting += [place for module in _named(path.read_text("utf-8"), names) for place in _files_of(module, root)]
+    return list(found)
+
+
+def _named(text: str, names: Mapping[str, str]) -> Iterator[str]:
+    """Modules, and what may be one, that a file names."""
+    yield from re.findall(r"\b(?:jaxmem_callbacks|benchmarks|examples)(?:\.\w+)+", text)
+    for module, several in re.findall(r"^\s*from (\S+) import (\([^)]*\)|.*)$", text, re.MULTILINE):
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", several))
+    yield from (names[name] for name in re.findall(r"\bjm\.(\w+)", text) if name in names)
+
+
+def _files_of(module: str, root: Path) -> Iterator[Path]:
+    """The file of a module, or of the one that a name lies in; a package's own ``__init__`` says nothing here."""
+    place = root.joinpath(*module.split("."))
+    yield from (path for path in (place.with_suffix(".py"), place.parent.with_suffix(".py")) if path.is_file())
 
 
 def row_hashes(model: str, *, planned: bool, root: Path = ROOT) -> dict[str, str]:
@@ -69,8 +111,8 @@ def row_hashes(model: str, *, planned: bool, root: Path = ROOT) -> dict[str, str
     beside = set(re.findall(r"^from benchmarks\.plan_models\.(\w+) import", text, re.MULTILINE))
     hashes = {"source": _hash([own, *(own.with_name(f"{name}.py") for name in sorted(beside))])}
     if planned:
-        rooms = [path for room in PLANNING_ROOMS for path in sorted((root / "jaxmem_callbacks" / room).rglob("*.py"))]
-        hashes["library"] = _hash(rooms)
+        reached = _reached([root / "benchmarks" / f"{ROWS_BENCHMARK}.py"], root)
+        hashes["library"] = _hash(sorted(_in_rooms(reached, PLANNING_ROOMS, root)))
     return hashes
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.answers.environment import apply_environment as apply_environment
     from jaxmem_callbacks.answers.plan import Plan as Plan
     from jaxmem_callbacks.answers.plan import plan as plan
+    from jaxmem_callbacks.answers.simulation import simulate_allocator as simulate_allocator
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
     from jaxmem_callbacks.config.presets import list_presets as list_presets
     from jaxmem_callbacks.config.presets import load_preset as load_preset
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.programs.steps.step import jit_step as jit_step
     from jaxmem_callbacks.records.policies import StepPolicy as StepPolicy
     from jaxmem_callbacks.records.presets import Preset as Preset
+    from jaxmem_callbacks.recovery.defragment import defragment as defragment
+    from jaxmem_callbacks.recovery.guard import oom_guard as oom_guard
+    from jaxmem_callbacks.recovery.recovery import Recovery as Recovery
+    from jaxmem_callbacks.recovery.texts.parsing import parse_oom as parse_oom
     from jaxmem_callbacks.transforms.accumulation.weighted import weighted as weighted
     from jaxmem_callbacks.transforms.gradients import grad as grad
     from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
@@ -43,12 +48,14 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "MemoryMonitor": ("callbacks.monitor", "MemoryMonitor"),
     "Plan": ("answers.plan", "Plan"),
     "Preset": ("records.presets", "Preset"),
+    "Recovery": ("recovery.recovery", "Recovery"),
     "ScriptedProbe": ("probes.scripted", "ScriptedProbe"),
     "StepMemory": ("programs.memory", "StepMemory"),
     "StepPolicy": ("records.policies", "StepPolicy"),
     "apply_environment": ("answers.environment", "apply_environment"),
     "apply_policy": ("transforms.policy", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
+    "defragment": ("recovery.defragment", "defragment"),
     "grad": ("transforms.gradients", "grad"),
     "infer_shardings": ("transforms.sharding.infer", "infer_shardings"),
     "jit_step": ("programs.steps.step", "jit_step"),
@@ -57,9 +64,12 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "load_preset": ("config.presets", "load_preset"),
     "make_mesh": ("transforms.sharding.mesh", "make_mesh"),
     "nnx": ("integrations.flax_nnx", None),
+    "oom_guard": ("recovery.guard", "oom_guard"),
+    "parse_oom": ("recovery.texts.parsing", "parse_oom"),
     "plan": ("answers.plan", "plan"),
     "prefetch": ("transforms.prefetch", "prefetch"),
     "remat": ("transforms.remat", "remat"),
+    "simulate_allocator": ("answers.simulation", "simulate_allocator"),
     "step_memory": ("programs.memory", "step_memory"),
     "value_and_grad": ("transforms.gradients", "value_and_grad"),
     "weighted": ("transforms.accumulation.weighted", "weighted"),
@@ -71,12 +81,14 @@ __all__ = [
     "MemoryMonitor",
     "Plan",
     "Preset",
+    "Recovery",
     "ScriptedProbe",
     "StepMemory",
     "StepPolicy",
     "apply_environment",
     "apply_policy",
     "as_writer",
+    "defragment",
     "grad",
     "infer_shardings",
     "jit_step",
@@ -85,9 +97,12 @@ __all__ = [
     "load_preset",
     "make_mesh",
     "nnx",
+    "oom_guard",
+    "parse_oom",
     "plan",
     "prefetch",
     "remat",
+    "simulate_allocator",
     "step_memory",
     "value_and_grad",
     "weighted",

@@ -131,3 +131,36 @@ const walk = (node) => {
 walk(document.body);
 return seen.map(text => text.trim()).filter(text => text).join('\\n');
 """
+# What reaches over the window's edge, other than inside what scrolls by itself.
+OVERFLOW = """
+return [...document.querySelectorAll('h1, h2, h3, h4, p, li, figure, img, article, div, table, footer')]
+  .filter(one => !one.parentElement.closest('.scroll'))
+  .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+  .map(one => one.textContent.slice(0, 40));
+"""
+# For every text its contrast with what lies behind it.
+CONTRASTS = """
+const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+const light = colour => {
+  const [r, g, b] = numbers(colour).slice(0, 3).map(one => one / 255)
+    .map(one => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = node => {
+  for (let one = node; one; one = one.parentElement) {
+    const colour = getComputedStyle(one).backgroundColor;
+    if ((numbers(colour)[3] ?? 1) > 0) return colour;
+  }
+  return 'rgb(255, 255, 255)';
+};
+const found = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const text = walker.currentNode, node = text.parentElement;
+  if (!text.textContent.trim() || ['STYLE', 'SCRIPT', 'TITLE', 'title'].includes(node.nodeName)) continue;
+  const style = getComputedStyle(node);
+  const ink = light(node.namespaceURI.includes('svg') ? style.fill : style.color), paper = light(behind(node));
+  found.push([(Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05), text.textContent.trim().slice(0, 40)]);
+}
+return found;
+"""

@@ -54,6 +54,16 @@ def test_a_block_that_cannot_be_had_is_near_oom_once():
     assert event.figures["free_bytes"] == 600 * MIB
 
 
+def test_a_look_that_cannot_judge_the_block_ends_no_episode_however_many_steps_it_saw():
+    short, taken = (0, 4, 400, 450), (4, 30, 820, 150)
+    again = (30, 34, 400, 450)
+    looks = [
+        [reading for step in range(first, last) for reading in pool(step, in_use, largest)]
+        for first, last, in_use, largest in (short, taken, again)
+    ]
+    assert [event.step for event in blocks(*looks)] == [3]
+
+
 @pytest.mark.parametrize(
     "pools",
     [

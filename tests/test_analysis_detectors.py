@@ -133,6 +133,22 @@ def test_near_oom_is_told_again_after_real_relief():
     assert [event.step for event in found] == [0, 11]
 
 
+def test_near_oom_is_not_told_again_within_ten_steps_however_often_each_is_looked_at():
+    """Long steps, or two sources, give many readings a step."""
+    detector = NearOomDetector(MonitorSettings())
+
+    def looks(first: int, last: int, level: int) -> list[Observation]:
+        return [
+            seen(allocator(step, in_use_bytes=level * MIB, limit_bytes=LIMIT), live(step, level * MIB, "gpu:0"))
+            for step in range(first, last)
+            for _ in range(20)
+        ]
+
+    assert [event.step for event in run(detector, looks(0, 1, 970))] == [0]
+    assert run(detector, [*looks(1, 5, 500), *looks(5, 6, 970), *looks(6, 15, 500), *looks(15, 16, 970)]) == []
+    assert [event.step for event in run(detector, [*looks(16, 26, 500), *looks(26, 27, 970)])] == [26]
+
+
 def test_near_oom_judges_devices_together_and_names_the_worst():
     readings = [allocator(3, f"gpu:{index}", in_use_bytes=(960 + index) * MIB, limit_bytes=LIMIT) for index in range(8)]
     (event,) = NearOomDetector(MonitorSettings()).detect(seen(*readings))

@@ -11,6 +11,7 @@ from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_pr
 from jaxmem_callbacks.config.schema import RANGES
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, SHARDING_SYNONYMS, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 pytestmark = pytest.mark.core
@@ -45,6 +46,8 @@ MONITORS = st.builds(
     driver_s=SECONDS,
     heap_map_s=SECONDS,
     figure_s=SECONDS,
+    processes_s=st.none() | SECONDS,
+    trace_steps=st.integers(0, 10**9),
     limit_bytes=st.none() | st.integers(1, 2**50) | st.integers(1, 2**20).map(lambda count: count * 2**20),
     near_oom_headroom=st.floats(0, 1, exclude_max=True),
     fragmentation_share=st.floats(0, 1, exclude_min=True),
@@ -70,6 +73,16 @@ ENVIRONMENTS = st.builds(EnvironmentSettings, platform=st.sampled_from([None, "t
     collective_pool_bytes=st.none() | st.integers(1, 2**20).map(lambda mib: mib * 2**20),
 )
 
+RECOVERIES = st.builds(
+    RecoverySettings,
+    ladder=st.lists(st.sampled_from(["defragment", "microbatches", "remat", "save_and_exit"])).map(tuple),
+    snapshots=st.sampled_from(["host", "orbax"]),
+    every_steps=st.integers(1, 10**9),
+    buffer_bytes=st.integers(0, 2**50),
+    max_microbatches=st.integers(1, 10**6),
+    agree_s=SECONDS,
+)
+
 
 @settings(deadline=None, max_examples=150)
 @given(
@@ -77,11 +90,12 @@ ENVIRONMENTS = st.builds(EnvironmentSettings, platform=st.sampled_from([None, "t
     policy=POLICIES,
     monitor=MONITORS,
     environment=ENVIRONMENTS,
+    recovery=RECOVERIES,
     defaults=st.sampled_from(["omit", "show"]),
 )
-def test_what_a_preset_says_survives_yaml(description, policy, monitor, environment, defaults):
-    description = description.strip()
-    preset = Preset(name="a", description=description, policy=policy, monitor=monitor, environment=environment)
+def test_what_a_preset_says_survives_yaml(description, policy, monitor, environment, recovery, defaults):  # noqa: PLR0917 - each drawn
+    said = {"policy": policy, "monitor": monitor, "environment": environment, "recovery": recovery}
+    preset = Preset(name="a", description=description.strip(), **said)
     read = parse_preset(preset_to_yaml(preset, defaults=defaults), "a.yaml")
     assert dataclasses.replace(read, said=()) == preset
     assert set(read.said) >= {
@@ -119,8 +133,9 @@ def test_every_range_is_in_the_generated_records():
             f"monitor.{name}"
             for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")
         ),
-        *(f"monitor.{name}" for name in ("host_s", "driver_s", "heap_map_s", "figure_s")),
+        *(f"monitor.{name}" for name in ("host_s", "driver_s", "heap_map_s", "figure_s", "processes_s", "trace_steps")),
         *(f"monitor.{name}" for name in ("near_oom_steps", "growth_steps", "growth_min_arrays", "imbalance_share")),
+        *(f"recovery.{name}" for name in ("every_steps", "max_microbatches", "agree_s")),
     }
 
 

@@ -16,11 +16,12 @@ import jax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES
 from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.config.schema import short_key
+from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 from jaxmem_callbacks.writers.over_time import TAG as OVER_TIME
 from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
@@ -59,6 +60,7 @@ state, batches = new_state(), [batch] * 2
 # The documents name hardware that is not there; the tests' own CPU answers in its place, with what it can be asked.
 ATTACHED = {
     'target="h100_sxm"': 'target="cpu"',
+    'target="v5e"': 'target="cpu"',
     'target="h100_sxm:8", ': "",
     ', "sharding": ["zero1", "fsdp"]': "",
     "[2, 4, 8]": "[2]",
@@ -128,14 +130,20 @@ def test_blocks_are_found_and_can_fail() -> None:
     assert {
         "README.md",
         "accumulation.md",
+        "defragment.md",
         "environment.md",
         "events.md",
+        "faults.md",
         "figures.md",
         "gate.md",
+        "gpu_and_tpu.md",
+        "oom.md",
         "plan.md",
         "prefetch.md",
         "presets.md",
+        "recovery.md",
         "sharding.md",
+        "simulate.md",
         "targets.md",
     } == {path.name for path in with_python()}
     bare = [re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL) for path in DOCUMENTS]
@@ -186,7 +194,7 @@ def test_every_tag_of_the_monitor_is_told_with_unit_source_window_backends_and_c
     for figure in (*FIGURES, *DERIVED, *NAMED):
         (row,) = [row for tag, row in told.items() if tag.partition("<")[0] == figure.tag]
         assert row[2] == units[figure.unit], figure.tag
-    known = {figure.tag for figure in (*FIGURES, *DERIVED, *NAMED)} | {"train/"}
+    known = {figure.tag for figure in (*FIGURES, *DERIVED, *NAMED)} | {"train/", PROCESSES}
     assert {tag.partition("<")[0] for tag in told} == known, "no other"
     written = {EVENTS_TAG, KNOWN_TAG, HEAP_MAP, OVER_TIME, FRONTIER, CANDIDATES_TAG, SOURCES_TAG}
     assert written == {tag for row in rows if len(row) == 3 for tag in re.findall(r"`((?:memory|plan)/\w+)`", row[0])}
@@ -198,4 +206,5 @@ def test_the_keys_of_presets_are_all_told() -> None:
         "policy": [field.name for field in dataclasses.fields(jm.StepPolicy)],
         "monitor": [short_key(field.name) for field in dataclasses.fields(MonitorSettings)],
         "environment": [short_key(field.name) for field in dataclasses.fields(EnvironmentSettings)],
+        "recovery": [short_key(field.name) for field in dataclasses.fields(RecoverySettings)],
     }

@@ -99,8 +99,43 @@ def test_memory_is_in_one_event_file(ran: tuple[str, str, Path]):
     assert (logdir / "memory.jsonl").stat().st_size > 0
 
 
+@pytest.mark.core
+def test_a_failure_is_explained(tmp_path: Path):
+    command = [
+        sys.executable,
+        str(EXAMPLES / "out_of_memory.py"),
+        "--outdir",
+        str(tmp_path / "oom"),
+        "--plan-seconds",
+        "0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=ON_CPU, check=False)
+    assert done.returncode == 1
+    assert re.search(r"^256 rows: loss [\d.]+$", done.stdout)
+    (folder,) = (tmp_path / "oom").iterdir()
+    assert f"jaxmem: out of memory, explained in {folder}/report.md" in done.stderr
+    assert (folder / "report.md").read_text().startswith("# The program train_step asked for ")
+
+
+@pytest.mark.core
+def test_an_example_that_runs_out_of_memory_finishes_with_recovery():
+    script = str(EXAMPLES / "recover.py")
+    without = subprocess.run(
+        [sys.executable, script, "--without"], capture_output=True, text=True, env=ON_CPU, check=False
+    )
+    assert without.returncode == 1
+    assert "RESOURCE_EXHAUSTED: Out of memory" in without.stderr
+    before = without.stdout.splitlines()
+    assert len(before) == 12
+    printed = run_python(script).splitlines()
+    assert printed[:12] == before
+    assert len(printed) == 21
+    assert re.fullmatch(r"finished under: none, \d microbatches, donating", printed[-1])
+
+
 def test_examples_are_short_enough_to_copy():
-    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in (*STEPS, "plan_a_pod")}
+    names = (*STEPS, "plan_a_pod", "out_of_memory", "recover")
+    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in names}
     assert max(lengths.values()) < 100, lengths
 
 

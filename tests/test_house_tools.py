@@ -67,7 +67,10 @@ def test_a_line_without_interpreter_is_said_to_be_unproved(tmp_path):
 def test_an_unknown_part_is_refused(tmp_path):
     answer = alone("run", "projct", "true", tmp_path=tmp_path)
     assert answer.returncode == 1
-    assert "Unknown part 'projct'. Expected some of: project, demo, test, targets, lint." in answer.stderr
+    assert (
+        "Unknown part 'projct'. Expected some of: project, demo, test, targets, compared, adapters, lint."
+        in answer.stderr
+    )
 
 
 def test_without_a_python_the_message_says_what_to_install(tmp_path):
@@ -196,7 +199,14 @@ def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
     assert (growth["refused"], [check["outcome"] for check in growth["checks"]]) == (None, ["unknown"])
     assert growth["fill_1_mib_us"] > 0
     assert "1 of 1 runs as expected" in answer.stdout
+    for case in gpu_check.CASES:
+        assert answers[case]["compared"] is None
+        assert answers[case]["requests_run"] == 200
+    assert "200 requests ran; not compared, because the allocator reports nothing here" in answer.stdout
     assert answers["hook"]["watched_5_ms"]["steps"] == 60
+    assert all(way == {"error": None, "another_buffer": True} for way in answers["moved_together"]["copies"].values())
+    assert answers["moved_together"]["small_between_large_holes"]["values_intact"] is True
+    assert "a CPU has no pool" in answer.stdout
     assert report["presence"]["jax"] in answer.stdout
 
 

@@ -11,6 +11,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Record, Writer
@@ -137,7 +138,8 @@ def test_a_metric_deleted_meanwhile_is_left_out(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_users_exception_passes_unchanged():
+def test_a_users_exception_passes_unchanged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the report goes
     problem = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     double = jm.CollectingWriter()
 
@@ -151,3 +153,33 @@ def test_a_users_exception_passes_unchanged():
     assert caught.value is problem
     assert caught.value.__context__ is None
     assert double.closed
+    assert list(tmp_path.glob("oom/*/report.md"))
+
+
+def test_an_environment_that_does_not_hold_after_the_start_is_told_once(capfd):
+    with jm.MemoryMonitor("tpu_default") as monitor:
+        monitor(0)
+        monitor.flush()
+        monitor(1)
+        monitor.flush()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "obey" in line]
+    assert line == (
+        "jaxmem: tpu_default: the backend does not obey its environment. platform: JAX runs on cpu:0, and the preset is for tpu. "
+        "`jaxmem doctor --start` says more."
+    )
+
+
+def test_in_tests_an_environment_that_does_not_hold_raises():
+    monitor = jm.MemoryMonitor(jm.load_preset("tpu_default", monitor={"on_error": "raise"}))
+    monitor(0)
+    with pytest.raises(EnvironmentSettingError, match="tpu_default: the backend does not obey its environment"):
+        monitor.flush()
+    monitor.close()
+
+
+def test_an_environment_of_which_nothing_can_be_known_here_is_not_told(capfd, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with jm.MemoryMonitor("gpu_growth") as monitor:
+        monitor(0)
+        monitor.flush()
+    assert "obey" not in capfd.readouterr().err, "a CPU has no pool"

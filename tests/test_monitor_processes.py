@@ -132,11 +132,13 @@ def test_of_two_processes_both_sample_and_the_first_writes(tmp_path: Path):
     assert [(code, out) for code, out, _ in results] == [(0, "0 True\n"), (0, "1 True\n")], results
     assert len(list(tmp_path.glob("events.*"))) == 1
     assert len({line["run"] for line in lines(tmp_path)}) == 1
+    assert "processes" not in {line["kind"] for line in lines(tmp_path)}, "no exchange unless asked for"
     assert all("another monitor" not in err for _, _, err in results)
 
 
 FOUR = """
 import signal
+from dataclasses import replace
 import jax.monitoring, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 rank = int(sys.argv[2])
@@ -153,7 +155,8 @@ def body(weights, batch):
     return weights + batch["x"].mean(), {"loss": batch["x"].sum() + weights}
 step = jax.jit(body, out_shardings=NamedSharding(mesh, P()))
 weights = np.float32(0)
-monitor = jm.MemoryMonitor(settings, logdir=sys.argv[1])
+own = jax.device_put(np.zeros((rank + 1) * 2**20, np.uint8), jax.local_devices()[1])  # no two have the same
+monitor = jm.MemoryMonitor(replace(settings, processes_s=0.05), logdir=sys.argv[1])
 for i, batch in enumerate(jm.prefetch(batches, NamedSharding(mesh, P("data")), max_bytes="1KiB")):
     weights, metrics = step(weights, batch)
     monitor(i, metrics)
@@ -173,8 +176,12 @@ os._exit(0)  # the end of the interpreter waits for the dead one, with and witho
 """
 
 
+@pytest.mark.core
 def test_of_four_processes_a_dead_one_holds_up_no_hook(tmp_path: Path):
-    """Before that: each samples, the first writes, the monitor compiles nothing, so there is no collective of its own."""
+    """Before that: each samples, the first writes, the monitor compiles nothing, so there is no collective of its own.
+
+    The exchange among them is on: the first knows the highest and whose it is, and later that the others are gone.
+    """
     where = address()
     processes = [start(FOUR, str(tmp_path), str(rank), where) for rank in range(4)]
     weights = sum(number + (0 + 1 + 2 + 3) / 4 for number in range(20))
@@ -186,3 +193,18 @@ def test_of_four_processes_a_dead_one_holds_up_no_hook(tmp_path: Path):
     assert [(code, out) for code, out, _ in ends] == [(-signal.SIGKILL, ""), *[(0, "told True\n")] * 3], ends
     assert len(list(tmp_path.glob("events.*"))) == 1
     assert len({line["run"] for line in lines(tmp_path)}) == 1
+    told = [line for line in lines(tmp_path) if line["kind"] == "processes"]
+    whole = [line for line in told if not line["silent"]][-1]
+    held = whole["figures"]["live_arrays_bytes"]
+    assert whole["processes"] == 4
+    assert (held["high_process"], held["high_device"]) == (3, f"cpu:{3 * 2048 + 1}"), (
+        "its second device, as JAX numbers them"
+    )
+    assert 4 * 2**20 <= held["high"] < 4.1 * 2**20
+    assert held["low"] < 2**17, "a first device"
+    assert told[-1]["silent"] == [1, 2, 3], "the dead one, and those that have ended"
+    page = EventAccumulator(str(tmp_path))
+    page.Reload()
+    assert held["high"] / 2**30 in [
+        pytest.approx(point.value) for point in page.Scalars("memory/processes/live_arrays_gib/max")
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,14 +27,18 @@ def frontiers(draw: st.DrawFn) -> list[Offer]:
     return [Offer(jm.StepPolicy(remat="full", keep=place / 10), *pair) for place, pair in pairs]
 
 
+def needs_of(offered: Sequence[Offer]) -> np.ndarray:
+    return np.array([LEAST + 2 * each.bytes for each in offered], np.float64)
+
+
 def farthest(offered: Sequence[Offer], places: Sequence[int]) -> float:
     """The greatest factor by which something between two places is away from both of them."""
-    needs = [LEAST + 2 * each.bytes for each in offered]
+    needs = needs_of(offered)
     work = [PLAIN + each.flops for each in offered]
     return max(
         (
             min(needs[end] / needs[between], work[start] / work[between])
-            for start, end in itertools.pairwise([0, *places])
+            for start, end in itertools.pairwise(places)
             for between in range(start + 1, end)
         ),
         default=1.0,
@@ -41,19 +46,25 @@ def farthest(offered: Sequence[Offer], places: Sequence[int]) -> float:
 
 
 @settings(max_examples=200, deadline=None)
-@given(frontiers(), st.integers(1, 5))
-def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count: int) -> None:
-    found = [offered.index(each) for each in spread(offered, count, least=LEAST, flops=PLAIN, scale=2.0)]
+@given(frontiers(), st.integers(1, 4), st.sets(st.integers(1, 9), max_size=2))
+def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count: int, compiled: set[int]) -> None:
     last = len(offered) - 1
-    assert found[-1] == last
+    known = {0, *(place for place in compiled if place <= last)}
+    chosen = spread(offered, count, needs=needs_of(offered), flops=PLAIN, known=known)
+    found = {offered.index(each) for each in chosen}
     assert len(found) <= count
-    others = itertools.chain.from_iterable(itertools.combinations(range(1, last), some) for some in range(count))
-    best = min(farthest(offered, [*some, last]) for some in others)
-    assert farthest(offered, found) <= max(best, CLOSE) + 1e-3
+    assert not found & known
+    assert last in found | known
+    free = [place for place in range(1, last) if place not in known]
+    others = itertools.chain.from_iterable(itertools.combinations(free, some) for some in range(count + 1))
+    rest = [{*some, *known, last} for some in others]
+    best = min(farthest(offered, sorted(each)) for each in rest if len(each - known) <= count)
+    assert farthest(offered, sorted(found | known)) <= max(best, CLOSE) + 1e-3
 
 
 def test_nothing_is_asked_for_without_compiles_or_without_a_range() -> None:
     only = Offer(jm.StepPolicy(remat="full"), 0, 10)
     more = Offer(jm.StepPolicy(remat="full", keep=1.0), 10, 0)
-    assert spread([only], 4, least=1, flops=10, scale=1.0) == []
-    assert spread([only, more], 0, least=1, flops=10, scale=1.0) == []
+    assert spread([only], 4, needs=needs_of([only]), flops=10) == []
+    assert spread([only, more], 0, needs=needs_of([only, more]), flops=10) == []
+    assert spread([only, more], 4, needs=needs_of([only, more]), flops=10, known={0, 1}) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,6 +142,45 @@ def test_live_arrays_are_counted_per_device():
     assert grown["cpu:5"] == 2 * 4096
     assert after["cpu:5"].live_array_count - before["cpu:5"].live_array_count == 2
     assert after["cpu:5"].step == 7
+
+
+def test_a_state_that_is_gone_for_a_moment_is_looked_at_again_and_a_real_fall_is_believed():
+    """As while a donating step is dispatched: the old state is deleted, the new one not there yet."""
+    gc.collect()
+    probe, size = LiveArraysProbe(pauses_s=(0.01, 0.1, 0.3)), 16 * 2**20
+
+    def held() -> int:
+        return sum(entry.live_array_bytes or 0 for entry in probe.read(0) if isinstance(entry, Reading))
+
+    kept = [jnp.ones((size // 4,), jnp.float32)]
+    usual = held()
+    kept[0].delete()
+    again = threading.Timer(0.01, lambda: kept.append(jnp.ones((size // 4,), jnp.float32)))
+    again.start()
+    assert held() == usual
+    again.join()
+    kept.clear()
+    assert held() == usual - size
+
+
+@pytest.mark.core
+def test_parts_that_somebody_took_of_an_array_are_no_arrays_of_their_own():
+    """JAX lists them beside the whole one; kept after it is gone, they count."""
+    gc.collect()
+    before = by_device()["cpu:5"]
+    sharding = NamedSharding(Mesh(jax.devices(), ("data",)), P("data"))
+    arrays = [jax.device_put(jnp.full((8, 1024), index), sharding) for index in range(3)]
+    listed = len(jax.live_arrays())
+    kept = [shard.data for array in arrays for shard in array.addressable_shards]
+    np.asarray(arrays[0])
+    assert len(jax.live_arrays()) >= listed + 24, "or there is nothing to tell apart"
+    whole = by_device()["cpu:5"]
+    del arrays[1:]
+    gc.collect()
+    after = by_device()["cpu:5"]
+    assert len(kept) == 24
+    assert [each.live_array_bytes - before.live_array_bytes for each in (whole, after)] == [3 * 4096, 3 * 4096]
+    assert [each.live_array_count - before.live_array_count for each in (whole, after)] == [3, 3]
 
 
 def test_live_arrays_keeps_none_alive_and_survives_deletion_meanwhile():

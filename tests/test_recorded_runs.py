@@ -55,7 +55,7 @@ def test_enough_is_recorded_of_each_kind():
     real = [name for name in HEALTHY if recording(name).head["of"] == "healthy"]
     assert len(real) >= 12, "real trainings, with nothing scripted"
     assert set(FAULTY) <= set(names())
-    assert set(FAULTY.values()) == set(get_args(EventKind))
+    assert set(FAULTY.values()) == set(get_args(EventKind)) - {"recovery"}  # which no detector tells
 
 
 def test_recordings_say_what_is_real():

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.history import Point
-from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.stories import stories_of
@@ -194,7 +193,7 @@ def test_it_is_written_where_asked_and_refuses_what_it_cannot(tmp_path, capsys):
 
 def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     double = jm.CollectingWriter()
-    settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, jsonl_part_bytes=2**11, on_error="raise")
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, jsonl_part_bytes=2**13, on_error="raise")
     step = jm.jit_step(lambda state, batch: (state + batch.sum(), {"loss": batch.sum()}))
     with jm.MemoryMonitor(settings, logdir=tmp_path, writer=double) as monitor:
         state = jnp.zeros((64, 64))
@@ -202,11 +201,16 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
             state, metrics = step(state, jnp.ones(8 if index < 3 else 4))
             monitor(index, metrics)
             monitor.flush()
-    assert (tmp_path / "memory.000001.jsonl").stat().st_size <= 2**11
+    assert (tmp_path / "memory.000001.jsonl").stat().st_size <= 2**13
     (story,) = stories_of(tmp_path)
     table = double.of(Table)[-1]
-    told = [row for row in table.rows if row[0] != HEAP_MAP]
-    assert [(row.figure, row.latest, row.source, row.text) for row in story.known_rows] == told
+    assert [(row.figure, row.latest, row.source, row.text) for row in story.known_rows] == table.rows
+    assert story.heap is not None
+    assert (64 * 64 * 4, "float32[64,64]") in [(each.bytes, each.label) for each in story.heap.buffers]
+    assert (story.heap.device, story.heap.step) == ("cpu:0", 4)
+    page = reported(tmp_path)
+    assert "Where live arrays lay, by address" in page.text
+    assert "On cpu:0, which held most, after step 4: the last map of the run." in page.text
     assert story.events == list(monitor.events)
     assert story.ended
     assert story.start is not None

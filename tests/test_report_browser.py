@@ -13,7 +13,7 @@ import pytest
 
 from jaxmem_callbacks.cli.main import main
 from tests import sample_plans
-from tests.browser import Browser, require
+from tests.browser import CONTRASTS, OVERFLOW, Browser, require
 from tests.sample_runs import HOSTILE, hostile_plan, write_run
 
 pytestmark = pytest.mark.browser
@@ -72,7 +72,7 @@ def test_nothing_is_fetched_and_what_users_gave_is_text(browser: Browser, tmp_pa
     assert set(fetched) <= {"data:image/png;base64,"}
     assert browser.run("return [document.scripts.length, document.querySelectorAll('img').length]") == [0, 1]
     assert browser.text().count("<script>window.hurt=1</script>") > 15
-    assert browser.run(_OVERFLOW) == []
+    assert browser.run(OVERFLOW) == []
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_nothing_is_fetched_and_what_users_gave_is_text(browser: Browser, tmp_pa
 def test_every_text_is_readable(browser: Browser, page: Path, seen: dict[str, str]):
     browser.see_as(**seen)
     browser.open(page.as_uri())
-    contrasts = browser.run(_CONTRASTS)
+    contrasts = browser.run(CONTRASTS)
     assert len(contrasts) > 100
     assert [each for each in contrasts if each[0] < LEAST_CONTRAST] == []
     dark = browser.run("return getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
@@ -94,7 +94,7 @@ def test_it_fits_a_narrow_window_and_paper(browser: Browser, page: Path):
     browser.open(page.as_uri())
     browser.resize(400, 900)
     try:
-        assert browser.run(_OVERFLOW) == []
+        assert browser.run(OVERFLOW) == []
         keep(browser, "narrow")
     finally:
         browser.resize(1480, 960)
@@ -110,40 +110,5 @@ def test_contrast_and_overflow_can_fail(browser: Browser, tmp_path: Path):
     toy.write_text("<body style='background:#fff'><p style='color:#aaa'>pale</p><p style='width:9000px'>wide</p>")
     browser.see_as()
     browser.open(toy.as_uri())
-    assert [each[1] for each in browser.run(_CONTRASTS) if each[0] < LEAST_CONTRAST] == ["pale"]
-    assert browser.run(_OVERFLOW) == ["wide"]
-
-
-# What reaches over the window's edge, other than inside what scrolls by itself.
-_OVERFLOW = """
-return [...document.querySelectorAll('h1, h2, h3, h4, p, li, figure, img, article, div, table, footer')]
-  .filter(one => !one.parentElement.closest('.scroll'))
-  .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
-  .map(one => one.textContent.slice(0, 40));
-"""
-# For every text its contrast with what lies behind it.
-_CONTRASTS = """
-const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
-const light = colour => {
-  const [r, g, b] = numbers(colour).slice(0, 3).map(one => one / 255)
-    .map(one => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const behind = node => {
-  for (let one = node; one; one = one.parentElement) {
-    const colour = getComputedStyle(one).backgroundColor;
-    if ((numbers(colour)[3] ?? 1) > 0) return colour;
-  }
-  return 'rgb(255, 255, 255)';
-};
-const found = [];
-const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-while (walker.nextNode()) {
-  const text = walker.currentNode, node = text.parentElement;
-  if (!text.textContent.trim() || ['STYLE', 'SCRIPT', 'TITLE', 'title'].includes(node.nodeName)) continue;
-  const style = getComputedStyle(node);
-  const ink = light(node.namespaceURI.includes('svg') ? style.fill : style.color), paper = light(behind(node));
-  found.push([(Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05), text.textContent.trim().slice(0, 40)]);
-}
-return found;
-"""
+    assert [each[1] for each in browser.run(CONTRASTS) if each[0] < LEAST_CONTRAST] == ["pale"]
+    assert browser.run(OVERFLOW) == ["wide"]

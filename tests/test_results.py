@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import jaxmem_callbacks as jm
+from benchmarks.plan_bench import closest
 from benchmarks.plan_examples import without_machine
 from benchmarks.plan_picture import PICTURE, plan_of
+from benchmarks.simulator_picture import CASE
+from benchmarks.simulator_picture import PICTURE as SIMULATED
 from benchmarks.sources import (
     NAMED,
     RESULTS,
@@ -21,14 +27,17 @@ from benchmarks.sources import (
     benchmark_of,
     command,
     row_hashes,
+    source_files,
     source_hash,
     stale,
     told,
     write_result,
 )
+from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.simulation_text import simulation_text
 
 MIB = 2**20
 
@@ -38,44 +47,48 @@ def result(benchmark: str) -> dict:
     return json.loads(path.read_text())
 
 
-def copied(benchmark: str, tmp_path: Path) -> Path:
-    """The sources of a benchmark in a tree of their own, and a result file of theirs."""
-    for source in (*SOURCES[benchmark], f"benchmarks/{benchmark}.py"):
-        base = ROOT if source.endswith(".py") else ROOT / "jaxmem_callbacks"
-        for path in [base / source] if source.endswith(".py") else (base / source).rglob("*.py"):
-            place = tmp_path / path.relative_to(ROOT)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(path.read_bytes())
-    written = tmp_path / f"{benchmark}_jax_1.2.json"
-    written.write_text(json.dumps({"sources": source_hash(benchmark, tmp_path)}))
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources in a tree of their own."""
+    root = tmp_path_factory.mktemp("tree")
+    for folder in ("jaxmem_callbacks", "benchmarks", "examples"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def written_for(benchmark: str, tree: Path, folder: Path) -> Path:
+    """A result file of a benchmark in that tree."""
+    written = folder / f"{benchmark}_jax_1.2.json"
+    written.write_text(json.dumps({"sources": source_hash(benchmark, tree)}))
     return written
 
 
+@contextlib.contextmanager
+def changed(path: Path) -> Iterator[None]:
+    """A file with one more comment, for a while."""
+    before = path.read_bytes()
+    path.write_bytes(before + b"\n# another comment")
+    yield
+    path.write_bytes(before)
+
+
 @pytest.mark.parametrize("benchmark", SOURCES)
-def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tmp_path):
-    written = copied(benchmark, tmp_path)
-    assert source_hash(benchmark, tmp_path) == source_hash(benchmark)
-    assert not stale(written, tmp_path)
-    assert told(tmp_path, tmp_path) == [f"{written.name}: fresh"]
-    for source in (*SOURCES[benchmark], "benchmarks"):
-        room = (
-            tmp_path / source
-            if source.endswith(".py") or source == "benchmarks"
-            else tmp_path / "jaxmem_callbacks" / source
-        )
-        path = room if room.is_file() else next(room.rglob("*.py"))
-        before = path.read_bytes()
-        path.write_bytes(before + b"\n# another comment")
-        assert stale(written, tmp_path), path
-        path.write_bytes(before)
-    written.write_text(
-        json.dumps({"rows": [{"sources": source_hash(benchmark, tmp_path)}, {"sources": "of long ago"}]})
-    )
-    assert told(tmp_path, tmp_path) == [
+def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tree, tmp_path):
+    written = written_for(benchmark, tree, tmp_path)
+    assert source_hash(benchmark, tree) == source_hash(benchmark)
+    assert told(tmp_path, tree) == [f"{written.name}: fresh"]
+    files = source_files(benchmark, tree)
+    for source in (*SOURCES[benchmark], f"benchmarks/{benchmark}.py"):
+        room = tree / source if source.endswith(".py") else tree / "jaxmem_callbacks" / source
+        path = next(path for path in files if path.is_relative_to(room))
+        with changed(path):
+            assert stale(written, tree), path
+    written.write_text(json.dumps({"rows": [{"sources": source_hash(benchmark, tree)}, {"sources": "of long ago"}]}))
+    assert told(tmp_path, tree) == [
         f"{written.name}: stale in 1 of 2 rows, its sources have changed; make bench-{command(benchmark)}"
     ]
     written.write_text(json.dumps({"rows": [{}]}))
-    assert stale(written, tmp_path)
+    assert stale(written, tree)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -90,6 +103,17 @@ def test_every_committed_result_says_its_sources_and_no_machines_paths(path):
     assert not re.search(r'"/|site-packages', path.read_text())
 
 
+def test_what_a_benchmark_does_not_reach_makes_no_result_stale(tree, tmp_path):
+    written = written_for("remat_by_hand", tree, tmp_path)
+    package = tree / "jaxmem_callbacks"
+    for name in ("transforms/prefetch.py", "integrations/pytest.py", "writers/report_page.py"):
+        with changed(package / name):
+            assert not stale(written, tree), name
+    for name in ("transforms/cuts.py", "transforms/accumulation/accumulate.py", "integrations/flax_nnx.py"):
+        with changed(package / name):  # reached by other modules, by a public name, by a name in a string
+            assert stale(written, tree), name
+
+
 def test_every_benchmark_is_known_and_has_its_result():
     assert {benchmark_of(path) for path in RESULTS.glob("*.json")} == {*SOURCES, ROWS_BENCHMARK}
     assert {path.stem.partition("_jax_")[0] for path in RESULTS.glob("*.json")} >= set(NAMED)
@@ -98,25 +122,18 @@ def test_every_benchmark_is_known_and_has_its_result():
     assert writers - {ROWS_BENCHMARK} == set(SOURCES)
 
 
-def test_a_row_is_stale_once_its_model_or_for_a_plan_the_library_changes(tmp_path):
-    for path in (*(ROOT / "benchmarks/plan_models").glob("*.py"), *(ROOT / "jaxmem_callbacks/planning").glob("*.py")):
-        place = tmp_path / path.relative_to(ROOT)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(path.read_bytes())
+def test_a_row_is_stale_once_its_model_or_for_a_plan_the_library_changes(tree, tmp_path):
     policies = ("none", "ours", "ours as dots")
     rows = [
-        {"model": "vit", "policy": each, **row_hashes("vit", planned=each != "none", root=tmp_path)}
-        for each in policies
+        {"model": "vit", "policy": each, **row_hashes("vit", planned=each != "none", root=tree)} for each in policies
     ]
     written = tmp_path / f"{ROWS_BENCHMARK}_jax_1.2.json"
     written.write_text(json.dumps({"rows": rows}))
-    assert told(tmp_path, tmp_path) == [f"{written.name}: fresh"]
-    with (tmp_path / "jaxmem_callbacks/planning/search.py").open("a") as file:
-        file.write("# another comment")
-    assert told(tmp_path, tmp_path)[0].startswith(f"{written.name}: stale in 2 of 3 rows, ")
-    with (tmp_path / "benchmarks/plan_models/vit.py").open("a") as file:
-        file.write("# another comment")
-    assert told(tmp_path, tmp_path)[0].startswith(f"{written.name}: stale in 3 of 3 rows, ")
+    assert told(tmp_path, tree) == [f"{written.name}: fresh"]
+    with changed(tree / "jaxmem_callbacks/planning/search.py"):
+        assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 2 of 3 rows, ")
+        with changed(tree / "benchmarks/plan_models/vit.py"):
+            assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 3 of 3 rows, ")
 
 
 def test_a_file_that_no_benchmark_writes_is_told(tmp_path):
@@ -196,6 +213,77 @@ def test_figures_of_accumulation_are_those_of_the_file():
     assert f"masked mean over 32 rows comes out {masked} wrong and an in-batch contrastive loss {contrastive}" in text
 
 
+NAMES = {
+    "linen_transformer": "Linen transformer, unrolled",
+    "nnx_transformer": "NNX transformer, scanned",
+    "dropout_transformer": "dropout, tied embeddings, bf16 casts",
+    "mixture": "mixture of experts",
+    "vit": "ViT",
+    "resnet": "ResNet with BatchNorm",
+    "unet": "U-Net",
+    "lstm": "LSTM over time",
+    "equinox_transformer": "Equinox transformer",
+    "mixer": "MLP-mixer, plain JAX",
+    "encoder_decoder": "encoder-decoder",
+}
+
+
+def nearest_points(target: str) -> dict[tuple[str, str], tuple[float, float]]:
+    """Model and policy by hand -> bytes and operations of the frontier's nearest point, over those of the hand."""
+    rows = [row for row in result(ROWS_BENCHMARK)["rows"] if row["target"] == target]
+    ours = {row["model"]: row["candidates"] for row in rows if row["policy"] == "ours"}
+    by_hand = [row for row in rows if row["policy"] != "none" and not row["policy"].startswith("ours")]
+    return {
+        (row["model"], row["policy"]): closest(ours[row["model"]], row)
+        for row in by_hand
+        if row["model"] in ours and row.get("step_bytes")
+    }
+
+
+@pytest.mark.parametrize("target", ["h100_sxm", "v5e"])
+def test_figures_of_plans_against_remat_by_hand_are_those_of_the_file(target):
+    text = (ROOT / "docs" / "plan.md").read_text().partition("## Against remat by hand")[2]
+    first, _, second = text.partition("For a v5e")
+    lines = (first if target == "h100_sxm" else second).splitlines()
+    points = nearest_points(target)
+    for (model, policy), (memory, work) in points.items():
+        (line,) = (line for line in lines if line.startswith(f"| {NAMES[model]} |"))
+        cells = [cell.strip() for cell in line.split("|")[2:]]
+        place = {"full": 0, "dots": 1, "dots_no_batch": 2, "names": 3, "chunked": 4}[policy]
+        assert cells[place] == f"{memory:.2f} at {work:.2f}", (model, policy)
+    assert sum(line.startswith("| ") and " at " in line for line in lines) == len({model for model, _ in points})
+    far = sorted(max(both) for both in points.values())
+    if target == "v5e":
+        assert (len(far), f"{far[-1]:.3f}") == (16, "1.059")
+        assert far[-2] <= 1.05
+        return
+    within = sum(each <= 1.02 for each in far)
+    below, fewer = (sum(test(both) for both in points.values()) for test in (lambda b: max(b) < 1, lambda b: b[0] < 1))
+    assert far[-1] <= 1.05
+    told = f"(the farthest is {far[-1]:.3f}), {within} within 1.02, {below} one\nbelow both, and {fewer} one with fewer bytes"
+    assert f"Of the {len(far)} policies by hand all have a point" in first
+    assert told in first
+    all_of_them = f"for all {len(far)} (the farthest {far[-1]:.3f})"
+    assert (
+        f"{all_of_them}, within 1.02 for {within}, below both for {below}, with fewer bytes for {fewer}"
+        in (ROOT / "README.md").read_text()
+    )
+
+
+def test_figures_of_padding_are_those_of_the_file():
+    rows = result("padding")["rows"]
+    text = (ROOT / "docs" / "gpu_and_tpu.md").read_text()
+    for row in rows:
+        if row["target"] == "h100_sxm":
+            assert row["device_bytes"] == row["own_bytes"]
+            continue
+        own, device = row["own_bytes"], row["device_bytes"]
+        assert (
+            f"| `{row['array']}` | {own:,} | {device:,} | {device / own:.2f} | `{row['layout']}` | {own:,} |" in text
+        ), row
+    assert len({row["array"] for row in rows}) == text.count("`{")
+
+
 def test_figures_of_the_hook_are_those_of_the_file():
     readme = (ROOT / "README.md").read_text()
     content = result("hook_cost")
@@ -215,6 +303,47 @@ def test_figures_of_the_hook_are_those_of_the_file():
     )
     assert above in readme
     assert f"mean {mean}, p99 {p99}" in readme
+    beside = [content["by_devices"][count].get("stormlog tracker") for count in ("1", "8")]
+    told = [f"{each['whole_step_mean_ratio']:.3f}" for each in beside if each]
+    assert (f"stormlog's tracker {' and '.join(told)}" if told else "stormlog was not in this run") in readme
+
+
+def test_the_loggers_that_were_tried_are_those_of_the_file():
+    text = " ".join((ROOT / "docs" / "figures.md").read_text().split())
+    loggers = result("adapters")["loggers"]
+    assert {each["outcome"] for each in loggers.values()} == {"passed"}
+    names = {"flax.metrics.tensorboard": "Flax", "wandb": "Weights & Biases"}
+    for name, each in loggers.items():
+        assert f"{names.get(name, name)} {each['version']}" in text
+
+
+def test_figures_of_the_simulator_are_those_of_the_file():
+    content = result("simulator")
+    pool, replay = (
+        min(row["median_a_second"] for row in content[part].values()) // 1000 * 1000
+        for part in ("pool_alone", "replay")
+    )
+    assert min(pool, replay) >= 100_000
+    few, many, most = (row["median_us"] / 1000 for row in content["recording_a_call"])
+    for document in ("README.md", "docs/simulate.md"):
+        text = " ".join((ROOT / document).read_text().split())
+        assert f"at least {pool:,} allocations a second of processor time, a whole replay {replay:,}" in text
+        assert (
+            f"takes {few:.1f} ms of processor time at 100 live arrays, {many:.1f} at 1,000 and {most:.1f} at 5,000"
+            in text
+        )
+
+
+def test_the_picture_of_the_simulator_is_drawn_from_a_case_of_the_package():
+    text = (ROOT / "docs" / "simulate.md").read_text()
+    assert SIMULATED.read_bytes()[:4] == b"\x89PNG"
+    assert f"images/{SIMULATED.name})" in text
+    trace = trace_of(CASE)
+    found = simulate_ways(trace, device_bytes_of(None, trace))
+    told = simulation_text(found).splitlines()
+    quoted = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(quoted) > 8
+    assert [line for line in quoted if line not in told and line != "  ..."] == []
 
 
 def test_make_bench_promises_no_more_than_it_runs():

@@ -22,8 +22,10 @@ from jaxmem_callbacks.readers.run_lines import JAX_NAMES, fields_of, record_of
 from jaxmem_callbacks.readers.runs import Line, read_lines, run_files
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.processes import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
@@ -60,6 +62,35 @@ RECORDS = (
         action=TEXTS,
         figures=st.dictionaries(TEXTS, TEXTS | NUMBERS.filter(math.isfinite)),
     )
+    | st.builds(
+        HeapMap,
+        device=TEXTS,
+        step=st.integers(),
+        time_s=TIMES,
+        buffers=st.lists(
+            st.builds(LiveBuffer, address=st.integers(0, 2**48), bytes=st.integers(1, 2**40), label=TEXTS)
+        ).map(tuple),
+    )
+    | st.builds(
+        AcrossProcesses,
+        step=st.integers(),
+        time_s=TIMES,
+        processes=st.integers(1, 9),
+        silent=st.lists(st.integers(0, 8)).map(tuple),
+        figures=st.dictionaries(
+            TEXTS,
+            st.builds(
+                AcrossFigure,
+                low=st.integers(),
+                low_process=st.integers(),
+                mean=st.integers(),
+                high=st.integers(),
+                high_process=st.integers(),
+                high_device=TEXTS,
+            ),
+            max_size=2,
+        ),
+    )
     | st.sampled_from([COMPILED, dataclasses.replace(COMPILED, memory=None, unavailable="no"), sample_plans.six()])
 )
 
@@ -78,6 +109,17 @@ def test_a_record_survives_its_line(record):
     fields = json.loads(json.dumps(fields_of(record, 1.0)))
     assert record_of(fields) == record
     assert record_of({**fields, "of_a_newer_version": {"any": [1]}}) == record
+
+
+@pytest.mark.parametrize(
+    "rows", [[[1, 2]], [[1, 2, 7]], [1], None], ids=["short", "no such label", "no row", "nothing"]
+)
+def test_a_map_whose_rows_are_none_is_told(rows):
+    line = {"kind": "heap_map", "device": "gpu:0", "step": 1, "time_s": 1.0, "labels": ["f32[1]"], "buffers": rows}
+    with pytest.raises(
+        ValueError, match=r"`buffers` are not rows of an address, bytes and the number of one of its `labels`"
+    ):
+        record_of(line)
 
 
 def test_what_is_no_number_survives_as_one():

@@ -167,7 +167,7 @@ def test_the_scalars_say_what_they_are_and_from_where(look: Look, browser: Brows
 
 
 def test_the_custom_scalars_page_has_titled_charts_with_data(look: Look, browser: Browser):
-    text = look("custom_scalars", "Range of each window: min, mean, max")
+    text = look("custom_scalars", "Live arrays [GiB], from live_arrays")  # the last chart: they are put up one by one
     for title in (
         "Device memory",
         "Against the limit, mean of each window [GiB]",
@@ -175,6 +175,7 @@ def test_the_custom_scalars_page_has_titled_charts_with_data(look: Look, browser
         "Compiled over planned, less 1 [share]",
         "Resident memory of the process [GiB]",
         "The step's metrics, mean of each window",
+        "Range of each window: min, mean, max",
         "Live arrays [GiB], from live_arrays",
     ):
         assert title in text

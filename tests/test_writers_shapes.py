@@ -183,6 +183,31 @@ def test_wandb_gets_every_window_and_loses_nothing_of_the_users():
     assert run.metrics == [("memory/*", "memory/step")]
 
 
+def test_wandb_loses_nothing_where_the_loop_logs_while_an_event_is_on_its_way(monkeypatch: pytest.MonkeyPatch):
+    """What is read of the run's counter is old by the time that a text or picture was made."""
+    run = type("Run", (Run,), {"__module__": "wandb_like.sdk.run"})()
+
+    def made_slowly(data: Any) -> Any:
+        run.log({"loss": 0.5}, step=run.step + 3)
+        return data
+
+    package = ModuleType("wandb_like")
+    package.Image = package.Html = made_slowly
+    monkeypatch.setitem(sys.modules, "wandb_like", package)
+    slow = run.log
+
+    def log(data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        if "memory/step" in data:
+            slow({"loss": 0.25}, step=run.step + 1)
+        slow(data, step, commit)
+
+    run.log = log
+    writer = as_writer(run)
+    for record in (WINDOW, EVENT, draw_over_time(points(), []), *windows([30, 31])):
+        writer.write(record)
+    assert run.dropped == []
+
+
 def test_wandb_rows_that_the_run_numbers_itself_are_shared():
     run = Run()
     writer = as_writer(run)

@@ -8,7 +8,7 @@ too, so that they get a sentence instead of a traceback.
     python3 tools/environments.py run  PARTS COMMAND...      # in .venv, made from the python3 that runs this file
     python3 tools/environments.py each PARTS COMMAND...      # once for every supported Python found
     python3 tools/environments.py other PARTS COMMAND...     # on the JAX line that .venv does not have
-PARTS is a comma list of: project, demo, test, targets, lint.
+PARTS is a comma list of: project, demo, test, targets, compared, adapters, lint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Iterator  # noqa: UP035 - this file also runs on Python 3.8
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = (3, 11), (3, 13)
 PREFERRED = ("3.12", "3.11", "3.13")
-PARTS = ("project", "demo", "test", "targets", "lint")
+PARTS = ("project", "demo", "test", "targets", "compared", "adapters", "lint")
 PROBE = """
 import json, ssl, sys, venv, ensurepip
 print(json.dumps([list(sys.version_info[:2]), sys.executable]))
@@ -165,7 +165,8 @@ def pip_arguments(folder: Path, python: Path, part: str) -> list[list[str]]:
         aside = targets_folder(folder)
         shutil.rmtree(aside, ignore_errors=True)
         return [["--no-deps", "--target", str(aside), *target_compilers(python)]]
-    return [["--group", f"{ROOT / 'pyproject.toml'}:{part}"]]
+    alone = ["--no-deps"] if part == "compared" else []
+    return [[*alone, "--group", f"{ROOT / 'pyproject.toml'}:{part}"]]
 
 
 def targets_folder(folder: Path) -> Path:

@@ -46,7 +46,11 @@ ALLOCATORS = {
 }
 PLANS = ("plan_none", "plan_full", "plan_keep")
 PRESETS = ("gpu_growth", "gpu_preallocate", "gpu_shared", "gpu_async", "gpu_platform_debug")
-SMALL_POOL = {"XLA_CLIENT_MEM_FRACTION": "0.1"}
+CASES = ("losses_in_a_list", "train_and_evaluate")
+SMALL_POOLS = {
+    "small pool": {"XLA_CLIENT_MEM_FRACTION": "0.1"},
+    "small pool that grows": {"XLA_CLIENT_MEM_FRACTION": "0.1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+}
 
 
 def plan(*, preflight: bool) -> list[tuple[str, str]]:
@@ -61,6 +65,8 @@ def plan(*, preflight: bool) -> list[tuple[str, str]]:
         ("hook", "default"),
         ("recorded_runs", "default"),
         ("fragmentation", "small pool"),
+        *((name, pool) for pool in (list(SMALL_POOLS)[: 1 if preflight else 2]) for name in CASES),
+        ("moved_together", "small pool"),
         *(("out_of_memory", kind) for kind in ooms[1:]),
         ("defragment", "default"),
         *((name, "default") for name in (PRESETS[:1] if preflight else PRESETS)),
@@ -74,7 +80,7 @@ def environment(allocator: str, *, preflight: bool) -> dict[str, str]:
         for name, text in os.environ.items()
         if not name.startswith(("XLA_PYTHON_CLIENT_", "XLA_CLIENT_MEM_"))
     }
-    kept |= SMALL_POOL if allocator == "small pool" else ALLOCATORS[allocator]
+    kept |= (ALLOCATORS | SMALL_POOLS)[allocator]
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     if preflight:
         kept["JAX_PLATFORMS"] = "cpu"
@@ -145,7 +151,7 @@ def ask_all(*, preflight: bool) -> list[dict[str, Any]]:
     for question, allocator in plan(preflight=preflight):
         left = LIMIT_S - (time.monotonic() - begin)
         reason = ""
-        if question in ("hook", "recorded_runs", *PLANS, *PRESETS) and lacking:
+        if question in ("hook", "recorded_runs", *CASES, *PLANS, *PRESETS) and lacking:
             reason = f"this Python lacks {', '.join(lacking)}; bring these wheels"
         elif left < 10:  # noqa: PLR2004 - seconds that starting JAX takes
             reason = f"the {LIMIT_S} seconds are used up"
@@ -199,6 +205,17 @@ def of_fragmentation(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {'unknown, not reported' if share is None else share}" for name, share in shares)
 
 
+def of_simulation(answer: dict[str, Any]) -> str:
+    """How far the simulated allocator went with the real one."""
+    told = answer["compared"]
+    if told is None:
+        return f"{answer['requests_run']} requests ran; not compared, because {answer['unknown']}"
+    words = f"{told['alike']} of {told['requests']} requests alike"
+    if told["first_unlike"]:
+        words += f", then {', '.join(told['first_unlike']['unlike'])}"
+    return f"{words}; refused at {told['refused_at']}, on the device at {told['device_refused_at']}"
+
+
 def of_recorded_runs(answer: dict[str, Any]) -> str:
     """Whether healthy runs raised nothing, and faulty ones their own event once."""
     runs, expected = answer["runs"], answer["expected"]
@@ -213,6 +230,22 @@ def of_recorded_runs(answer: dict[str, Any]) -> str:
 def of_defragment(answer: dict[str, Any]) -> str:
     """Whether the client's own defragmentation can be called at all."""
     return answer["error"]["text"][:110] if answer["error"] else f"done, array intact: {answer['array_intact']}"
+
+
+def of_moved(answer: dict[str, Any]) -> str:
+    """What `jm.defragment` made of two pools, or why it did nothing."""
+    told = []
+    for name in ("small_between_large_holes", "as_large_as_the_holes"):
+        pool = answer[name]
+        if not pool["done"]:
+            return pool["reason"][:110]
+        (before,), (after,) = pool["before"].values(), pool["after"].values()
+        shares = [f"{share:.0%}" if share else "none" for share in (pool["device_share"], pool["host_share"])]
+        told.append(
+            f"largest free {shown(before['largest_free_bytes'])} -> {shown(after['largest_free_bytes'])}"
+            f" ({pool['moved']} moved, device {shares[0]}, host {shares[1]} of one large copy)"
+        )
+    return "; ".join(told)
 
 
 def of_environment(answer: dict[str, Any]) -> str:
@@ -230,8 +263,10 @@ HEADLINES = {
     **dict.fromkeys(PLANS, of_plan),
     "hook": of_hook,
     "fragmentation": of_fragmentation,
+    **dict.fromkeys(CASES, of_simulation),
     "recorded_runs": of_recorded_runs,
     "defragment": of_defragment,
+    "moved_together": of_moved,
     **dict.fromkeys(PRESETS, of_environment),
 }
 

@@ -206,6 +206,13 @@ def planned(name: str, *, small: bool) -> dict[str, Any]:
     return plan_against_run(POLICIES[name], small=small)
 
 
+def simulated(case: str, *, small: bool) -> dict[str, Any]:
+    """How far the simulated allocator goes with the real one."""
+    from gpu_allocator import simulated_against_device
+
+    return simulated_against_device(case, small=small)
+
+
 def recorded_runs(*, small: bool) -> dict[str, Any]:
     """What the monitor tells of healthy and faulty runs here, and their recordings."""
     from gpu_recordings import record_on
@@ -328,6 +335,13 @@ def defragment(*, small: bool) -> dict[str, Any]:
     return {"error": failed, "array_intact": intact(x)}
 
 
+def moved_together(*, small: bool) -> dict[str, Any]:
+    """What `jm.defragment` makes of a fragmented pool: largest free block, fragmentation, and the speed of its copies."""
+    import gpu_moves
+
+    return gpu_moves.moved_together(small=small)
+
+
 def applied(preset: str, *, small: bool) -> dict[str, Any]:
     """What a preset of the environment sets here, what holds of it, and what the start and an allocation cost under it."""
     import jaxmem_callbacks as jm
@@ -367,8 +381,10 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     **{name: functools.partial(planned, name) for name in ("plan_none", "plan_full", "plan_keep")},
     "hook": hook,
     "fragmentation": fragmentation,
+    **{name: functools.partial(simulated, name) for name in ("losses_in_a_list", "train_and_evaluate")},
     "recorded_runs": recorded_runs,
     "defragment": defragment,
+    "moved_together": moved_together,
     **{
         name: functools.partial(applied, name)
         for name in ("gpu_preallocate", "gpu_growth", "gpu_shared", "gpu_async", "gpu_platform_debug")

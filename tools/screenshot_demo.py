@@ -1,9 +1,10 @@
-"""Pictures for the documents: the demo's run as the real TensorBoard shows it, the figure that it drew, and its report.
+"""Pictures for the documents: the demo's run as the real TensorBoard shows it, its figure and report; a failure's report.
 
     make demo && .venv/bin/python tools/screenshot_demo.py
 
-Enters: the files of a run. Leaves: docs/images/tensorboard.png, memory_over_time.png and report.png. Needs Chromium with its
-driver, and the packages of the parts `project` and `demo`.
+Enters: the files of a run; examples/out_of_memory.py, which is run. Leaves: docs/images/tensorboard.png, tensorboard_events.png,
+memory_over_time.png, report.png and oom_report.png. Needs Chromium with its driver, and the packages of the parts `project`
+and `demo`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ return Boolean(steps) && Boolean(button);
 
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[str]:
-    """The address of a TensorBoard that shows the folder."""
+    """The address of a TensorBoard that shows the runs in a folder."""
     log = folder / "tensorboard.log"
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "localhost", "--port", "0"]
-    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as server:
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", "runs", "--host", "localhost", "--port", "0"]
+    with log.open("w") as file, subprocess.Popen(command, cwd=folder, stdout=file, stderr=file) as server:
         deadline = time.monotonic() + 60
         while not (found := re.search(r"http://localhost:\d+", log.read_text())):
             if time.monotonic() > deadline:
@@ -56,11 +57,11 @@ def tensorboard(folder: Path) -> Iterator[str]:
         server.terminate()
 
 
-def photograph(logdir: Path, path: Path, tags: str) -> None:
-    """Save the Time Series page."""
+def photograph(logdir: Path, path: Path, tags: str, events: Path) -> None:
+    """Save the Time Series page, and the Text page with the events."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copytree(logdir, folder / logdir.name)  # seen from the folder above, the run has its own name
+        shutil.copytree(logdir, folder / "runs" / logdir.name)  # seen from the folder above, the run has its own name
         with tensorboard(folder) as address, Browser() as browser:
             browser.resize(1400, 900)
             browser.open(f"{address}/{PAGE.format(tags=tags)}")
@@ -68,12 +69,34 @@ def photograph(logdir: Path, path: Path, tags: str) -> None:
             browser.wait_for(lambda: browser.run(TIDY))
             time.sleep(6)  # lines are drawn one by one
             browser.screenshot(path)
+            browser.open("about:blank")
+            browser.open(f"{address}/?darkMode=false#text")
+            browser.wait_for(lambda: "What to do" in browser.text())
+            time.sleep(1)
+            browser.screenshot(events)
 
 
 def save_figure(logdir: Path, path: Path) -> None:
     """Save the last memory-over-time figure of the run."""
     events = EventAccumulator(str(logdir)).Reload()
     path.write_bytes(events.Images("memory/over_time")[-1].encoded_image_string)
+
+
+def photograph_page(page: Path, path: Path) -> None:
+    """Save the top of a page."""
+    with Browser() as browser:
+        browser.resize(1100, 1000)
+        browser.open(page.as_uri())
+        browser.screenshot(path)
+
+
+def photograph_failure(path: Path) -> None:
+    """Save the top of the report of an example that runs out of memory."""
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, str(ROOT / "examples" / "out_of_memory.py")]
+        subprocess.run(command, check=False, cwd=name, capture_output=True)
+        (page,) = Path(name).glob("oom/*/report.html")
+        photograph_page(page, path)
 
 
 def photograph_report(logdir: Path, path: Path) -> None:
@@ -83,10 +106,7 @@ def photograph_report(logdir: Path, path: Path) -> None:
         page = Path(name) / "report.html"
         command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "report", str(shown), "-o", str(page)]
         subprocess.run(command, check=True, cwd=ROOT)
-        with Browser() as browser:
-            browser.resize(1100, 1000)
-            browser.open(page.as_uri())
-            browser.screenshot(path)
+        photograph_page(page, path)
 
 
 def main() -> None:
@@ -96,7 +116,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES)
     parser.add_argument(
         "--tags",
-        default="(host|arrays)_gib$|_step$|train/loss|over_time",
+        default="(host|arrays)_gib$|/train_step$|train/loss$|over_time|heap_map",
         help="regular expression of the tags to show",
     )
     args = parser.parse_args()
@@ -105,10 +125,13 @@ def main() -> None:
     if missing():
         sys.exit(f"{' and '.join(missing())} not found: apt-get install chromium chromium-driver")
     args.out.mkdir(parents=True, exist_ok=True)
-    photograph(args.logdir, args.out / "tensorboard.png", args.tags)
+    photograph(args.logdir, args.out / "tensorboard.png", args.tags, args.out / "tensorboard_events.png")
     save_figure(args.logdir, args.out / "memory_over_time.png")
     photograph_report(args.logdir, args.out / "report.png")
-    print(f"Saved tensorboard.png, memory_over_time.png and report.png in {args.out}")
+    photograph_failure(args.out / "oom_report.png")
+    print(
+        f"Saved tensorboard.png, tensorboard_events.png, memory_over_time.png, report.png and oom_report.png in {args.out}"
+    )
 
 
 if __name__ == "__main__":

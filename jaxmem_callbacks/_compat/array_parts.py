@@ -22,3 +22,12 @@ def parts_of(array: jax.Array) -> Sequence[Any]:
         return tuple(clone.clone()._arrays)  # noqa: SLF001 - there is no public one
     except (AttributeError, RuntimeError):
         return ()
+
+
+def clone_of(array: jax.Array) -> jax.Array:
+    """A second handle on the array's memory, which takes with it what reading leaves behind; the array itself where none is."""
+    try:
+        clone: Any = array
+        return clone.clone()
+    except (AttributeError, RuntimeError):
+        return array

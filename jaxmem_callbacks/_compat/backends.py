@@ -23,6 +23,19 @@ def settings_were_read() -> bool:
         return backend_refuses_settings()
 
 
+def backend_exists() -> bool:
+    """Whether a backend was started, so that asking for devices starts none. Imports no JAX."""
+    if "jax" not in sys.modules:
+        return False
+    try:
+        from jax._src import xla_bridge
+
+        bridge: Any = xla_bridge
+        return bool(bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return backend_refuses_settings()
+
+
 def backend_refuses_settings() -> bool:
     """The public answer: whether JAX refuses a setting that must come before the backend."""
     import jax

@@ -28,6 +28,14 @@ def creation_site(array: Any) -> str:
     return _OUTSIDE if chosen is None else f"{Path(chosen[0]).name}:{chosen[1]} ({chosen[2]})"
 
 
+def creation_call(array: Any) -> object | None:
+    """The record of the call that made an array: the same object for the parts that were taken of it since; None without one."""
+    try:
+        return array.traceback
+    except (AttributeError, RuntimeError):
+        return None
+
+
 _PACKAGES = tuple(str(Path(root).resolve()) for root in (Path(jax.__file__).parent, Path(__file__).parent.parent))
 _HIDDEN = (*_PACKAGES, "<")
 

@@ -7,7 +7,8 @@ the event comes right after the newest one was made. Where the list has no new p
 from __future__ import annotations
 
 import threading
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
 import jax
 
@@ -55,3 +56,26 @@ def _statistics(executable: Any) -> Any | None:
         return executable.get_compiled_memory_stats()
     except (AttributeError, RuntimeError):
         return None
+
+
+class LiveProgram(NamedTuple):
+    """A program that can still run: its name, its statistics, and what makes its optimised HLO. To be let go of soon."""
+
+    name: str
+    statistics: Any
+    hlo_text: Callable[[], str]
+
+
+def programs_here(most: int = _NEWEST) -> list[LiveProgram]:
+    """The newest programs of the default platform; those that tell name and statistics."""
+    found: list[LiveProgram] = []
+    for executable in _live()[:most]:
+        try:
+            module = executable.hlo_modules()[0]
+            name, text = str(module.name), module.to_string
+        except (AttributeError, IndexError, RuntimeError):
+            continue
+        statistics = _statistics(executable)
+        if statistics is not None:
+            found.append(LiveProgram(name, statistics, text))
+    return found

@@ -5,7 +5,7 @@ The one table of tags; docs/figures.md tells it to readers, and descriptions on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
@@ -158,6 +158,7 @@ OUTSIDE_POOL = Figure(
 DERIVED = (HEADROOM, FRAGMENTATION, UNATTRIBUTED, OUTSIDE_POOL)
 
 PROGRAM, PLANNED, ERROR = "memory/program_gib/", "memory/planned_gib/", "memory/prediction_error_share/"
+PROCESSES = "memory/processes/"
 BUDGET, PRESET_LIMIT = "memory/plan_budget_gib", "memory/preset_limit_gib"
 _ONE_STEP = "for one step on one device, from its compile on"
 # Figures of programs and plans: a tag that ends with a slash is followed by a program's name.
@@ -241,9 +242,22 @@ def outside_pool_bytes(driver: Reading, allocator: Reading | None) -> int | None
     return max(driver.device_used_bytes - allocator.pool_bytes, 0)
 
 
+def over_processes(figure: Figure) -> Figure:
+    """The same figure over all processes of a run."""
+    return replace(
+        figure,
+        tag=PROCESSES + figure.tag.removeprefix("memory/"),
+        meaning=f"{figure.meaning}; over all processes",
+        window="in the time between two exchanges",
+    )
+
+
 def figure_of(tag: str) -> Figure | None:
     """The figure under a scalar's tag, ``/min`` and ``/max`` included; None for what is not this library's."""
     plain = tag.removesuffix("/min").removesuffix("/max")
+    if plain.startswith(PROCESSES):
+        known = [over_processes(figure) for figure in (*FIGURES, *DERIVED)]
+        return next((figure for figure in known if figure.tag == plain), None)
     for figure in (*FIGURES, *DERIVED, *NAMED):
         if plain == figure.tag or (figure.tag.endswith("/") and tag.startswith(figure.tag)):
             return figure

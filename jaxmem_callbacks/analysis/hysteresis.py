@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import final
 
 
@@ -23,14 +24,23 @@ class Episode:
         self._release = release
         self._quiet = quiet
         self._low = 0  # levels in a row that were low enough to end it
+        self._low_at: Hashable = None
         self.running = False
 
-    def begins(self, level: float) -> bool:
-        """Take the next level; True exactly when it begins an episode."""
-        if self.running:
-            self._low = 0 if level > self._release else self._low + 1
-            self.running = self._low < self._quiet
-            return False
-        self._low = 0
-        self.running = level > self._begin
-        return self.running
+    def begins(self, level: float, at: Hashable = None) -> bool:
+        """Take the next level; True exactly when it begins an episode.
+
+        Args:
+            level: It.
+            at: The step, say: low levels of one step count once, however often it was looked at. None counts each.
+        """
+        if not self.running:
+            self._low, self._low_at = 0, None
+            self.running = level > self._begin
+            return self.running
+        if level > self._release:
+            self._low, self._low_at = 0, None
+        elif at is None or at != self._low_at:
+            self._low, self._low_at = self._low + 1, at
+        self.running = self._low < self._quiet
+        return False

@@ -6,12 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, FRAGMENTATION, HEADROOM, OUTSIDE_POOL, Figure, values_of
+from jaxmem_callbacks.analysis.across import NAMES
+from jaxmem_callbacks.analysis.figures import (
+    DERIVED,
+    FIGURES,
+    FRAGMENTATION,
+    HEADROOM,
+    OUTSIDE_POOL,
+    PROCESSES,
+    Figure,
+    over_processes,
+    values_of,
+)
 from jaxmem_callbacks.analysis.fragmentation import fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.plan_check import plan_row
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.processes import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.units import format_bytes
@@ -50,6 +62,7 @@ class KnownHere:
         self._programs: dict[str, ProgramMemory] = {}
         self._unknown_programs: dict[str, str] = {}
         self._heaps: Sequence[HeapMap] = ()
+        self._across: AcrossProcesses | None = None
         self._dropped = 0
 
     def learn(self, observation: Observation) -> None:
@@ -66,6 +79,7 @@ class KnownHere:
             elif compilation.program not in self._programs:
                 self._unknown_programs[compilation.program] = compilation.unavailable or "unknown"
         self._heaps = observation.heaps or self._heaps
+        self._across = observation.processes or self._across
         self._dropped = observation.dropped
 
     def shape(self) -> tuple[tuple[str, bool], ...]:
@@ -78,6 +92,7 @@ class KnownHere:
             *map(self._figure, FIGURES),
             *map(self._derived, DERIVED),
             self._heap_map(),
+            *self._of_processes(),
             *self._limit(),
             *self._needs(),
             *self._planned(),
@@ -138,6 +153,21 @@ class KnownHere:
         why = self._why.get("heap_map", "none was taken yet; the first comes after heap_map_s seconds, or at the end")
         return _unknown(HEAP_MAP, "live_arrays", f"unknown, because {why}")
 
+    def _of_processes(self) -> list[KnownRow]:
+        """Where a preset asks for them: each figure with the processes that have the ends, or why there is none."""
+        if self._across is None:
+            why = self._why.get("processes")
+            return [_unknown(f"{PROCESSES}...", "processes", f"unknown, because {why}")] if why else []
+        silent = ", ".join(map(str, self._across.silent))
+        text = f"of {self._across.heard} of {self._across.processes} processes" + (
+            f"; silent: {silent}" if silent else ""
+        )
+        return [
+            _row(over_processes(NAMES[name]).tag, _across_spelled(each, NAMES[name]), "processes", text)
+            for name, each in self._across.figures.items()
+            if name in NAMES
+        ]
+
     def _limit(self) -> list[KnownRow]:
         if self._limit_bytes is None:
             return []
@@ -165,18 +195,25 @@ class KnownHere:
 
 def _spelled(values: Mapping[str, float], figure: Figure) -> str:
     """One value, or lowest, mean and highest with the devices that have the ends."""
-
-    def spell(value: float) -> str:
-        if figure.unit == "GiB":
-            return format_bytes(round(value))
-        return f"{value:.1%}" if figure.unit == "share" else f"{value:,.0f}"
-
     low, high = min(values, key=lambda name: values[name]), max(values, key=lambda name: values[name])
     if len(values) == 1 or values[low] == values[high]:
         where = low if len(values) == 1 else f"each of {len(values)} devices"
-        return f"{spell(values[low])} ({where})"
+        return f"{_spell(values[low], figure)} ({where})"
     mean = sum(values.values()) / len(values)
-    return f"min {spell(values[low])} ({low}), mean {spell(mean)}, max {spell(values[high])} ({high})"
+    ends = f"min {_spell(values[low], figure)} ({low})", f"max {_spell(values[high], figure)} ({high})"
+    return f"{ends[0]}, mean {_spell(mean, figure)}, {ends[1]}"
+
+
+def _across_spelled(each: AcrossFigure, figure: Figure) -> str:
+    low, mean, high = (_spell(value, figure) for value in (each.low, each.mean, each.high))
+    where = f"process {each.high_process}" + (f", {each.high_device}" if each.high_device else "")
+    return f"min {low} (process {each.low_process}), mean {mean}, max {high} ({where})"
+
+
+def _spell(value: float, figure: Figure) -> str:
+    if figure.unit == "GiB":
+        return format_bytes(round(value))
+    return f"{value:.1%}" if figure.unit == "share" else f"{value:,.0f}"
 
 
 def _row(figure: str, latest: str, source: str, text: str) -> KnownRow:

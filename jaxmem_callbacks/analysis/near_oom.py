@@ -16,7 +16,7 @@ from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 
 _LEAST_GAIN = 0.01  # of the limit: a smaller growth foretells nothing
-_QUIET = 10  # readings in a row with enough headroom that end an episode
+_QUIET = 10  # steps in a row with enough headroom that end an episode
 _SURELY = 2.0  # a level above any share at which an episode begins
 
 
@@ -40,6 +40,7 @@ class NearOomDetector:
         self._told: set[str] = set()
         self._latest: dict[str, Demand] = {}
         self._blocks = LargestBlock()
+        self._ahead = Episode(begin=0.5, release=0.5, quiet=_QUIET)  # a look that can't judge ends nothing
         self._trends: dict[tuple[str, str], Trend] = {}  # by source and device
         self._growing = Episode(begin=0.5, release=0.0)  # a rise's order
 
@@ -49,11 +50,13 @@ class NearOomDetector:
         events = self._too_large(observation)
         moments = self._moments(observation.readings)
         soon = self._soon(observation, moments)
+        self._ahead.begins(float(soon is not None))
         for moment in moments:
             # Allocator and live arrays see the same memory: one episode, judged by the worse of their latest readings.
             self._latest[moment[0].reading.source] = max(moment, key=lambda demand: demand.share)
             worst = max(self._latest.values(), key=lambda demand: demand.share)
-            if self._episode.begins(_SURELY if soon else worst.share):
+            ahead = soon is not None or (self._ahead.running and self._episode.running)
+            if self._episode.begins(_SURELY if ahead else worst.share, at=moment[0].reading.step):
                 is_now = worst.share > 1 - self._settings.near_oom_headroom
                 events.append(near_event(worst) if soon is None or is_now else soon)
         return events

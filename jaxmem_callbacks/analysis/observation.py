@@ -9,8 +9,10 @@ from typing import Protocol
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.traces import TraceEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,8 @@ class Observation:
         metrics: The user's metrics that were ready.
         dropped: Stamps that were lost since the start because the ring was full.
         heaps: Heap maps that were taken, one a device.
+        processes: What all processes of the run told, on process 0 and where a preset asks for it.
+        trace: Allocations that were recorded.
     """
 
     step: int
@@ -61,6 +65,8 @@ class Observation:
     metrics: Sequence[Metrics] = field(default=())
     dropped: int = 0
     heaps: Sequence[HeapMap] = ()
+    processes: AcrossProcesses | None = None
+    trace: Sequence[TraceEvent] = ()
 
 
 class Detector(Protocol):

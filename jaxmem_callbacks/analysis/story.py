@@ -8,11 +8,13 @@ from typing import final
 
 from jaxmem_callbacks.analysis.figures import values_of
 from jaxmem_callbacks.analysis.history import History
-from jaxmem_callbacks.analysis.known import HEAP_MAP, KnownHere, KnownRow
+from jaxmem_callbacks.analysis.known import KnownHere, KnownRow
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
@@ -106,6 +108,7 @@ class Story:
         limit_bytes: The lowest limit that a device or the preset had, or None.
         history: The highest values by time, for the figure.
         known: Which figures were known, and why others were not.
+        heap: The last map of live arrays, of the device that held most, or None.
         remarks: What is worth knowing of its files, a sentence each.
     """
 
@@ -121,6 +124,7 @@ class Story:
     limit_bytes: int | None = None
     history: History = field(default_factory=History)
     known: KnownHere = field(default_factory=KnownHere)
+    heap: HeapMap | None = None
     remarks: list[str] = field(default_factory=list[str])
     _windows: Windows = field(default_factory=lambda: Windows(_WINDOW_S))
     _step: int = -1
@@ -137,8 +141,8 @@ class Story:
                 self.ended = True
             case Reading():
                 self._read(record)
-            case Unavailable():
-                self.known.learn(Observation(step=self._step, time_s=self._time_s, unavailable=(record,)))
+            case Unavailable() | AcrossProcesses() | HeapMap():
+                self._note(record)
             case Compilation():
                 known = self.programs.get(record.program, ProgramStory())
                 self.programs[record.program] = known.after(record)
@@ -164,8 +168,20 @@ class Story:
 
     @property
     def known_rows(self) -> tuple[KnownRow, ...]:
-        """What was known and why others were not; without the map of arrays, a picture, which no line of a run holds."""
-        return tuple(row for row in self.known.rows() if row.figure != HEAP_MAP)
+        """What was known and why others were not."""
+        return self.known.rows()
+
+    def _note(self, record: Unavailable | AcrossProcesses | HeapMap) -> None:
+        """What only the table of what is known shows; and the last map."""
+        self.heap = record if isinstance(record, HeapMap) else self.heap
+        seen = Observation(
+            step=self._step,
+            time_s=self._time_s,
+            unavailable=(record,) if isinstance(record, Unavailable) else (),
+            processes=record if isinstance(record, AcrossProcesses) else None,
+            heaps=(record,) if isinstance(record, HeapMap) else (),
+        )
+        self.known.learn(seen)
 
     def _begin(self, start: RunStart) -> None:
         if self.start is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,6 +20,7 @@ from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.plan_progress import plan_progress
 from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text
 
 if TYPE_CHECKING:
@@ -65,8 +67,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         beside: Other programs that must fit too, as pairs of a function and its arguments:
             ``[(eval_step, (state, batch))]``. Each is compiled once for every way to place the state, besides the compiles
             that are counted above, and the largest program sets the need.
-        progress: Told what is compiled, as ``progress(what, done, at_most)``; True writes lines to stderr, None does so on
-            a terminal, False never.
+        progress: Told what is compiled, as ``progress(what, done, at_most)``; True shows it on stderr, as a bar
+            on a terminal and as lines elsewhere; None does so on a terminal only, False never.
         **kwargs: The step's keyword arguments.
 
     Returns:
@@ -79,7 +81,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         PolicyError, LossRefusedError: only where even the plain step cannot be traced.
     """
     ask = Ask(target=target, budget=budget, resident=resident, mesh=mesh, search=search, beside=beside)
-    return Plan(make_plan(train_step, args, kwargs, ask, _progress(progress)))
+    with _told(progress) as told:
+        return Plan(make_plan(train_step, args, kwargs, ask, told))
 
 
 @final
@@ -186,13 +189,13 @@ class Plan:
         return plan_html(self.record, self.frontier)
 
 
-def _progress(asked: Progress | bool | None) -> Progress | None:  # noqa: FBT001 - as the user said it
+@contextmanager
+def _told(asked: Progress | bool | None) -> Generator[Progress | None]:  # noqa: FBT001 - as the user said it
+    """What to tell of each compile: what the user gave, a bar or lines on stderr, or nothing."""
     if callable(asked):
-        return asked
-    if asked is False or (asked is None and not sys.stderr.isatty()):
-        return None
-    return _to_stderr
-
-
-def _to_stderr(what: str, done: int, most: int) -> None:
-    sys.stderr.write(f"plan: {what} ({done} of at most {most} compiled)\n")
+        yield asked
+    elif asked is False or (asked is None and not sys.stderr.isatty()):
+        yield None
+    else:
+        with plan_progress(sys.stderr) as told:
+            yield told

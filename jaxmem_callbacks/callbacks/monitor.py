@@ -11,6 +11,7 @@ import math
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,24 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from jaxmem_callbacks.callbacks.detectors import detectors_of
+from jaxmem_callbacks.callbacks.environment_held import tell_of_environment
+from jaxmem_callbacks.callbacks.exchange import Exchange
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.heap_maps import HeapMaps
 from jaxmem_callbacks.callbacks.opening import Opening
 from jaxmem_callbacks.callbacks.recorder import Recorder
 from jaxmem_callbacks.callbacks.sampler import Sampler, Stamp
 from jaxmem_callbacks.callbacks.ticker import Ticker
-from jaxmem_callbacks.callbacks.wanted import folder_of, plan_of, settings_of, split_of, versions_now, writers_of
+from jaxmem_callbacks.callbacks.traces import Traces
+from jaxmem_callbacks.callbacks.wanted import (
+    folder_of,
+    plan_of,
+    settings_of,
+    split_of,
+    versions_now,
+    with_environment,
+    writers_of,
+)
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
@@ -34,6 +46,10 @@ from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.recovery.ballast import Ballast
+from jaxmem_callbacks.recovery.calls import CallsBefore
+from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom
+from jaxmem_callbacks.recovery.witness import Witnessed
 
 _LOOK_S = 0.1
 
@@ -52,7 +68,8 @@ class MemoryMonitor:
 
     Args:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
-        logdir: Folder for the event file and ``memory.jsonl``; None writes no files.
+        logdir: Folder for the event file and ``memory.jsonl``; None writes no files but the report of an out-of-memory failure
+            that passes the monitor's ``with`` (docs/oom.md).
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
         plan: What `jm.plan` gave for the step: the monitor writes its figure and table once at the start, says when it is
             stale, and shows predicted beside compiled bytes.
@@ -100,10 +117,15 @@ class MemoryMonitor:
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
+        self._logdir, self._ballast, self._before = folder, Ballast(), CallsBefore()
         self._heaps = HeapMaps(settings.heap_map_s, self._faults)
+        self._exchange = Exchange(settings.processes_s, self._faults)
+        self._unverified = with_environment(preset)
+        self._traces = Traces(settings.trace_steps, self._faults, has_folder=folder is not None)
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
         self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
+        self._told: deque[MemoryEvent] = deque()
         self._count = 0
         self._clock = time.time
         self._append: Callable[[Stamp], None] = self._sampler.ring.append
@@ -160,6 +182,18 @@ class MemoryMonitor:
         """The events so far, oldest first."""
         return self._recorder.events
 
+    def witnessed(self) -> Witnessed:
+        """What was seen so far, for the report of an out-of-memory failure (`jm.oom_guard`); it waits for nothing."""
+        step = self._sampler.latest_step()
+        return self._recorder.witnessed(self._logdir, step if step >= 0 else None)
+
+    def tell(self, event: MemoryEvent) -> None:
+        """Take in an event that somebody else saw, such as a recovery; it is written at the next look, beside the monitor's own.
+
+        Any thread.
+        """
+        self._told.append(event)
+
     def flush(self) -> None:
         """Look now, at everything, and write it; for the end of an epoch or a test, not for every step.
 
@@ -180,11 +214,15 @@ class MemoryMonitor:
             self._finish(wait=False)
 
     def __enter__(self) -> Self:
+        self._ballast.hold()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ballast.release()
+        if error is not None:
+            report_oom(error, ReportSettings(), self, self._before)
         self._finish(wait=kind is None)
         if kind is None:
             self._faults.raise_pending()
@@ -207,6 +245,25 @@ class MemoryMonitor:
         if self._running:
             atexit.register(self._at_exit)
             self._ticker.start()
+            self._begin_trace(step)
+
+    def _begin_trace(self, step: int) -> None:
+        if self._traces.wanted:
+            self._traces.take(step)
+        if self._traces.wanted:
+            self._after_trace = self._usual_attend, self._due_s
+            self._usual_attend, self._due_s = self._attend_and_trace, [0.0]
+            self._attend = self._usual_attend
+
+    def _attend_and_trace(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        """What is attended to at every one of the first `trace_steps` calls."""
+        self._after_trace[0](serial, step, now, metrics)
+        if self._has_thread:
+            self._traces.take(step)
+        if not self._traces.wanted or not self._has_thread:
+            self._usual_attend, self._due_s = self._after_trace
+            self._attend = self._usual_attend
+        self._faults.raise_pending()
 
     def _attend_and_map(self, serial: int, step: int, now: float, metrics: Any) -> None:
         """What is attended to once in `heap_map_s` seconds."""
@@ -238,10 +295,17 @@ class MemoryMonitor:
         self._faults.attempt("the monitor", self._look, scan, last, default=None)
 
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
+        if self._unverified is not None:  # only the first time: the backend has started by now
+            preset, self._unverified = self._unverified, None
+            self._faults.attempt("verifying the environment", tell_of_environment, preset, self._faults, default=None)
         observation = self._sampler.collect(scan=scan or last)
         heaps, why = self._heaps.collect()
-        observation = dataclasses.replace(observation, heaps=heaps, unavailable=[*observation.unavailable, *why])
-        events: list[MemoryEvent] = []
+        unavailable = [*observation.unavailable, *why]
+        observation = dataclasses.replace(
+            observation, heaps=heaps, unavailable=unavailable, trace=self._traces.collect()
+        )
+        observation = self._exchange.turn(observation, wait=scan or last)
+        events = [self._told.popleft() for _ in range(len(self._told))]
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
         self._recorder.record(observation, events, last=last)
@@ -265,6 +329,7 @@ class MemoryMonitor:
 
     def _end(self) -> None:
         self._try_look(last=True)
+        self._exchange.close()
         self._faults.attempt("closing the writers", self._recorder.close, default=None)
 
     def _say_what_hangs(self) -> None:
@@ -281,4 +346,5 @@ def _ignore(stamp: Stamp) -> None:
 def _finish_at_exit(monitor: weakref.ref[MemoryMonitor]) -> None:
     alive = monitor()
     if alive is not None:
+        report_last(alive)
         alive.close()

@@ -18,9 +18,14 @@ import jaxmem_callbacks
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.run_folder import RunFolder, lock_folder
 from jaxmem_callbacks.callbacks.wanted import versions_now
+from jaxmem_callbacks.probes.allocations import BLIND
+from jaxmem_callbacks.probes.protocol import device_label
+from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.readers.parts import JSONL_NAME
+from jaxmem_callbacks.readers.trace_lines import TRACE_NAME
 from jaxmem_callbacks.records.runs import RunStart
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.traces import TraceHead
 from jaxmem_callbacks.writers.protocol import Writer
 
 
@@ -57,6 +62,7 @@ class Opening:
         wanted: list[tuple[bool, str, Callable[[], Writer]]] = [
             (self.settings.tensorboard, "TensorBoard", self._tensorboard),
             (self.settings.jsonl, "JSONL", self._jsonl),
+            (self.settings.trace_steps > 0, "the trace", self._trace),
         ]
         return [RunFolder(self.logdir, lock, {name: make for want, name, make in wanted if want}, self.faults)]
 
@@ -70,6 +76,20 @@ class Opening:
 
         path, part_bytes = self._folder / JSONL_NAME, self.settings.jsonl_part_bytes
         return JsonlWriter(path, self.run_id, part_bytes=part_bytes, start=self._start())
+
+    def _trace(self) -> Writer:
+        from jaxmem_callbacks.writers.trace_file import TraceWriter
+
+        first = jax.local_devices()[0]
+        head = TraceHead(
+            name=self.run_id,
+            device=device_label(first),
+            device_bytes=memory_of_kind(first.device_kind),
+            tells=(f"The first {self.settings.trace_steps} calls of the monitor on {first.device_kind}.",),
+            blind=BLIND,
+            versions=tuple(versions_now().items()),
+        )
+        return TraceWriter(self._folder / f"{TRACE_NAME}.{self.run_id}.jsonl", head)
 
     def _start(self) -> RunStart:
         first = jax.local_devices()[0]

@@ -5,10 +5,12 @@ Runs on the monitor's own thread only. A writer that raises is switched off by i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import final
 
+from jaxmem_callbacks.analysis.across import across_scalars
 from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, values_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
@@ -21,7 +23,9 @@ from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.traces import TracePart
 from jaxmem_callbacks.records.units import GIB
+from jaxmem_callbacks.recovery.witness import Witnessed
 from jaxmem_callbacks.writers.heap_figure import draw_heap
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
@@ -66,6 +70,7 @@ class Recorder:
         self._used: set[str] = set()
         self._census: ArrayCensus | None = None
         self._needs: dict[str, int] = {}
+        self._across: Mapping[str, float] = {}
         self._limit = settings.limit_bytes
         self._figure_s: float | None = None
         self._unflushed = False
@@ -80,6 +85,8 @@ class Recorder:
             self._unwritten_plan = None
         for record in (*self._raw(observation), *events):
             self._write(record)
+        if observation.trace:
+            self._write(TracePart(events=tuple(observation.trace)))
         window = self._windows.close(observation.step, observation.time_s, force=last)
         if window is not None:
             self._history.add(window)
@@ -100,6 +107,18 @@ class Recorder:
         pool.keep(self._constants())
         window = pool.close(0, 0.0, force=True)
         return window.scalars() if window is not None else {}
+
+    def witnessed(self, logdir: Path | None, step: int | None) -> Witnessed:
+        """What was seen so far, for a report of a failure; any thread, and it waits for nothing."""
+        return Witnessed(
+            logdir=logdir,
+            step=step,
+            readings=tuple(self._latest.values()),
+            events=self.events,
+            history=self._history.points,
+            needs=dict(self._needs),
+            limit_bytes=self._limit,
+        )
 
     @property
     def takes_pictures(self) -> bool:
@@ -125,6 +144,8 @@ class Recorder:
             name, memory = compiled.compilation.program, compiled.compilation.memory
             if memory is not None:  # of several compiles the largest counts: all of them may run again
                 self._needs[name] = max(memory.step_bytes, self._needs.get(name, 0))
+        if observation.processes is not None:
+            self._across = across_scalars(observation.processes)
         self._windows.keep(self._constants())
 
     def _shown(self, reading: Reading) -> dict[str, float]:
@@ -137,6 +158,7 @@ class Recorder:
 
     def _constants(self) -> dict[str, float]:
         values = {f"{PROGRAM}{name}": need / GIB for name, need in dict(self._needs).items()}
+        values |= self._across
         if self._plan is not None:
             values |= plan_scalars(self._plan)
             predicted, compiled = self._plan.candidates[self._plan.chosen].step_bytes, self._needs.get(self._plan.step)
@@ -157,7 +179,8 @@ class Recorder:
         new = [each for each in observation.unavailable if each not in self._unavailable]
         self._unavailable.update(new)
         compilations = [replace(each.compilation, step=each.step) for each in observation.compilations]
-        return [*readings, *new, *self._arrays(observation.arrays), *compilations, *observation.metrics]
+        across = [] if observation.processes is None else [observation.processes]
+        return [*readings, *new, *self._arrays(observation.arrays), *across, *compilations, *observation.metrics]
 
     def _arrays(self, census: ArrayCensus | None) -> list[ArrayCensus]:
         """Of the groups of arrays only those that differ from what was written before: mostly none."""
@@ -197,11 +220,14 @@ class Recorder:
             self._write(picture)
 
     def _write_heap(self, heaps: Sequence[HeapMap]) -> None:
-        """The device that holds most is drawn."""
+        """The device that holds most is written, and drawn for writers that show pictures."""
+        fullest = max(heaps, key=lambda heap: sum(buffer.bytes for buffer in heap.buffers), default=None)
+        if fullest is None or not fullest.buffers:
+            return
+        self._write(fullest)
         if not self.takes_pictures:
             return
-        fullest = max(heaps, key=lambda heap: sum(buffer.bytes for buffer in heap.buffers), default=None)
-        picture = self._faults.attempt("the heap figure", draw_heap, fullest, default=None) if fullest else None
+        picture = self._faults.attempt("the heap figure", draw_heap, fullest, default=None)
         if picture is not None:
             self._write(picture)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, MonitorSettings
+from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
 from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer
@@ -49,6 +49,12 @@ def split_of(preset: Preset | MonitorSettings | str | None) -> str | None:
     if sharding is None or isinstance(sharding, tuple):
         return None if sharding is None else "rules"
     return sharding if sharding in _SPLIT_ALL else None
+
+
+def with_environment(preset: Preset | MonitorSettings | str | None) -> Preset | None:
+    """The preset, where it says something of the environment; else None."""
+    loaded = _loaded(preset)
+    return loaded if isinstance(loaded, Preset) and loaded.environment != EnvironmentSettings() else None
 
 
 def _loaded(preset: Any) -> Any:
@@ -110,6 +116,8 @@ def _check(settings: MonitorSettings) -> None:
         for name, expected, right in (
             ("every_steps", "at least 1", settings.every_steps >= 1),
             *((name, "more than 0 seconds", getattr(settings, name) > 0) for name in _SPANS),
+            ("processes_s", "more than 0 seconds, or None", settings.processes_s is None or settings.processes_s > 0),
+            ("trace_steps", "at least 0", settings.trace_steps >= 0),
             ("limit_bytes", "more than 0 bytes, or None", settings.limit_bytes is None or settings.limit_bytes > 0),
             (
                 "jsonl_part_bytes",

@@ -9,8 +9,12 @@ FINDINGS = 1
 """``jaxmem doctor`` looked, and something is wrong."""
 GREW = 1
 """``jaxmem compare`` found more growth than was allowed."""
+NOTHING_FOUND = 1
+"""``jaxmem oom`` read the log, and it tells of no failure."""
+NONE_SURVIVES = 1
+"""``jaxmem simulate`` found no settings under which the run survives."""
 REFUSED = 2
-"""Wrong arguments, a wrong preset, a script that never reaches a step, a plan in which nothing fits, or things that
-cannot be compared."""
+"""Wrong arguments, a wrong preset, a script that never reaches a step, a plan in which nothing fits, a log
+that cannot be read, or things that cannot be compared."""
 BROKEN_PIPE = 141
 """The reader of the output went away, as in ``jaxmem presets | head -1``; what a shell reports for SIGPIPE."""

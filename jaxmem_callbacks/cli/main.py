@@ -26,9 +26,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "jaxmem_callbacks.cli.inspect",
         "what a training script's step needs, by argument, and what is donated",
     ),
+    "oom": (
+        "jaxmem_callbacks.cli.oom",
+        "what a log tells of memory that ran out: how much, where, why, and what to try",
+    ),
     "plan": ("jaxmem_callbacks.cli.plan", "the cheapest way to make a training script's step fit, on any hardware"),
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
     "report": ("jaxmem_callbacks.cli.report", "the story of a run as one self-contained HTML file"),
+    "simulate": ("jaxmem_callbacks.cli.simulate", "under which allocator settings a recorded run would have survived"),
 }
 
 
@@ -39,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None for the process's own.
 
     Returns:
-        0; 1 where a script failed, memory grew more than allowed or `jaxmem doctor` found something; 2 where the library
-        refused, with the reason on stderr and no traceback; 141 where the output's reader went away.
+        0; 1 where a script failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem oom` nothing or no
+        settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 141 where the output's
+        reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.

@@ -16,6 +16,7 @@ from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError, did_you_mean
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 DEFAULT = "monitor_only"
@@ -42,8 +43,8 @@ def load_preset(*names_or_paths: str | os.PathLike[str], **overrides: Any) -> Pr
     Args:
         *names_or_paths: Shipped names (``"full_remat"``) or YAML files (a ``Path``, or text that ends in ``.yaml`` or has a
             path separator). Without any: ``monitor_only``.
-        **overrides: ``policy={...}``, ``monitor={...}``, ``environment={...}`` and ``description="..."`` with the keys of the
-            YAML; they win over every part.
+        **overrides: ``policy={...}``, ``monitor={...}``, ``environment={...}``, ``recovery={...}`` and
+            ``description="..."`` with the keys of the YAML; they win over every part.
 
     Returns:
         What the parts say together; lists are replaced, not joined.
@@ -102,6 +103,7 @@ def compose(parts: list[Part]) -> Preset:
         policy=policy,
         monitor=MonitorSettings(**merged["monitor"]),
         environment=environment,
+        recovery=RecoverySettings(**merged["recovery"]),
         said=tuple(f"{section}.{key}" for section in SECTIONS for key in sorted(merged[section])),
     )
 

@@ -1,7 +1,7 @@
 """What a preset may say: pydantic models derived from the records. Data in, checked data or problems out.
 
-Keys are the fields of ``StepPolicy``, ``MonitorSettings`` and ``EnvironmentSettings``. A size is written ``limit: 700MiB``: the
-ending ``_bytes`` of the record's name may be left out, because the value carries its unit.
+Keys are the fields of ``StepPolicy``, ``MonitorSettings``, ``EnvironmentSettings`` and ``RecoverySettings``. A size is written
+``limit: 700MiB``: the ending ``_bytes`` of the record's name may be left out, because the value carries its unit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,16 @@ from jaxmem_callbacks.records.policies import (
     canonical_remat,
     canonical_sharding,
 )
+from jaxmem_callbacks.records.recoveries import RecoverySettings, Rung
 from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
 from jaxmem_callbacks.records.units import KIB, MIB, parse_bytes
 
-SECTIONS: dict[str, type] = {"policy": StepPolicy, "monitor": MonitorSettings, "environment": EnvironmentSettings}
+SECTIONS: dict[str, type] = {
+    "policy": StepPolicy,
+    "monitor": MonitorSettings,
+    "environment": EnvironmentSettings,
+    "recovery": RecoverySettings,
+}
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _SHOWN = 60
 _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
@@ -54,6 +60,8 @@ RANGES: dict[str, tuple[Any, str]] = {
     "monitor.driver_s": (Field(gt=0), " of seconds above 0"),
     "monitor.heap_map_s": (Field(gt=0), " of seconds above 0"),
     "monitor.figure_s": (Field(gt=0), " of seconds above 0"),
+    "monitor.processes_s": (Field(gt=0), " of seconds above 0"),
+    "monitor.trace_steps": (Field(ge=0), " of at least 0"),
     "monitor.near_oom_headroom": (Field(ge=0, lt=1), " from 0 to below 1"),
     "monitor.near_oom_steps": (Field(ge=1), " of at least 1"),
     "monitor.growth_steps": (Field(ge=LEAST_GROWTH_STEPS), f" of at least {LEAST_GROWTH_STEPS}"),
@@ -61,6 +69,9 @@ RANGES: dict[str, tuple[Any, str]] = {
     "monitor.imbalance_share": (Field(gt=0, le=1), " above 0 and up to 1"),
     "monitor.fragmentation_share": (Field(gt=0, le=1), " above 0 and up to 1"),
     "environment.fraction": (Field(gt=0, le=1), " above 0 and up to 1"),
+    "recovery.every_steps": (Field(ge=1), " of at least 1"),
+    "recovery.max_microbatches": (Field(ge=1), " of at least 1"),
+    "recovery.agree_s": (Field(gt=0), " of seconds above 0"),
 }
 
 
@@ -113,6 +124,7 @@ _TYPES: dict[str, Any] = {
     "monitor.imbalance_min_bytes": _size_type(0),
     "monitor.jsonl_part_bytes": _size_type(KIB) | None,
     "environment.collective_pool_bytes": _size_type(MIB, of=MIB) | None,
+    "recovery.buffer_bytes": _size_type(0),
 }
 _EXPECTED: dict[str, str] = {
     "description": "a text",
@@ -120,6 +132,7 @@ _EXPECTED: dict[str, str] = {
     "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
     "monitor.jsonl_part_bytes": "a size of at least 1KiB, such as 256MiB, or null",
     "environment.collective_pool_bytes": "a size in whole MiB, such as 512MiB, or null",
+    "recovery.ladder": f"a list of some of: {', '.join(get_args(Rung))}",
     "policy.donate": "auto, a list of argument names such as [state], or [] for none",
 }
 

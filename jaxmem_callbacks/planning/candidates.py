@@ -174,8 +174,12 @@ class Compiler:
             unchecked=step.unchecked,
         )
 
-    def lowered(self, policy: StepPolicy) -> Callable[[], Candidate]:
+    def lowered(self, policy: StepPolicy, *, timeout_s: float | None = None) -> Callable[[], Candidate]:
         """The step under a policy, lowered in the calling thread, whose settings (a mesh, ``enable_x64``) JAX obeys.
+
+        Args:
+            policy: The policy.
+            timeout_s: Seconds after which a worker's compile is ended; None for what the process says.
 
         Returns:
             The compile that is left to do, in any thread: the candidate as the target's own compiler sees it. It raises
@@ -193,7 +197,9 @@ class Compiler:
             return self._lowered_here(step, facts)
         with problem.in_mesh():
             traced = step.traced(problem.args, dict(problem.kwargs))
-            compiling = lower_traced_for(traced, step.name, problem.target.name, want_buffers=True, need_lines=False)
+            compiling = lower_traced_for(
+                traced, step.name, problem.target, want_buffers=True, need_lines=False, timeout_s=timeout_s
+            )
         return lambda: self._answered(policy, facts, compiling())
 
     def _answered(self, policy: StepPolicy, facts: Facts, answer: TargetCompilation) -> Candidate:
@@ -222,7 +228,9 @@ class Compiler:
             cached=answer.cached,
         )
 
-    def donating(self, policy: StepPolicy, names: Sequence[str]) -> tuple[int | None, bool]:
+    def donating(
+        self, policy: StepPolicy, names: Sequence[str], *, timeout_s: float | None = None
+    ) -> tuple[int | None, bool]:
         """Bytes of the step under a policy with some more arguments donated, and whether the cache knew them.
 
         Raises:
@@ -233,7 +241,7 @@ class Compiler:
             step = problem.step(policy)
             traced = step.traced(problem.args, dict(problem.kwargs))
             if problem.target is not None:
-                answer = lower_traced_for(traced, step.name, problem.target.name, donate=names)()
+                answer = lower_traced_for(traced, step.name, problem.target, donate=names, timeout_s=timeout_s)()
                 return answer.needed_bytes, answer.cached
             compiled = compile_traced_here(traced, step.name, donate=names)
         memory = program_memory(compiled, name="step", platform=jax.default_backend(), target="attached")

@@ -32,7 +32,7 @@ class Ledger:
     """All compiles of one plan.
 
     Args:
-        progress: Called with what is compiled next, how many are done and how many may come.
+        progress: Called with what is being compiled, how many are done and how many may come.
         most: Compiles at most.
     """
 
@@ -71,7 +71,7 @@ class Ledger:
         self._notes[text] = None
 
     def tell(self, what: str) -> None:
-        """Say what is compiled next, or was."""
+        """Say what is being compiled, or was last."""
         self._progress(what, len(self.entries), self.most)
 
     def compile(self, asked: Sequence[tuple[Compiler, StepPolicy]]) -> list[Candidate | None]:
@@ -102,7 +102,8 @@ class Ledger:
                 with self._told_if_it_fails(compiler, policy):
                     found = self._known[compiler, policy] = done.result()
                     self.entries.append(Entry(compiler, found))
-                self.tell(compiler.title(policy))
+                going = [compiler.title(policy) for each, (compiler, policy) in waiting.items() if each.running()]
+                self.tell(" and ".join(going) or compiler.title(policy))
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(each.done() for each in waiting):

@@ -8,7 +8,7 @@ where they promise more than the estimate may be wrong by.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,8 +126,10 @@ def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
     ]
 
 
-def spread(offered: Sequence[Offer], count: int, *, least: float, flops: int, scale: float) -> list[Offer]:
-    """At most so many offers, without the first, that any policy between two of them is near one of the two.
+def spread(
+    offered: Sequence[Offer], count: int, *, needs: np.ndarray, flops: int, known: Collection[int] = (0,)
+) -> list[Offer]:
+    """At most so many offers that any policy between two of them is near one of the two.
 
     Near is a factor: the bytes of the larger of the two over those of what lies between, or the operations of the smaller. The
     greatest of these factors is made as small as so many compiles allow.
@@ -135,17 +137,17 @@ def spread(offered: Sequence[Offer], count: int, *, least: float, flops: int, sc
     Args:
         offered: Offers, each of which computes less again than all before it.
         count: How many may be asked for.
-        least: Bytes of the step under the first of them.
+        needs: float64[offers], ascending: bytes of the step under each of them, measured or modelled.
         flops: Operations of the plain step.
-        scale: Bytes of the step for one that is modelled.
+        known: Places of offers that were compiled before, the first among them.
     """
-    needs = least + scale * np.array([each.bytes for each in offered], np.float64)
     work = flops + np.array([each.flops for each in offered], np.float64)
+    there = np.array(sorted(known), np.int64)
     low, high = _CLOSE, float(max(needs[-1] / needs[0], work[0] / work[-1], _CLOSE)) + 1
-    places = _within(high, needs, work)
+    places = _within(high, needs, work, there)
     for _ in range(_BISECTIONS if count > 0 else 0):
         middle = (low + high) / 2
-        some = _within(middle, needs, work)
+        some = _within(middle, needs, work, there)
         if len(some) <= count:
             places, high = some, middle
         else:
@@ -153,13 +155,16 @@ def spread(offered: Sequence[Offer], count: int, *, least: float, flops: int, sc
     return [offered[place] for place in places[:count]]
 
 
-def _within(factor: float, needs: np.ndarray, work: np.ndarray) -> list[int]:
-    """The fewest places, the last included, between which all is within a factor; bytes ascend and operations descend."""
-    places, last = [0], len(needs) - 1
-    while places[-1] < last:
-        start = places[-1]
+def _within(factor: float, needs: np.ndarray, work: np.ndarray, known: np.ndarray) -> list[int]:
+    """The fewest places, the last included, between which and the known ones all is within a factor."""
+    places, start, last = list[int](), 0, len(needs) - 1
+    while start < last:
         # Up to here the operations of the one below are near; from there on the bytes of the next one have to be.
         beyond = start + 1 + int(np.searchsorted(-work[start + 1 :], -work[start] / factor, side="right"))
         reach = int(np.searchsorted(needs, factor * needs[min(beyond, last)], side="right")) - 1
-        places.append(min(max(beyond, reach), last))
-    return places[1:]
+        farthest = min(max(beyond, reach), last)
+        there = known[(known > start) & (known <= farthest)]
+        start = int(there[-1]) if len(there) else farthest
+        if not len(there):
+            places.append(start)
+    return places

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
+import numpy as np
+
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
@@ -26,6 +28,8 @@ _WORTH = 0.005
 _FILLED = 0.98
 # The needs of policies between the ends lie less than this below those of the ends.
 _NEAR = 1.3
+# Compiles of a frontier that are chosen by the model alone.
+_AT_FIRST = 2
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
 
@@ -93,11 +97,35 @@ class RematSearch:
         self._compile([self._plain])
 
     def fill(self) -> None:
-        """Points between the ends, spread so that what lies between two of them is near one of the two."""
-        sizes = [each.step_bytes for each in self.found.values() if each.step_bytes is not None]
-        least, flops = min(sizes, default=1), self._compiler.plain.flops
-        chosen = spread(self._offers, self._ledger.left, least=least, flops=flops, scale=self._corrected(least))
+        """Points between the ends, spread so that what lies between two of them is near one of the two.
+
+        The last of them and one in the middle are compiled before the others are chosen: they tell what the model is off by.
+        """
+        chosen = self._spread()
+        if len(chosen) > _AT_FIRST:
+            self._compile([chosen[-1].policy, chosen[len(chosen) // 2 - 1].policy])
+            chosen = self._spread()
         self._compile([offer.policy for offer in chosen])
+
+    def _spread(self) -> list[Offer]:
+        """What to compile next of the offers, as far as compiles are left."""
+        measured = {
+            place: found.step_bytes
+            for place, offer in enumerate(self._offers)
+            if (found := self.found.get(offer.policy)) is not None and found.step_bytes is not None
+        }
+        measured = measured or {0: min((each.step_bytes or 1 for each in self.found.values()), default=1)}
+        modelled = np.array([offer.bytes for offer in self._offers], np.float64)
+        places, last = list(measured), max(measured)
+        between = np.interp(modelled, modelled[places], list(measured.values()))
+        beyond = self._corrected(measured[min(measured)]) * np.maximum(modelled - modelled[last], 0)
+        return spread(
+            self._offers,
+            self._ledger.left,
+            needs=np.maximum.accumulate(between + beyond),
+            flops=self._compiler.plain.flops,
+            known={0, *places},
+        )
 
     def close_in(self) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""

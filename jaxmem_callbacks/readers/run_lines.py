@@ -14,12 +14,26 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
 
-RunRecord = RunStart | Reading | Unavailable | ArrayCensus | Compilation | Metrics | MemoryEvent | PlanRecord | RunEnd
+RunRecord = (
+    RunStart
+    | Reading
+    | Unavailable
+    | ArrayCensus
+    | AcrossProcesses
+    | HeapMap
+    | Compilation
+    | Metrics
+    | MemoryEvent
+    | PlanRecord
+    | RunEnd
+)
 
 # Users look these up in JAX's documentation, so they are spelled as in Device.memory_stats().
 JAX_NAMES = {
@@ -35,6 +49,8 @@ KINDS: dict[str, type[Any]] = {
     "reading": Reading,
     "unavailable": Unavailable,
     "arrays": ArrayCensus,
+    "processes": AcrossProcesses,
+    "heap_map": HeapMap,
     "compilation": Compilation,
     "metrics": Metrics,
     "event": MemoryEvent,
@@ -54,6 +70,8 @@ def fields_of(record: object, time_s: float) -> dict[str, Any] | None:
     kind = _KIND_OF.get(type(record))
     if kind is None:
         return None
+    if isinstance(record, HeapMap):
+        return {"kind": kind, **_map_fields(record)}
     fields = dataclasses.asdict(record)  # pyright: ignore[reportArgumentType] - the kinds are records
     if kind == "event":
         fields["event"] = fields.pop("kind")
@@ -80,7 +98,32 @@ def record_of(fields: Mapping[str, Any]) -> RunRecord | None:
         given = {_OWN_NAMES.get(name, name): value for name, value in fields.items()}
     elif kind == "plan":
         given = fields.get("plan")
+    elif kind == "heap_map":
+        given = _map_given(fields)
     return record_from(KINDS[kind], given)
+
+
+def _map_fields(heap: HeapMap) -> dict[str, Any]:
+    """Thousands of buffers of few kinds: each label once, and each buffer as address, bytes and the number of its label."""
+    numbers: dict[str, int] = {}
+    rows = [[each.address, each.bytes, numbers.setdefault(each.label, len(numbers))] for each in heap.buffers]
+    names = ("device", "step", "time_s", "left_out_count", "left_out_bytes")
+    return {**{name: getattr(heap, name) for name in names}, "labels": list(numbers), "buffers": rows}
+
+
+def _map_given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round.
+
+    Raises:
+        ValueError: buffers that are no rows of three numbers, or of a label that is not there.
+    """
+    try:
+        labels = fields["labels"]
+        rows = [{"address": at, "bytes": size, "label": labels[number]} for at, size, number in fields["buffers"]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        msg = "`buffers` are not rows of an address, bytes and the number of one of its `labels`"
+        raise ValueError(msg) from error
+    return {**fields, "buffers": rows}
 
 
 def _plain(value: Any) -> Any:

@@ -8,11 +8,16 @@
     |-- PresetError           (ValueError)    YAML that is not a preset
     |-- EnvironmentSettingError (ValueError)  a setting of XLA's client that is wrong, contradicted, too late or read by nothing
     |-- PlanError             (ValueError)    what a plan was asked for makes no sense, or nothing fits and it is to run
+    |-- SimulationError       (ValueError)    a trace of allocations that contradicts itself, or an allocator that is no one's
     |-- ScriptError           (RuntimeError)  a script that never calls a step
     |-- TargetError           (RuntimeError)  a compile target that is unknown or not installed
-    `-- CompileError          (RuntimeError)  the compiler of an absent target failed, crashed or took too long
+    |-- CompileError          (RuntimeError)  the compiler of an absent target failed, crashed or took too long
+    |-- DefragmentError       (RuntimeError)  arrays that cannot be moved together, or could not all be; it holds the tree
+    `-- RecoveryError         (RuntimeError)  a step that recovery cannot repeat, a checkpoint that is another state's,
+                                              or a run that ends because of another process
 
-``DonationWarning`` is the warning used where donation was inferred, not asked for.
+``DonationWarning`` is the warning used where donation was inferred, not asked for, or is lost after a restore;
+``RecoveryWarning`` the one for a checkpoint that was written under other conditions.
 """
 
 from __future__ import annotations
@@ -65,12 +70,37 @@ class CompileError(JaxmemError, RuntimeError):
     """The compiler of an absent target failed, crashed or ran out of time."""
 
 
+class RecoveryError(JaxmemError, RuntimeError):
+    """A step that recovery cannot repeat, a checkpoint of another state, or a run that ends because of another process."""
+
+
+class RecoveryWarning(UserWarning):
+    """Something that makes a recovery or a restore differ from what was asked for; the message lists what."""
+
+
+class DefragmentError(JaxmemError, RuntimeError):
+    """Arrays that cannot be moved together, or a move that failed in the middle.
+
+    Attributes:
+        tree: What was given, with every array where it is now: moved, not moved, or as a NumPy array where it could not be
+            put back. None where nothing was begun.
+    """
+
+    def __init__(self, message: str, tree: object = None) -> None:
+        super().__init__(message)
+        self.tree = tree
+
+
 class RunFileError(JaxmemError, ValueError):
-    """A run, plan or saved step memory that cannot be read; the message gives the file, and the line of one with lines."""
+    """A run, plan, log or saved step memory that cannot be read; the message gives the file, and the line of one with lines."""
 
 
 class ComparisonError(JaxmemError, ValueError):
     """Two things whose bytes cannot be compared, such as steps for different hardware."""
+
+
+class SimulationError(JaxmemError, ValueError):
+    """A trace of allocations that cannot be read or contradicts itself, or an allocator that cannot be simulated."""
 
 
 class DonationWarning(UserWarning):

@@ -16,6 +16,7 @@ EventKind = Literal[
     "imbalance",
     "plan_stale",
     "prediction_off",
+    "recovery",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Preset: a policy, settings of the monitor and of the environment under one name. Read from YAML, pure data from there on."""
+"""Preset: a policy, settings of the monitor, the environment and recovery under one name. Read from YAML, then pure data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
 
@@ -20,6 +21,7 @@ class Preset:
         policy: Applied to the step, before its first trace.
         monitor: How the run is watched.
         environment: What XLA's client is told before it starts, by ``jm.apply_environment``.
+        recovery: What ``jm.Recovery`` does when memory runs out.
         said: Dotted keys that the YAML spelled out (``policy.remat``); the others are defaults.
     """
 
@@ -28,6 +30,7 @@ class Preset:
     policy: StepPolicy = field(default_factory=StepPolicy)
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
     said: tuple[str, ...] = ()
 
 

@@ -23,6 +23,10 @@ class MonitorSettings:
         driver_s: Seconds between questions to NVIDIA's driver.
         heap_map_s: Seconds between heap maps, read on the training thread (about 10 microseconds an array); one more at the end.
         figure_s: Seconds between drawings of memory over time, and at the end.
+        processes_s: Seconds between two exchanges of figures among the processes of a run, of which process 0 writes the lowest,
+            mean and highest; null for none. No collective: through the store of ``jax.distributed``.
+        trace_steps: Calls, from the first on, over which what is allocated and freed is recorded for ``jaxmem simulate``, on the
+            training thread (a microsecond an array and ten for each new one, at every such call); 0 for none.
         limit_bytes: A limit to judge against where the platform reports none, or a tighter one than it reports; bytes.
         near_oom_headroom: Near-OOM begins when free memory falls under this share of the limit,
         near_oom_steps: or when what is held grows so that it meets the limit within so many steps.
@@ -48,6 +52,8 @@ class MonitorSettings:
     driver_s: float = 5.0
     heap_map_s: float = 600.0
     figure_s: float = 600.0
+    processes_s: float | None = None
+    trace_steps: int = 0
     limit_bytes: int | None = None
     near_oom_headroom: float = 0.05
     near_oom_steps: int = 1000

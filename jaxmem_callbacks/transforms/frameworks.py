@@ -1,14 +1,15 @@
 """What the library needs of a framework whose objects are not plain pytrees of arrays, and where to find it.
 
 The rooms above `integrations` never import a framework: they ask here, by the module name of the user's object, and the
-one file that knows that framework is loaded then.
+one file that knows that framework is loaded then. Who writes checkpoints is asked for here too.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
@@ -43,6 +44,26 @@ class Framework(Protocol):
         ...
 
 
+class Checkpoints(Protocol):
+    """A folder of checkpoints by step, each a state and a small note beside it. Implemented by a module of ``integrations``."""
+
+    def save(self, step: int, state: Any, note: Mapping[str, Any]) -> Path:
+        """Write one; returns when it is complete, with where it is."""
+        ...
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the complete ones, in order."""
+        ...
+
+    def note(self, step: int) -> dict[str, Any]:
+        """What stands beside one."""
+        ...
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The state of one, its arrays placed as those of ``like``, which may be shapes."""
+        ...
+
+
 # Root module of the user's object -> the file that knows it.
 _KNOWN = (("flax.nnx", "jaxmem_callbacks.integrations.flax_nnx"),)
 # Root module of what wraps annotated arrays -> the file that reads the annotation.
@@ -50,6 +71,8 @@ _ANNOTATORS = (
     ("flax.nnx.variablelib", "jaxmem_callbacks.integrations.nnx_axes"),
     ("flax.core.meta", "jaxmem_callbacks.integrations.linen_axes"),
 )
+
+_CHECKPOINTS = "jaxmem_callbacks.integrations.orbax"
 
 
 def framework_of(*trees: Any) -> Framework | None:
@@ -74,6 +97,17 @@ def annotator_of(node: Any) -> Annotator | None:
         return None
     annotator = cast("Annotator", importlib.import_module(place))
     return annotator if annotator.is_annotated(node) else None
+
+
+def checkpoints_in(folder: Path, *, keep: int | None = None, alone: bool = False) -> Checkpoints:
+    """Orbax's checkpoints of a folder, which is made where it is missing.
+
+    Args:
+        folder: A folder of checkpoints only.
+        keep: The number of newest ones that stay; None for all.
+        alone: Written by this process without the others of the run.
+    """
+    return importlib.import_module(_CHECKPOINTS).checkpoints_in(folder, keep=keep, alone=alone)
 
 
 @functools.cache

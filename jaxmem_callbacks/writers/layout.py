@@ -6,9 +6,20 @@ Charts only of what this platform reports, since the page shows an error in plac
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from jaxmem_callbacks.analysis.figures import BUDGET, DERIVED, ERROR, FIGURES, PLANNED, PRESET_LIMIT, PROGRAM
+from jaxmem_callbacks.analysis.figures import (
+    BUDGET,
+    DERIVED,
+    ERROR,
+    FIGURES,
+    PLANNED,
+    PRESET_LIMIT,
+    PROCESSES,
+    PROGRAM,
+    Figure,
+    over_processes,
+)
 
 Chart = tuple[str, list[str]]
 Layout = dict[str, dict[str, Chart]]
@@ -44,6 +55,7 @@ _SHORT = {
     "memory/device_used_gib": "Whole device, by the driver",
 }
 _RANGES = "Range of each window: min, mean, max"
+_ALL = "All processes: min, mean, max"
 
 
 def layout_of(tags: Collection[str]) -> Layout:
@@ -58,16 +70,19 @@ def layout_of(tags: Collection[str]) -> Layout:
             patterns = [_pattern(tag) for tag in lines]
             if any(re.match(pattern, tag) for pattern in patterns for tag in tags):
                 found.setdefault(category, {})[title] = (_MULTILINE, patterns)
-    if ranged := dict(_ranges(tags)):
-        found[_RANGES] = ranged
+    known = (*FIGURES, *DERIVED)
+    for category, figures in ((_RANGES, known), (_ALL, tuple(map(over_processes, known)))):
+        if ranged := dict(_ranges(tags, figures)):
+            found[category] = ranged
     return found
 
 
-def _ranges(tags: Collection[str]) -> Iterator[tuple[str, Chart]]:
-    for figure in (*FIGURES, *DERIVED):
+def _ranges(tags: Collection[str], figures: Iterable[Figure]) -> Iterator[tuple[str, Chart]]:
+    for figure in figures:
         ends = [f"{figure.tag}/min", f"{figure.tag}/max"]
-        if figure.tag in _SHORT and all(tag in tags for tag in (figure.tag, *ends)):
-            yield f"{_SHORT[figure.tag]} [{figure.unit}], from {figure.source}", (_MARGIN, [figure.tag, *ends])
+        short = _SHORT.get(figure.tag.replace(PROCESSES, "memory/"))
+        if short and all(tag in tags for tag in (figure.tag, *ends)):
+            yield f"{short} [{figure.unit}], from {figure.source}", (_MARGIN, [figure.tag, *ends])
 
 
 def _pattern(tag: str) -> str:

@@ -14,6 +14,7 @@ EVENT_TITLES: dict[EventKind, str] = {
     "recompilation": "Recompilation",
     "plan_stale": "Stale plan",
     "prediction_off": "Prediction off",
+    "recovery": "Recovery",
 }
 
 
@@ -27,7 +28,9 @@ def event_markdown(event: MemoryEvent) -> str:
     """One event: what, since when, what to do, and its figures."""
     figures = event_figures(event)
     head = f"**{event_title(event.kind)}** at step {event.step} ({event.device})"
-    return f"{head}\n\n{event.message}\n\n**What to do:** {event.action}\n\n{_table(('figure', 'value'), figures)}"
+    return (
+        f"{head}\n\n{event.message}\n\n**What to do:** {event.action}\n\n{markdown_table(('figure', 'value'), figures)}"
+    )
 
 
 def event_figures(event: MemoryEvent) -> list[tuple[str, str]]:
@@ -37,7 +40,7 @@ def event_figures(event: MemoryEvent) -> list[tuple[str, str]]:
 
 def table_markdown(table: Table) -> str:
     """A table."""
-    return _table(table.columns, table.rows)
+    return markdown_table(table.columns, table.rows)
 
 
 def _figure(name: str, value: float | str) -> str:
@@ -48,7 +51,8 @@ def _figure(name: str, value: float | str) -> str:
     return str(value)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns and rows as a Markdown table; a bar or a new line in a cell does not end it."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 

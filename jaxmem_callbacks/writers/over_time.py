@@ -33,6 +33,7 @@ _EVENT_COLOURS: dict[EventKind, str] = {
     "recompilation": "#ff7f0e",
     "plan_stale": "#8c564b",
     "prediction_off": "#e377c2",
+    "recovery": "#2ca02c",
 }
 
 

@@ -10,9 +10,12 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.traces import TracePart
 
 EVENTS_TAG = "memory/events"
 
@@ -58,7 +61,19 @@ class Picture:
 
 
 Record = (
-    Reading | Unavailable | Compilation | Metrics | Window | MemoryEvent | Table | Picture | PlanRecord | ArrayCensus
+    Reading
+    | Unavailable
+    | Compilation
+    | Metrics
+    | Window
+    | MemoryEvent
+    | Table
+    | Picture
+    | PlanRecord
+    | ArrayCensus
+    | AcrossProcesses
+    | HeapMap
+    | TracePart
 )
 
 

@@ -16,14 +16,14 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.markdown import event_figures, event_title
 from jaxmem_callbacks.writers.plan_page import SOURCES_TAG, plan_page
 from jaxmem_callbacks.writers.plan_table import plan_html
-from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.protocol import Picture, Table
 from jaxmem_callbacks.writers.report_chart import chart_html
 from jaxmem_callbacks.writers.report_style import STYLE
 from jaxmem_callbacks.writers.report_words import happened
 
 Frontier = Callable[[Sequence[Candidate]], Collection[Candidate]]
 # Says to the browser itself what the page promises: no script, and nothing from anywhere.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _PROGRAMS = (
     "program",
     "compiled",
@@ -59,7 +59,7 @@ def report_html(stories: Sequence[Story], *, source: str, version: str, frontier
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body><main>{body}<footer>{escape(foot)}</footer></main></body></html>\n"
     )
@@ -84,6 +84,7 @@ def _run(number: int, story: Story, frontier: Frontier, *, alone: bool) -> str:
         f'<p class="soft">Run {escape(story.run)}, began {_began(story)}.</p>',
         _figure(story),
         *_events(story.events),
+        *_heap(story),
         *_programs(story),
         *_plan(story, frontier),
         *_metrics(story),
@@ -175,10 +176,29 @@ def _plan(story: Story, frontier: Frontier) -> Iterator[str]:
 def _picture(record: PlanRecord, best: Collection[Candidate]) -> str:
     from jaxmem_callbacks.writers.plan_figure import plan_picture
 
-    drawn = plan_picture(record, best, step=0, time_s=0.0)
+    return _image(
+        plan_picture(record, best, step=0, time_s=0.0), "The plan's frontier: extra operations over bytes", finer=2
+    )
+
+
+def _heap(story: Story) -> Iterator[str]:
+    """The last map of live arrays; a run that was killed early has none, and the table of what was known says so."""
+    if story.heap is None:
+        return
+    from jaxmem_callbacks.writers.heap_figure import draw_heap
+
+    drawn = draw_heap(story.heap)
+    if drawn is not None:
+        yield "<h3>Where live arrays lay, by address</h3>"
+        where = f"On {escape(story.heap.device)}, which held most, after step {max(story.heap.step, 0):,}"
+        yield f"<p>{where}: the last map of the run.</p>"
+        yield _image(drawn, "Live arrays by address, a colour for each kind, holes in grey")
+
+
+def _image(drawn: Picture, words: str, *, finer: int = 1) -> str:
+    """A picture in the page, in pixels of its own or ``finer`` times as many."""
     data = base64.b64encode(drawn.png).decode()
-    size = f'width="{drawn.width // 2}" height="{drawn.height // 2}"'
-    words = "The plan's frontier: extra operations over bytes"
+    size = f'width="{drawn.width // finer}" height="{drawn.height // finer}"'
     return f'<figure><img class="paper" {size} alt="{words}" src="data:image/png;base64,{data}"></figure>'
 
 

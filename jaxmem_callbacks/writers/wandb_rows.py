@@ -36,23 +36,30 @@ class WandbRows:
         if not self._named and callable(getattr(self._run, "define_metric", None)):
             self._run.define_metric("memory/*", step_metric=STEP)
         self._named = True
-        row = int(self._run.step)
-        if row == self._row:
-            row = max(row, min(row + 1, self._window_step))
-        self._row, self._window_step = row, step
-        self._run.log({**values, STEP: step}, step=row)
+        row, before = int(self._run.step), self._row
+        self._row, ahead = row, row == before and row < self._window_step
+        self._window_step = step
+        if ahead:
+            self._row = row + 1
+            self._run.log({**values, STEP: step}, step=self._row)
+        else:
+            self._add({**values, STEP: step})
 
     def text(self, step: int, tag: str, words: str) -> None:
         """An event or a table, as it is written."""
         make = self._media("Html")
         if make is not None:
-            self._run.log({tag: make(f"<pre>{html.escape(words)}</pre>"), STEP: step}, step=int(self._run.step))
+            self._add({tag: make(f"<pre>{html.escape(words)}</pre>"), STEP: step})
 
     def picture(self, picture: Picture) -> None:
         """A drawn figure."""
         make = self._media("Image")
         if make is not None:
-            self._run.log({picture.tag: make(pixels_of(picture)), STEP: picture.step}, step=int(self._run.step))
+            self._add({picture.tag: make(pixels_of(picture)), STEP: picture.step})
+
+    def _add(self, data: Mapping[str, Any]) -> None:
+        """To the row that is open when it arrives: the loop goes on meanwhile, and a row that is named may be behind by then."""
+        self._run.log(dict(data), commit=False)
 
     def _media(self, name: str) -> Any:
         """A class of the package that the run comes from; it is loaded, since the run exists."""

@@ -41,6 +41,10 @@ class _History:
         with self._lock:
             return tuple((compilation, step.calls) for step, compilation in self._largest.items())
 
+    def steps(self) -> tuple[tuple[Step, Compilation], ...]:
+        with self._lock:
+            return tuple(self._largest.items())
+
     def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
         with self._lock:
             missed = max(0, self._total - cursor)
@@ -63,6 +67,11 @@ def record(compilation: Compilation, step: Step | None = None) -> None:
 def calls() -> tuple[tuple[Compilation, int], ...]:
     """For every step that still exists, its largest compilation and how often it was called so far."""
     return _history.calls()
+
+
+def steps() -> tuple[tuple[Step, Compilation], ...]:
+    """Every step that still exists, with its largest compilation. Who asks holds the steps: not for long."""
+    return _history.steps()
 
 
 def since(cursor: int) -> tuple[tuple[Compilation, ...], int]:

@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
+from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
 from jaxmem_callbacks.programs.steps.copies import tell_copies
@@ -121,6 +122,8 @@ class JitStep:
         self.__wrapped__ = train_step
         self.policy = policy
         self.calls = 0
+        self.latest_call: AbstractCall | None = None  # the newest signature, to compile again after a failure
+        self.latest: Program | None = None  # what was judged last
         self.name = getattr(train_step, "__name__", type(train_step).__name__)
         self._own_jit = already_jitted(train_step)
         self._making = Making(
@@ -239,6 +242,11 @@ class JitStep:
         return self._making.donate
 
     @property
+    def donated(self) -> tuple[str, ...]:
+        """Arguments that this library donates, as decided at the latest new signature; not those of the user's own jit."""
+        return tuple(self._making.donated)
+
+    @property
     def state_shardings(self) -> Any:
         """What the state is pinned to by the user's own word, or None."""
         return self._making.state_shardings
@@ -325,6 +333,7 @@ class JitStep:
     def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
         """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
         jitted = self._made(args, kwargs)
+        self.latest_call = abstract_call(args, kwargs)
         with self._tracing():
             lowered, operations = jitted.lowered(args, kwargs)
             require_used(self._active, self.__wrapped__)
@@ -348,6 +357,7 @@ class JitStep:
         return Judged(program, leaves, lowered, jitted.function)
 
     def _register(self, program: Program) -> None:
+        self.latest = program
         if hash(program.signature) in self._known:
             return
         self._known.add(hash(program.signature))

@@ -168,7 +168,8 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
         keep_hlo=keep_hlo,
         cache=cache,
     )
-    lowered = _lowered_here(job) if where.platform == "cpu" else _lowered_there(job, timeout_s or time_limit_s())
+    here = where.platform == "cpu" and not where.apart
+    lowered = _lowered_here(job) if here else _lowered_there(job, timeout_s or time_limit_s())
 
     def compiled() -> TargetCompilation:
         with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
@@ -224,10 +225,14 @@ def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
             f"{job.target.device_count}. Name a larger one: '{kind}:' and its topology or number of GPUs."
         )
         raise TargetError(msg)
-    compiler = compiler_versions(job.target.platform)
+    compiler = {} if job.target.platform == "cpu" else compiler_versions(job.target.platform)
     accelerator = "v5litepod-4" if job.target.platform == "tpu" else ""  # any; the topology asked for is what counts
     request = _request(program, job)
-    known = cache_entry(program.blob, request, compiler, worker_environment(accelerator)) if job.cache else None
+    known = (
+        cache_entry(program.blob, request, compiler, worker_environment(accelerator))
+        if job.cache and compiler
+        else None
+    )
 
     def compiled(folder: pathlib.Path) -> TargetCompilation:
         answer = known.load(folder, want_buffers=job.want_buffers, need_lines=job.need_lines) if known else None
@@ -337,6 +342,8 @@ def _described(flat: FlatProgram) -> list[Argument]:
 def _request(program: PortableProgram, job: _Job) -> dict[str, Any]:
     """What the worker is told besides the program, less what only this one compile needs."""
     config = {name: getattr(jax.config, name) for name in _COMPILER_CONFIG if hasattr(jax.config, name)}
+    if job.target.platform == "cpu":
+        config["jax_num_cpu_devices"] = job.target.device_count
     return {
         "name": program.name,
         "platform": job.target.platform,

@@ -21,6 +21,7 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
+from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.kinds import OTHER, STATE
@@ -82,11 +83,12 @@ def _refused_peak(uses: Sequence[LeafUse], updated: Sequence[str], needed_bytes:
 def lower_traced_for(  # noqa: PLR0913 - the compile's own options
     traced: Traced,
     name: str,
-    target: str,
+    target: str | Target,
     *,
     donate: Sequence[str] = (),
     want_buffers: bool = False,
     need_lines: bool = True,
+    timeout_s: float | None = None,
 ) -> Compiling:
     """Lower a traced step for hardware that need not be there, in the calling thread.
 
@@ -97,6 +99,7 @@ def lower_traced_for(  # noqa: PLR0913 - the compile's own options
         donate: Arguments that are donated besides those that the step donates.
         want_buffers: Also tell what makes the peak.
         need_lines: Whether a peak from the disk cache without source lines is no use.
+        timeout_s: Seconds after which the compiler is ended; None for what the process says.
 
     Returns:
         The compile that is left to do, in any thread. Of a program that is refused it tells what of the peak is known.
@@ -109,6 +112,7 @@ def lower_traced_for(  # noqa: PLR0913 - the compile's own options
         out_shardings=_pinned_results(traced),
         want_buffers=want_buffers,
         need_lines=need_lines,
+        timeout_s=timeout_s,
         arguments=described(traced.leaves, traced.undonated),
     )
 

@@ -38,6 +38,7 @@ class Target:
         topology: What the compiler's topology is called there, such as ``v5e:2x2`` or ``1x1x8``.
         topology_options: Further options of the topology.
         target_config: The GPU's figures in the compiler's own text format, else None.
+        apart: Whether programs for the CPU are compiled in a worker too, where a crash or a limit ends no caller.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Target:
     topology: str = ""
     topology_options: Mapping[str, str] = field(default_factory=dict)
     target_config: str | None = field(default=None, repr=False)
+    apart: bool = False
 
     @property
     def device_kind(self) -> str:
@@ -120,6 +122,16 @@ def memory_of_kind(device_kind: str) -> int | None:
         if f"{figures['device_description_str']} ".startswith(f"{device_kind} ")
     }
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def gpu_of_kind(device_kind: str) -> str | None:
+    """The target that a GPU is by the maker's name of it; None where the table has none, or more than one."""
+    names = [
+        name
+        for name, figures in _gpu_figures().items()
+        if f"{figures['device_description_str']} ".startswith(f"{device_kind} ")
+    ]
+    return names[0] if len(names) == 1 else None
 
 
 def resolve_target(text: str, *, require_installed: bool = True) -> Target:

@@ -118,6 +118,7 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
         )
         try:
             _running[process] = False
+            _give_room(process.pid)
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             msg = (
@@ -200,6 +201,17 @@ def _crash(code: int) -> str:
     else:
         why = "The fault lies in the compiler. Install another version of it as docs/targets.md says, or"
     return f"(signal {number.name}), {unharmed} {why} {_SMALLER}."
+
+
+def _give_room(pid: int) -> None:
+    """A worker may take all the address space that the system allows: the caller's own bound is about the caller."""
+    try:
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+    except (ImportError, AttributeError, OSError, ValueError):  # not Linux, gone already, or not allowed
+        return
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -94,8 +94,11 @@ def _empty(aval: Any) -> Any:
 
 def _devices(request: dict[str, Any]) -> list[Any]:
     """The devices of the topology, as the target's compiler knows them."""
+    import jax
     from jax.experimental import topologies
 
+    if request["platform"] == "cpu":
+        return jax.devices("cpu")
     options = dict(request["topology_options"])
     if request["target_config"]:
         options["target_config"] = request["target_config"]

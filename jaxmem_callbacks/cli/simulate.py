@@ -1,0 +1,69 @@
+"""``jaxmem simulate TRACE``: a trace of allocations enters; under which settings the run would have survived leaves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, size_of, trace_of
+from jaxmem_callbacks.cli.exits import NONE_SURVIVES, OK
+from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.errors import SimulationError
+from jaxmem_callbacks.simulator.cases import CASES
+from jaxmem_callbacks.writers.simulation_figure import save_figure
+from jaxmem_callbacks.writers.simulation_text import simulation_json, simulation_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "trace", metavar="TRACE", nargs="?", help="a trace's file, a monitor's logdir with one, or a name from --list"
+    )
+    parser.add_argument("--list", action="store_true", help="name the traces that come with the package")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--device-memory", metavar="SIZE", help="memory of the GPU, such as 80GiB")
+    memory.add_argument("--target", metavar="GPU", help="a GPU by name, such as h100_sxm, for its memory")
+    parser.add_argument("--outside", metavar="SIZE", default="0B", help="what others hold of it, such as 600MiB")
+    parser.add_argument(
+        "--defragment-at",
+        metavar="STEP",
+        type=int,
+        action="append",
+        default=[],
+        help="also move arrays after this step",
+    )
+    parser.add_argument("--before-0.11", dest="old", action="store_true", help="the pool as in jaxlib 0.10")
+    parser.add_argument("--figure", metavar="FILE", type=Path, help="draw the largest block over the steps")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.epilog = "Exit code: 0 where a way survives, 1 where none does, 2 for what cannot be simulated."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, replay under every way, print.
+
+    Returns:
+        0, or 1 where no way survives.
+
+    Raises:
+        JaxmemError: no trace, or no memory to replay it in; the command line turns it into exit code 2.
+    """
+    if args.list:
+        rows = [(name, (make.__doc__ or "").split("\n")[0]) for name, make in CASES.items()]
+        sys.stdout.write("\n".join(columns(rows, ("left", "left"))) + "\n")
+        return OK
+    if args.trace is None:
+        msg = "jaxmem simulate needs a trace. Name a file, a logdir, or one of `jaxmem simulate --list`."
+        raise SimulationError(msg)
+    trace = trace_of(args.trace)
+    found = simulate_ways(
+        trace,
+        device_bytes_of(args.device_memory or args.target, trace),
+        outside_bytes=size_of(args.outside),
+        partitioned=not args.old,
+        defragment_steps=args.defragment_at,
+    )
+    if args.figure is not None:
+        save_figure(found, args.figure)
+    sys.stdout.write((simulation_json(found) if args.json else simulation_text(found)) + "\n")
+    return OK if found.advised is not None else NONE_SURVIVES

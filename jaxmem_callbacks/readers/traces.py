@@ -1,0 +1,75 @@
+"""A trace's file enters, or the folder of the run that recorded it; the trace leaves, up to the last whole line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from jaxmem_callbacks.readers.trace_lines import TRACE_NAME, event_of, head_of
+from jaxmem_callbacks.records.errors import SimulationError
+from jaxmem_callbacks.records.traces import Trace, TraceEvent
+
+_SHOWN = 60
+
+
+def read_trace(path: Path) -> Trace:
+    """Read one trace.
+
+    Args:
+        path: A file of JSON lines, or a monitor's logdir with one trace in it.
+
+    Raises:
+        SimulationError: nothing there, several traces, or a line that is none; the message gives file and line.
+    """
+    file = _file_of(path)
+    try:
+        lines = file.read_text("utf-8", errors="replace").splitlines()
+    except OSError as error:
+        msg = f"{file} cannot be read: {error.strerror or error}. Expected a trace of allocations."
+        raise SimulationError(msg) from error
+    if not lines:
+        raise SimulationError(_not_a_trace(file, 1, "", "the file is empty"))
+    try:
+        head = head_of(_object(lines[0]))
+    except ValueError as error:
+        raise SimulationError(_not_a_trace(file, 1, lines[0], str(error))) from error
+    events: list[TraceEvent] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            events.append(event_of(_object(line)))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("}"):
+                break  # cut in the middle: the run was killed while it was written
+            raise SimulationError(_not_a_trace(file, number, line, str(error))) from error
+    return Trace(head=head, events=tuple(events))
+
+
+def _file_of(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = sorted(path.rglob(f"{TRACE_NAME}.*.jsonl"))
+    if len(found) == 1:
+        return found[0]
+    held = f"{len(found)} traces: {', '.join(str(each.relative_to(path)) for each in found)}" if found else "no trace"
+    msg = (
+        f"{path} holds {held}. Expected one trace's file, as MemoryMonitor(logdir=...) writes with `trace_steps: 50` under "
+        "`monitor` in its preset."
+    )
+    raise SimulationError(msg)
+
+
+def _object(line: str) -> dict[str, Any]:
+    read = json.loads(line)
+    if not isinstance(read, dict):
+        msg = "it is no object"
+        raise ValueError(msg)  # noqa: TRY004 - to its reader a line that is none, like every other
+    return cast("dict[str, Any]", read)
+
+
+def _not_a_trace(file: Path, number: int, line: str, why: str) -> str:
+    shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+    return (
+        f"{file}:{number}: {shown!r} is no line of a trace: {why}. Expected what MemoryMonitor with `trace_steps` writes; "
+        "`jaxmem simulate --list` names the traces that come with the package."
+    )

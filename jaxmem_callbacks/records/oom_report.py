@@ -1,0 +1,187 @@
+"""What a report of an out-of-memory failure holds: the failure, what held the memory, what to do, and where each figure is from.
+
+All texts and figures, no arrays and no exception, so that a report keeps nothing alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.records.peaks import Peak
+from jaxmem_callbacks.records.programs import ProgramMemory
+from jaxmem_callbacks.records.readings import Reading, Unavailable
+
+Cause = Literal["capacity", "fragmentation", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """A bound of the memory that the process may take, after the failure.
+
+    Attributes:
+        name: Which, such as ``address space (RLIMIT_AS)`` or ``gpu:0``.
+        limit_bytes: The bound.
+        used_bytes: What is taken of it.
+        source: Where both come from.
+        largest_free_bytes: The largest block that could be given out, or None where nobody says.
+    """
+
+    name: str
+    limit_bytes: int
+    used_bytes: int
+    source: str
+    largest_free_bytes: int | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """What may still be taken."""
+        return max(self.limit_bytes - self.used_bytes, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Live arrays with one name, or alike and without one.
+
+    Attributes:
+        name: Path in the step's arguments such as ``state.params['Dense_0']['kernel']``, or the variable that holds them;
+            empty where nobody knows.
+        known_by: How the name was found: ``the call's own arrays``, ``shape``, ``variable``, or empty.
+        kind: What it is to the step, such as ``parameters``; empty outside of it.
+        type_text: Dtype and shape: ``float32[8,128]``; of several kinds together, ``several``.
+        count: Arrays.
+        bytes: All of them, on one device.
+        devices: Where they lie.
+        site: Where they were made, such as ``train.py:41 (train)``, or "unknown, because ...".
+    """
+
+    name: str
+    known_by: str
+    kind: str
+    type_text: str
+    count: int
+    bytes: int
+    devices: tuple[str, ...]
+    site: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedProgram:
+    """The program that ran out of memory, or that was being compiled.
+
+    Attributes:
+        name: Its name.
+        known_by: How it was told from others, in words.
+        memory: What it needs by its compiler, or None with the reason in ``unavailable``.
+        unavailable: Why there are no figures.
+        peak: What makes its peak, or None with the reason in ``no_peak``.
+        no_peak: Why nothing is told of the peak.
+        gone: Paths of the arguments whose arrays were donated and are deleted: they can't be used again.
+        gone_bytes: Their bytes on one device.
+        fate: What is known of the arguments after the failure, a sentence.
+    """
+
+    name: str
+    known_by: str
+    memory: ProgramMemory | None = None
+    unavailable: str | None = None
+    peak: Peak | None = None
+    no_peak: str | None = None
+    gone: tuple[str, ...] = ()
+    gone_bytes: int = 0
+    fate: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """Something to do, with what it is predicted to save.
+
+    Attributes:
+        what: In words.
+        lines: To paste.
+        compiled: Whether the bytes come from compiles, which ``basis`` names.
+        basis: Where the bytes come from; else "not compiled" or "counted", and why.
+        saves_bytes: On one device; None where nobody knows.
+        needs_bytes: What the step then needs, where it was compiled.
+        enough: Whether it saves what was lacking; None where that is unknown.
+        costs: What it costs, in words.
+    """
+
+    what: str
+    lines: tuple[str, ...]
+    compiled: bool
+    basis: str
+    saves_bytes: int | None = None
+    needs_bytes: int | None = None
+    enough: bool | None = None
+    costs: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OomReport:
+    """An out-of-memory failure, explained.
+
+    Attributes:
+        sentence: What asked for how much, what was free, and why it did not fit.
+        cause: Why it did not fit.
+        evidence: Why this is taken for a failure for want of memory.
+        time_s: When, in seconds since the epoch.
+        process: Which process, such as ``process 0 of 4, pid 4242``.
+        error_type: The exception's class.
+        error_text: Its text, without what looks like a secret.
+        where: The lines of the user's code that it passed through, innermost last.
+        facts: What the text says.
+        lacking_bytes: How much more was needed, at least; None where that is unknown.
+        limits: Bounds of memory, and what is taken of them.
+        program: The program that failed, or None where nobody knows.
+        holders: Who holds live arrays, largest first.
+        live_bytes: All live arrays on the fullest device.
+        live_count: All live arrays.
+        left_out_count: Arrays of smaller holders that are not listed.
+        left_out_bytes: Their bytes.
+        step: The latest step that the monitor was told, or None.
+        readings: The monitor's last readings.
+        events: The monitor's last events, oldest first.
+        unwatched: Why there are no readings or events of a monitor, or an empty text.
+        allocator: What the allocators say now.
+        no_allocator: Devices whose allocators say nothing, and why.
+        versions: Package -> version.
+        devices: Platform, kind and counts.
+        environment: Variable -> its value, or that it is set and not shown.
+        remedies: The best first.
+        planning: How the predictions were made, or why there are none.
+        failures: Parts of this report that failed, a sentence each.
+    """
+
+    sentence: str
+    cause: Cause
+    evidence: str
+    time_s: float
+    process: str
+    error_type: str
+    error_text: str
+    where: tuple[str, ...] = ()
+    facts: OomFacts = field(default_factory=OomFacts)
+    lacking_bytes: int | None = None
+    limits: tuple[MemoryLimit, ...] = ()
+    program: FailedProgram | None = None
+    holders: tuple[Holder, ...] = ()
+    live_bytes: int | None = None
+    live_count: int | None = None
+    left_out_count: int = 0
+    left_out_bytes: int = 0
+    step: int | None = None
+    readings: tuple[Reading, ...] = ()
+    events: tuple[MemoryEvent, ...] = ()
+    unwatched: str = ""
+    allocator: tuple[Reading, ...] = ()
+    no_allocator: tuple[Unavailable, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, str | int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    remedies: tuple[Remedy, ...] = ()
+    planning: str = ""
+    failures: tuple[str, ...] = ()

@@ -1,0 +1,122 @@
+"""`jm.oom_guard`: code runs inside; where it fails for want of memory a report is written, and the same exception goes on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast, final
+
+from jaxmem_callbacks.recovery.ballast import Ballast
+from jaxmem_callbacks.recovery.calls import CallsBefore
+from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
+from jaxmem_callbacks.recovery.witness import Witness
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def oom_guard(
+    monitor: Witness | None = None,
+    *,
+    outdir: str | os.PathLike[str] | None = None,
+    plan_seconds: float = 60.0,
+    keep: int = 10,
+) -> OomGuard:
+    """Explains an out-of-memory failure, at compile or run time, and lets it go on unchanged.
+
+        with jm.oom_guard():
+            for batch in batches:
+                state, metrics = step(state, batch)
+
+    Also a decorator: ``@jm.oom_guard(plan_seconds=0)``. Every failure becomes one new folder with ``report.md``,
+    ``report.html`` and ``facts.json``; one line on stderr names it. Other exceptions pass untouched. No environment
+    variable, argument or text that looks like a secret is written.
+
+    Args:
+        monitor: A `jm.MemoryMonitor`, whose last readings and events are told too. A monitor's own ``with`` is a guard already.
+        outdir: Where the folder is made. None: beside the monitor's ``logdir``, as ``<logdir>-oom``, else ``./oom``.
+        plan_seconds: How long the failed step may be compiled under other policies, to predict what they save; 0 for not at all.
+        keep: How many reports of this process stay in ``outdir``; the oldest go, and nothing else.
+
+    Returns:
+        The guard. It may be entered again, nested, and in several threads.
+
+    Raises:
+        TypeError: a monitor that is none, or a decorated function that only begins when it is iterated.
+        ValueError: ``plan_seconds`` or ``keep`` that make no sense.
+    """
+    if monitor is not None and not callable(getattr(monitor, "witnessed", None)):
+        msg = (
+            f"oom_guard got {type(monitor).__name__} as its monitor. Expected a jm.MemoryMonitor or None; a folder is given by "
+            "name: jm.oom_guard(outdir='reports')."
+        )
+        raise TypeError(msg)
+    if not 0 <= plan_seconds < math.inf:
+        msg = f"oom_guard: plan_seconds={plan_seconds!r}. Expected seconds from 0 on, such as plan_seconds=60."
+        raise ValueError(msg)
+    if isinstance(keep, bool) or keep < 1:
+        msg = f"oom_guard: keep={keep!r}. Expected a number of reports of at least 1, such as keep=10."
+        raise ValueError(msg)
+    place = None if outdir is None else Path(outdir)
+    return OomGuard(monitor, ReportSettings(outdir=place, plan_seconds=plan_seconds, keep=keep))
+
+
+@final
+class OomGuard:
+    """What `jm.oom_guard` returns.
+
+    Args:
+        monitor: Whoever watched the run, or None.
+        settings: Where and how reports are written.
+    """
+
+    def __init__(self, monitor: Witness | None, settings: ReportSettings) -> None:
+        self._monitor, self._settings = monitor, settings
+        self._ballast = Ballast()
+        self._before: list[CallsBefore] = []  # one for each time that the guard is entered
+
+    def __enter__(self) -> Self:
+        self._before.append(CallsBefore())
+        self._ballast.hold()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ballast.release()  # before anything that takes memory
+        before = self._before.pop()
+        if error is not None:
+            report_oom(error, self._settings, self._monitor, before)
+
+    def __call__(self, function: _Function) -> _Function:
+        """The function, guarded at every call.
+
+        Raises:
+            TypeError: a generator function, whose body runs long after its call.
+        """
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            name = getattr(function, "__name__", "the function")
+            msg = (
+                f"oom_guard cannot guard {name} as a decorator: it is a generator function, and its body runs when it is "
+                "iterated. Write `with jm.oom_guard():` around the loop instead."
+            )
+            raise TypeError(msg)
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return cast("_Function", awaited)
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast("_Function", guarded)

@@ -1,0 +1,169 @@
+"""Who holds device memory after a failure: live arrays enter; names, kinds, bytes and creation sites leave, the largest first.
+
+An array is named by its path in the failing step's arguments, where it is that very array, else by the user's variable, else by
+the path of an argument of its shape. Nothing is kept alive and nothing is allocated on a device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks._compat.creation import creation_site
+from jaxmem_callbacks.probes.protocol import device_label
+from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.records.oom_report import Holder
+
+_LISTED = 24
+_ASKED = 8  # arrays of one holder that are asked where they were made
+ITSELF, VARIABLE, SHAPE = "the call's own array", "variable", "shape"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """All live arrays.
+
+    Attributes:
+        holders: The largest.
+        bytes: On the fullest device.
+        count: All of them.
+        left_out_count: Those of holders that are not listed.
+        left_out_bytes: Their bytes.
+    """
+
+    holders: tuple[Holder, ...] = ()
+    bytes: int = 0
+    count: int = 0
+    left_out_count: int = 0
+    left_out_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    kind: str
+    type_text: str
+    devices: tuple[str, ...]
+    count: int = 0
+    bytes: int = 0
+    sites: Counter[str] = field(default_factory=Counter[str])
+
+
+def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the_calls: bool) -> Held:
+    """Every live array under the best name that there is for it.
+
+    Args:
+        leaves: Arrays of the failing step's arguments, or their shapes.
+        variables: ``id(array)`` -> variable.
+        are_the_calls: Whether ``leaves`` are the very arrays of the call that failed.
+    """
+    own = {id(leaf.value): leaf for leaf in leaves} if are_the_calls else {}
+    alike: dict[tuple[tuple[int, ...], str], list[Leaf]] = {}
+    for leaf in () if are_the_calls else leaves:
+        alike.setdefault((leaf.shape, str(leaf.dtype)), []).append(leaf)
+    groups: dict[tuple[str, str, str], _Group] = {}
+    totals: Counter[str] = Counter()
+    for array in jax.live_arrays():
+        try:
+            size = array.on_device_size_in_bytes() // len(array.sharding.device_set)
+        except RuntimeError:  # deleted or donated meanwhile
+            continue
+        type_text = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+        name, known_by, kind = _named(array, own, variables, alike)
+        devices = tuple(sorted(device_label(device) for device in array.sharding.addressable_devices))
+        apart = "" if known_by == VARIABLE else f"{type_text} {devices}"
+        group = groups.setdefault((name, known_by, apart), _Group(kind, type_text, devices))
+        if group.count < _ASKED:
+            group.sites[creation_site(array)] += 1
+        if group.type_text != type_text:
+            group.type_text = "several"
+        group.count += 1
+        group.bytes += size
+        totals.update(dict.fromkeys(devices, size))
+    return _summed(groups, totals)
+
+
+def _named(
+    array: Any,
+    own: Mapping[int, Leaf],
+    variables: Mapping[int, str],
+    alike: Mapping[tuple[tuple[int, ...], str], Sequence[Leaf]],
+) -> tuple[str, str, str]:
+    """Name, how it was found, and kind."""
+    if (leaf := own.get(id(array))) is not None:
+        return leaf.path, ITSELF, leaf.kind
+    same = alike.get((tuple(array.shape), str(array.dtype)), ())
+    if same and array.shape:
+        more = f" or {len(same) - 1} more of its shape" if len(same) > 1 else ""
+        variable = f", held by {variables[id(array)]}" if id(array) in variables else ""
+        return f"{same[0].path}{more}{variable}", SHAPE, same[0].kind
+    if id(array) in variables:
+        return variables[id(array)], VARIABLE, ""
+    return "", "", ""
+
+
+def _summed(groups: Mapping[tuple[str, str, str], _Group], totals: Mapping[str, int]) -> Held:
+    ordered = sorted(groups.items(), key=lambda item: -item[1].bytes)
+    rest = [group for _, group in ordered[_LISTED:]]
+    return Held(
+        holders=tuple(
+            Holder(
+                name=name,
+                known_by=known_by,
+                kind=group.kind,
+                type_text=group.type_text,
+                count=group.count,
+                bytes=group.bytes,
+                devices=group.devices,
+                site=group.sites.most_common(1)[0][0],
+            )
+            for (name, known_by, _), group in ordered[:_LISTED]
+        ),
+        bytes=max(totals.values(), default=0),
+        count=sum(group.count for group in groups.values()),
+        left_out_count=sum(group.count for group in rest),
+        left_out_bytes=sum(group.bytes for group in rest),
+    )
+
+
+def gone(leaves: Sequence[Leaf], donated: Sequence[str], *, are_the_calls: bool) -> tuple[tuple[str, ...], int, str]:
+    """Arguments whose arrays are deleted, their bytes on one device, and what is known of all of them, as a sentence.
+
+    Args:
+        leaves: Arrays of the call's arguments, or their shapes.
+        donated: Arguments that the step donates.
+        are_the_calls: Whether ``leaves`` are the very arrays of the call that failed.
+    """
+    if not are_the_calls:
+        given = [leaf for leaf in leaves if leaf.argument in donated]
+        if given:
+            told = (
+                f"{', '.join(donated)}: donated to the call, which was under way, so that those arrays are gone: go on from a "
+                "copy or a checkpoint."
+            )
+            return tuple(leaf.path for leaf in given), sum(_bytes(leaf) for leaf in given), told
+        return (), 0, "Whether its arguments survived is unknown, because the exception did not pass through its call."
+    arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
+    dead = [leaf for leaf in arrays if leaf.value.is_deleted()]
+    if not dead:
+        return (), 0, f"All {len(arrays)} arrays of its arguments are alive: the call can be made again."
+    size = sum(_bytes(leaf) for leaf in dead)
+    names = sorted({leaf.argument for leaf in dead})
+    told = (
+        f"{len(dead)} of the {len(arrays)} arrays of its arguments were donated and are gone ({', '.join(names)}): "
+        "go on from a copy or a checkpoint, the same call cannot be made again."
+    )
+    return tuple(leaf.path for leaf in dead), size, told
+
+
+def _bytes(leaf: Leaf) -> int:
+    """Bytes of an array on one device, by its shape: a deleted one tells no size."""
+    place = getattr(leaf.value, "sharding", None)
+    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
+    size = 1
+    for side in shape:
+        size *= side
+    return size * getattr(leaf.dtype, "itemsize", 0)

@@ -1,0 +1,1 @@
+"""Arrays of a GPU moved together: which, in which order, and the moves themselves."""

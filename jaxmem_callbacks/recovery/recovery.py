@@ -1,0 +1,211 @@
+"""`jm.Recovery`: steps of the user's own loop enter; each comes back done, also where memory ran out on the way.
+
+One page: a snapshot where one is due, the step, and where that fails the ladder: a rung, the state again, the steps since.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoveryReport
+from jaxmem_callbacks.recovery.agreement import Agreement
+from jaxmem_callbacks.recovery.keeping import Keeper
+from jaxmem_callbacks.recovery.replay import Batches, Inputs
+from jaxmem_callbacks.recovery.rungs import Maker
+from jaxmem_callbacks.recovery.running import Running
+from jaxmem_callbacks.recovery.saving import Saving
+from jaxmem_callbacks.recovery.telling import Listener, Telling
+from jaxmem_callbacks.recovery.turns import Turn, first_line
+from jaxmem_callbacks.recovery.walking import Failure, Walk
+from jaxmem_callbacks.recovery.wanted import frontier_below, policy_wanted, record_of, settings_wanted
+
+_serial = itertools.count()
+
+
+@final
+class Recovery:
+    """A train step that goes on where memory runs out: in less memory, from a copy of the state, with the same mathematics.
+
+        recovery = jm.Recovery(train_step, jm.load_preset("recover"), batch_at=batch_at)
+        for i in range(steps):
+            state, metrics = recovery.step(i, state)
+
+    It takes the place of `jm.jit_step`. Every call waits for its step's result, since only then a failure belongs to a step.
+    Each step's metrics come back once: steps that are repeated after a failure give theirs to nobody.
+
+    Args:
+        train_step: ``train_step(state, batch, ...) -> (state, metrics)``, plain or jitted by the user. All that changes from
+            step to step is in the state and the inputs.
+        policy_or_preset: What to apply at first, and with a preset its ``recovery`` section; the plan's policy where nothing
+            is said and there is a plan.
+        batch_at: Gives the batch of a step, the same each time; without it copies of the batches since the last snapshot are
+            kept in host memory.
+        monitor: A `jm.MemoryMonitor`, told of every recovery.
+        checkpoints: Folder for `save`, ``save_and_exit`` and snapshots on disk.
+        plan: What `jm.plan` gave: stronger remat is then the next point of its frontier.
+        donate_argnames: As for `jm.jit_step`.
+        state_shardings: Likewise.
+
+    Raises:
+        RecoveryError: snapshots on disk without a folder.
+        TypeError: a preset or a plan that is none.
+    """
+
+    def __init__(  # noqa: PLR0913 - what the run has, each by name
+        self,
+        train_step: Callable[..., Any],
+        policy_or_preset: StepPolicy | Preset | None = None,
+        *,
+        batch_at: Callable[[int], Any] | None = None,
+        monitor: Listener | None = None,
+        checkpoints: str | os.PathLike[str] | None = None,
+        plan: Any = None,
+        donate_argnames: str | tuple[str, ...] | None = None,
+        state_shardings: Any = None,
+    ) -> None:
+        require_applied(policy_or_preset)
+        self.settings = settings_wanted(policy_or_preset)
+        self._plan = record_of(plan)
+        asked = policy_wanted(policy_or_preset, plan)
+        maker = Maker(train_step=train_step, donate_argnames=donate_argnames, state_shardings=state_shardings)
+        self._telling = Telling(monitor)
+        self._agreement = Agreement(f"recovery/{next(_serial)}", self.settings.agree_s)
+        self._running = Running(maker, asked, self._agreement, self._telling, self._plan)
+        self._saving = Saving(None if checkpoints is None else Path(checkpoints), asked, self._plan)
+        on_disk = self._saving.on_disk(lambda: self.policy) if self.settings.snapshots == "orbax" else None
+        self._keeper = Keeper(self.settings.every_steps, on_disk, self._agreement, self._telling.say)
+        self._batches = Batches(batch_at, self.settings.buffer_bytes, self._telling.say)
+        self._moves: tuple[RecoveryMove, ...] = ()
+        self._near_seen = 0
+
+    def step(self, step: int, state: Any, *inputs: Any) -> tuple[Any, Any]:
+        """Do one step.
+
+        Args:
+            step: Its number, a Python int.
+            state: What the last call returned, or the state to begin with.
+            *inputs: The batch and whatever else the step takes; may be left out where there is a ``batch_at``.
+
+        Returns:
+            The new state and the step's metrics, complete.
+
+        Raises:
+            RecoveryError: there is nothing to go back to, a repeated step gave other metrics, or another process ended.
+            Exception: the failure itself where the ladder is exhausted, as it was raised; and every other error of the step.
+        """
+        try:
+            inputs = self._batches.given(step, inputs)
+            if self._keeper.before(step, state):
+                self._batches.begin(step)
+            self._batches.keep(step, inputs)
+            turn = self._running.turn([state], inputs)
+            if turn.failed:
+                turn = self._recovered(step, state, inputs, turn)
+            new_state, metrics = self._running.pair(turn.result)
+        except BaseException as error:
+            self._agreement.leave(first_line(error))
+            raise
+        self._keeper.after(step, new_state, metrics)
+        return new_state, metrics
+
+    @property
+    def policy(self) -> StepPolicy:
+        """The policy in force."""
+        return self._running.step.policy
+
+    @property
+    def report(self) -> RecoveryReport:
+        """What was recovered so far, and what the snapshots have cost."""
+        return RecoveryReport(
+            policy=policy_words(self.policy), moves=self._moves, snapshots=self._keeper.cost(self._batches.bytes)
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step that was saved in ``checkpoints``, or None."""
+        return self._saving.latest
+
+    def should_save(self, monitor: Any) -> bool:
+        """Whether a near-OOM event is new since the last time it was asked; the same answer on every process.
+
+        Call it after each step, on every process; of several processes the answer comes one step late.
+        """
+        seen = sum(event.kind == "near_oom" for event in monitor.events)
+        is_new = seen > self._near_seen
+        if self._agreement.count > 1:
+            is_new = self._running.near_anywhere(here=is_new)
+        if is_new:
+            self._near_seen = seen
+        return is_new
+
+    def save_before_oom(self, step: int, state: Any) -> Path:
+        """Write a checkpoint while there is memory: state, policy and plan, to go on with at ``step``.
+
+        Returns:
+            Its folder, complete.
+
+        Raises:
+            RecoveryError: no ``checkpoints`` folder.
+        """
+        where = self._saving.save(step, state, self.policy)
+        self._telling.say(f"the state before step {step} is saved in {where}.")
+        return where
+
+    def restore(self, state: Any, step: int | None = None) -> tuple[int, Any]:
+        """The newest checkpoint, or that of a step, in the place of a state that was just made.
+
+        Policy, plan, mesh, devices and versions are compared with those of the checkpoint. The first step after it is watched:
+        it must reuse the state's memory as the program was compiled to.
+
+        Args:
+            state: A state of the same tree, shapes and dtypes, or `jax.ShapeDtypeStruct` of it; says where arrays lie.
+            step: Which checkpoint; None for the newest.
+
+        Returns:
+            The step to go on with, and the state.
+
+        Raises:
+            RecoveryError: there is none, or it is another state's.
+        """
+        number, restored, policy = self._saving.restore(state, step)
+        if policy is not None and policy != self.policy:
+            self._telling.say(f"goes on at step {number} with {policy_words(policy)}, as the run that saved it.")
+            self._running.take_policy(policy)
+        self._running.verify = True
+        return number, restored
+
+    def _recovered(self, step: int, state: Any, inputs: Inputs, failed: Turn) -> Turn:
+        """Walk down the ladder until the step is done; raises what failed first where it never is."""
+        walk = Walk(
+            self.settings,
+            self._running,
+            self._keeper,
+            self._batches,
+            frontier=frontier_below(self._plan, self.policy),
+            failure=Failure(step=step, state=state, inputs=inputs, turn=failed),
+        )
+        ended: BaseException | None = None
+        try:
+            turn = walk.down()
+            if turn is None:
+                ended = walk.end(self._saving, self._agreement)
+        except Exception as error:
+            if error.__cause__ is None:
+                error.__cause__ = failed.error  # what it all began with is shown too
+            raise
+        finally:
+            if walk.move is not None:
+                self._moves += (walk.move,)
+                cause = next(words["text"] for words in failed.words if words["how"] == "ran_out")
+                self._telling.move(walk.move, cause=cause, action=walk.action)
+        if ended is not None:
+            raise ended
+        assert turn is not None  # one of the two
+        return turn

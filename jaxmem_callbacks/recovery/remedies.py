@@ -1,0 +1,235 @@
+"""What to do after a failure: forecasts, holders and the cause enter; remedies leave, the best first, as lines to paste.
+
+First what is compiled and saves enough, by what it costs the training; then what else was compiled or counted, by bytes; then
+what nobody has compiled. Where fragmentation is the cause the allocator's settings come first. What saves nothing is not shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxmem_callbacks.records.oom_report import Cause, Holder, Remedy
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.failing import Failing
+from jaxmem_callbacks.recovery.forecasts import Forecast, Forecasts
+from jaxmem_callbacks.recovery.holders import VARIABLE
+
+_WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
+_MOST_HOLDERS = 3
+_SHOWN = 0.0005  # what one decimal of a percentage can show
+_ORDER = {"donation": 0, "remat": 1, "microbatches": 2, "rows": 4}
+_HOLDER = 3
+
+
+def remedies(  # noqa: PLR0913 - what is known of the failure, each once
+    failing: Failing | None,
+    forecasts: Forecasts,
+    holders: Sequence[Holder],
+    *,
+    cause: Cause,
+    lacking_bytes: int | None,
+    platform: str,
+    device_count: int = 1,
+) -> tuple[Remedy, ...]:
+    """Ranked.
+
+    Args:
+        failing: The program that failed.
+        forecasts: What was compiled.
+        holders: Who holds live arrays.
+        cause: Why it did not fit.
+        lacking_bytes: What was lacking at least.
+        platform: Of the devices.
+        device_count: Local devices.
+    """
+    ranked: list[tuple[tuple[float, ...], Remedy]] = []
+    for place, each in enumerate(forecasts.tried):
+        if _is_no_better(each, forecasts.tried[:place]):
+            continue
+        remedy = _of_forecast(failing, forecasts, each, lacking_bytes)
+        if remedy is not None:
+            ranked.append((_rank(remedy, _ORDER[each.kind], each.extra_share or 0.0), remedy))
+    ranked += [(_rank(remedy, _HOLDER, 0.0), remedy) for remedy in _of_holders(holders, lacking_bytes)]
+    for place, remedy in enumerate(_settings(cause, platform)):
+        ranked.append(((-1.0 if cause == "fragmentation" else 3.0, place), remedy))
+    for place, remedy in enumerate(_uncompiled(failing, forecasts, device_count)):
+        ranked.append(((4.0, place), remedy))
+    return tuple(remedy for _, remedy in sorted(ranked, key=lambda pair: pair[0]))
+
+
+def _is_no_better(each: Forecast, earlier: Sequence[Forecast]) -> bool:
+    """Whether a cheaper change of the same kind saves as much."""
+    sizes = [one.step_bytes for one in earlier if one.kind == each.kind and one.step_bytes is not None]
+    return each.step_bytes is not None and bool(sizes) and each.step_bytes >= min(sizes)
+
+
+def _rank(remedy: Remedy, order: int, extra: float) -> tuple[float, ...]:
+    if remedy.saves_bytes is None:
+        return (2.0, order, extra)
+    # What changes the training itself comes behind everything that does not.
+    return (0.0, order, extra) if remedy.enough else (1.0, order == _ORDER["rows"], -remedy.saves_bytes)
+
+
+def _of_forecast(
+    failing: Failing | None, forecasts: Forecasts, each: Forecast, lacking_bytes: int | None
+) -> Remedy | None:
+    if failing is None or failing.step is None or each.kind not in _ORDER:
+        return None
+    what, costs = _words(each)
+    lines = _lines(failing, each)
+    plain = forecasts.plain.step_bytes if forecasts.plain is not None else None
+    if each.step_bytes is None or plain is None:
+        return Remedy(
+            what=what, lines=lines, compiled=False, basis=f"not compiled: {each.why or 'unknown'}", costs=costs
+        )
+    saves = plain - each.step_bytes
+    if saves <= 0:
+        return None
+    basis = (
+        f"compiled for {forecasts.target}: {format_bytes(each.step_bytes)} ({each.step_bytes} B) in place of "
+        f"{format_bytes(plain)} ({plain} B)"
+    )
+    enough = None if lacking_bytes is None else saves >= lacking_bytes
+    return Remedy(
+        what=what,
+        lines=lines,
+        compiled=True,
+        basis=basis,
+        saves_bytes=saves,
+        needs_bytes=each.step_bytes,
+        enough=enough,
+        costs=costs,
+    )
+
+
+def _words(each: Forecast) -> tuple[str, str]:
+    """What it is, and what it costs."""
+    if each.kind == "donation":
+        return f"Donate {', '.join(each.names)}", "nothing: the old arrays cannot be used after the call"
+    if each.kind == "rows":
+        return f"Half the batch: {each.rows} rows", "another batch size, and so another training"
+    share = each.extra_share
+    more = "" if share is None else f"{share:.1%} more operations" if share >= _SHOWN else "no more operations"
+    if each.kind == "microbatches":
+        check = (
+            "; jm.jit_step compares the loss at its first call and refuses one whose gradient would be another"
+            if each.unchecked
+            else "; the loss says its weight, so the gradient stays the same"
+        )
+        return f"The same batch in {each.policy.microbatches} microbatches", (more or "little time") + check
+    return f"Stronger remat: {policy_words(each.policy)}", more
+
+
+def _lines(failing: Failing, each: Forecast) -> tuple[str, ...]:
+    if each.kind == "rows":
+        names = each.names
+        return tuple(f"{name} = jax.tree.map(lambda x: x[:{each.rows}], {name})" for name in names)
+    policy = dataclasses.replace(each.policy, donate=None) if each.kind == "donation" else each.policy
+    return (jit_step_line(failing, policy),)
+
+
+def jit_step_line(failing: Failing, policy: StepPolicy) -> str:
+    """``step = jm.jit_step(train_step, jm.StepPolicy(remat='full'))``."""
+    said = policy_code(policy)
+    pinned = failing.step is not None and failing.step.state_shardings is not None
+    arguments = [failing.name, *([said] if said else []), *(["state_shardings=state_shardings"] if pinned else [])]
+    return f"step = jm.jit_step({', '.join(arguments)})"
+
+
+def policy_code(policy: StepPolicy) -> str:
+    """A policy as Python, what is not said left out; empty for one that says nothing."""
+    said = [
+        f"{field.name}={getattr(policy, field.name)!r}"
+        for field in dataclasses.fields(StepPolicy)
+        if getattr(policy, field.name) != field.default
+    ]
+    return f"jm.StepPolicy({', '.join(said)})" if said else ""
+
+
+def _of_holders(holders: Sequence[Holder], lacking_bytes: int | None) -> Iterator[Remedy]:
+    """Arrays of the user's that are none of the step's arguments."""
+    least = max(_WORTH * sum(holder.bytes for holder in holders), _WORTH * (lacking_bytes or 0), _LEAST_BYTES)
+    free = [holder for holder in holders if holder.known_by in (VARIABLE, "") and holder.bytes >= least]
+    for holder in free[:_MOST_HOLDERS]:
+        variable = holder.name.partition(" (")[0]
+        arrays = f"{holder.count} arrays" if holder.count > 1 else "an array"
+        what = (
+            f"Let go of {holder.name or 'arrays without a name'}: {arrays}, {holder.type_text}, made at {holder.site}"
+        )
+        line = f"del {variable}" if holder.name else f"# let go of what {holder.site} keeps"
+        yield Remedy(
+            what=what,
+            lines=(line,),
+            compiled=False,
+            basis="counted among the live arrays; no compile is involved",
+            saves_bytes=holder.bytes,
+            enough=None if lacking_bytes is None else holder.bytes >= lacking_bytes,
+            costs="only where nothing else needs them",
+        )
+
+
+def _settings(cause: Cause, platform: str) -> Iterator[Remedy]:
+    """The allocator's settings, which only GPUs have."""
+    if platform != "gpu":
+        return
+    why = "not compiled: what an allocator's setting saves depends on the order of allocations"
+    yield Remedy(
+        what="Nine tenths of the device for JAX, in one piece from the start; it takes three quarters unless told otherwise",
+        lines=('jm.apply_environment("gpu_preallocate")  # before JAX starts; jaxmem doctor tells what holds',),
+        compiled=False,
+        basis=why,
+        costs="less room for CUDA, cuDNN, NCCL and other processes",
+    )
+    if cause == "fragmentation":
+        yield Remedy(
+            what="CUDA's own pool, which maps free pieces together",
+            lines=('jm.apply_environment("gpu_async")  # before JAX starts',),
+            compiled=False,
+            basis=why,
+            costs="allocations take longer, and the pool reports fewer figures",
+        )
+
+
+def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int) -> Iterator[Remedy]:
+    """What was not tried here."""
+    if failing is None:  # no program: an allocation on the host or a device
+        return
+    if failing.step is None:
+        yield Remedy(
+            what="Make the failing function a step of this library, so that it can be explained and made smaller",
+            lines=("step = jm.jit_step(train_step)", "print(jm.step_memory(step, state, batch).peak())"),
+            compiled=False,
+            basis="not compiled: only steps of jm.jit_step can be compiled again",
+        )
+        return
+    names = list(dict.fromkeys(leaf.argument for leaf in failing.leaves)) or ["..."]
+    call = ", ".join([failing.name, *names])
+    if not forecasts.tried:
+        yield Remedy(
+            what="The cheapest policy that fits, by compiling",
+            lines=(f"print(jm.plan({call}))",),
+            compiled=False,
+            basis="not compiled: see how predictions were made",
+        )
+    if device_count > 1 and not any(leaf.value is not None and _is_spread(leaf.value) for leaf in failing.leaves):
+        yield Remedy(
+            what=f"Split the state over the {device_count} devices that are here",
+            lines=(
+                'jax.set_mesh(jm.make_mesh({"fsdp": -1}))',
+                f"step = jm.jit_step({failing.name}, jm.StepPolicy(sharding='fsdp'))",
+            ),
+            compiled=False,
+            basis="not compiled: the state must be placed anew first (docs/sharding.md)",
+        )
+    yield Remedy(
+        what="Other programs that hold memory beside the step, such as evaluation: plan them together",
+        lines=(f"print(jm.plan({call}, beside=[(eval_step, (...,))]))",),
+        compiled=False,
+        basis="not compiled: which programs run beside it is not known here",
+    )
+
+
+def _is_spread(value: object) -> bool:
+    return int(getattr(getattr(value, "sharding", None), "num_devices", 1) or 1) > 1

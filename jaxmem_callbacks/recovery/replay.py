@@ -1,0 +1,91 @@
+"""The inputs of the steps since the last snapshot: the user's ``batch_at`` or a buffer of host copies, bounded by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from jaxmem_callbacks.records.errors import RecoveryError
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.snapshots import HostSnapshot
+
+Inputs = tuple[Any, ...]
+
+
+@final
+class Batches:
+    """What each step took besides the state.
+
+    Args:
+        batch_at: Gives the batch of a step again, the same every time; None for a buffer.
+        buffer_bytes: What the buffer may take; the oldest go first.
+        say: Told, in one line, when a failure could no longer be repeated.
+    """
+
+    def __init__(self, batch_at: Callable[[int], Any] | None, buffer_bytes: int, say: Callable[[str], None]) -> None:
+        self._batch_at = batch_at
+        self._most = buffer_bytes
+        self._say = say
+        self._kept: dict[int, HostSnapshot] = {}
+        self._largest = 0
+        self._first: int | None = None  # the step of the snapshot
+        self._told = False
+
+    @property
+    def bytes(self) -> int:
+        """Host memory that the buffer takes."""
+        return sum(each.bytes for each in self._kept.values())
+
+    def given(self, step: int, inputs: Inputs) -> Inputs:
+        """The inputs of a call: the user's own, or what ``batch_at`` has for the step.
+
+        Raises:
+            RecoveryError: neither.
+        """
+        if inputs:
+            return inputs
+        if self._batch_at is None:
+            msg = (
+                f"recovery.step({step}, state) got no batch, and Recovery has no batch_at. Expected one of the two: "
+                f"recovery.step({step}, state, batch), or jm.Recovery(train_step, batch_at=batch_at)."
+            )
+            raise RecoveryError(msg)
+        return (self._batch_at(step),)
+
+    def begin(self, step: int) -> None:
+        """A snapshot was taken before this step: what came before is not needed any longer."""
+        self._kept.clear()
+        self._first, self._told = step, False
+
+    def keep(self, step: int, inputs: Inputs) -> None:
+        """Copy the inputs of a step, where nobody can give them again."""
+        if self._batch_at is not None:
+            return
+        copied = HostSnapshot(step, inputs)  # NumPy's arrays too: their owner may write the next batch into them
+        self._kept[step] = copied
+        self._largest = max(self._largest, copied.bytes)
+        while self._kept and self.bytes > self._most:
+            del self._kept[next(iter(self._kept))]
+            if not self._told:
+                self._told = True
+                self._say(f"a failure from step {step} on could not be repeated: {self._need(step)}")
+
+    def of(self, step: int) -> Inputs:
+        """The inputs of a step again.
+
+        Raises:
+            RecoveryError: the buffer has let go of it; names what would hold it.
+        """
+        if self._batch_at is not None:
+            return (self._batch_at(step),)
+        if step not in self._kept:
+            msg = f"step {step} cannot be repeated: {self._need(step)}"
+            raise RecoveryError(msg)
+        return self._kept[step].restore()
+
+    def _need(self, step: int) -> str:
+        since = f"the snapshot is of step {self._first}, and batches of up to {format_bytes(self._largest)} fill the buffer of "
+        return (
+            f"{since}{format_bytes(self._most)} before step {step + 1}. Give jm.Recovery(..., batch_at=...), a larger "
+            "`recovery: {buffer: ...}`, or snapshots more often: `recovery: {every_steps: ...}`."
+        )

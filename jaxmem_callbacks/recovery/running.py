@@ -1,0 +1,112 @@
+"""The step in force: the user's step and a policy enter; runs of it leave, waited for and agreed on by all processes."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any, final
+
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError
+from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.agreement import Agreement
+from jaxmem_callbacks.recovery.replay import Inputs
+from jaxmem_callbacks.recovery.reuse import ENOUGH, addresses, promised_bytes, reused_bytes
+from jaxmem_callbacks.recovery.rungs import Maker
+from jaxmem_callbacks.recovery.telling import Telling
+from jaxmem_callbacks.recovery.turns import Turn, take_turn
+from jaxmem_callbacks.recovery.wanted import promised_by
+
+_GRACE_S, _GRACE_STEPS = 5.0, 3
+
+
+@final
+class Running:
+    """Runs the step under the policy in force.
+
+    Args:
+        maker: Makes the jitted step.
+        policy: The policy to begin with.
+        agreement: With the other processes.
+        telling: Told of a donation that is lost after a restore.
+        plan: What was foretold of the step, or None.
+    """
+
+    def __init__(
+        self, maker: Maker, policy: StepPolicy, agreement: Agreement, telling: Telling, plan: PlanRecord | None
+    ) -> None:
+        self.maker, self.agreement = maker, agreement
+        self._telling, self._plan = telling, plan
+        self.step: JitStep = maker.make(policy)
+        self.verify = False  # whether the next run is the first one after a restore
+        self._longest_s = 0.0
+        self._near = self._near_heard = False
+        self._runs = 0
+
+    def take_policy(self, policy: StepPolicy) -> None:
+        """Go on under another policy."""
+        self.step = self.maker.make(policy)
+
+    def near_anywhere(self, *, here: bool) -> bool:
+        """Whether any process had seen a near-OOM event at the last run; what is seen here is said at the next one."""
+        self._near, heard, self._near_heard = here, self._near_heard, False
+        return heard
+
+    def turn(self, holder: list[Any], inputs: Inputs, *, on_trial: bool = False) -> Turn:
+        """Run the step on the state in ``holder``, which is empty then.
+
+        Args:
+            holder: Has the state.
+            inputs: What the step takes besides.
+            on_trial: Whether the policy is new, and may be refused.
+        """
+        began, grace_s = time.monotonic(), max(_GRACE_S, _GRACE_STEPS * self._longest_s)
+        watched = addresses(holder[0]) if self.verify else None
+        turn = take_turn(
+            self.step,
+            lambda: (holder.pop(), *inputs),
+            self.agreement,
+            grace_s=grace_s,
+            near=self._near,
+            on_trial=on_trial,
+        )
+        self._runs += 1
+        self._near_heard = turn.near
+        if watched is not None and turn.result is not None:
+            self.verify = False
+            self._require_reuse(reused_bytes(watched, addresses(self.pair(turn.result)[0])))
+        if not turn.failed:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+        return turn
+
+    def pair(self, result: Any) -> tuple[Any, Any]:
+        """State and metrics of what the step returned.
+
+        Raises:
+            RecoveryError: it returned something else.
+        """
+        if isinstance(result, tuple) and len(result) == 2:  # noqa: PLR2004 - a pair
+            return result
+        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        msg = (
+            f"{self.step.name} returned {kind}. Expected (state, metrics), where the state is all that the next step takes over: "
+            "return (params, opt_state), {'loss': loss}, and take them apart at the step's beginning."
+        )
+        raise RecoveryError(msg)
+
+    def _require_reuse(self, reused: int | None) -> None:
+        """After a restore: the old state's memory must hold the new state, as compiled, and as a plan foretold."""
+        promised, foretold = promised_bytes(self.step.latest), promised_by(self._plan, self.step.policy) or 0
+        expected = max(promised, foretold)
+        if reused is None or reused >= ENOUGH * expected:
+            return
+        by = "the plan foretold" if foretold > promised else "the program reuses"
+        message = (
+            f"the first step after a restore reused {format_bytes(reused)} of the old state's memory, where {by} "
+            f"{format_bytes(expected)}: old and new state are held at once."
+        )
+        action = "Copy the restored state once: state = jax.tree.map(jnp.copy, state), before the first step."
+        self._telling.event("donation_lost", self._runs, message, action, lost_bytes=expected - reused)
+        warnings.warn(f"{message} {action}", DonationWarning, stacklevel=5)

@@ -1,0 +1,123 @@
+"""Checkpoints of a run and what travels with them: a state enters, a folder leaves; at restore also what is not as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import jax
+
+from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
+from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.recovery.checkpoint_note import differences, note_of, policy_in, state_differences
+from jaxmem_callbacks.recovery.keeping import DiskSnapshot
+from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects
+from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
+
+_SAVED, _SNAPSHOTS, _KEPT_SNAPSHOTS = "saved", "snapshots", 2
+
+
+@final
+class Saving:
+    """The folder of a run's checkpoints.
+
+    Args:
+        folder: The user's, or None where no checkpoints are wanted.
+        asked: The policy that the user asked for.
+        plan: What was foretold of the step, or None.
+    """
+
+    def __init__(self, folder: Path | None, asked: StepPolicy, plan: PlanRecord | None) -> None:
+        self.folder, self._asked, self._plan = folder, asked, plan
+        self._saved: Checkpoints | None = None
+
+    def on_disk(self, policy: Callable[[], StepPolicy]) -> Callable[[int, Any], DiskSnapshot]:
+        """What takes snapshots on disk.
+
+        Args:
+            policy: Gives the policy in force.
+
+        Raises:
+            RecoveryError: no folder was given.
+        """
+        store = checkpoints_in(self._needed("snapshots on disk need") / _SNAPSHOTS, keep=_KEPT_SNAPSHOTS)
+        return lambda step, state: DiskSnapshot(step, state, store, self._note(step, state, policy()))
+
+    def save(self, step: int, state: Any, policy: StepPolicy) -> Path:
+        """Write a state that stands before a step, and the policy to go on with.
+
+        Raises:
+            RecoveryError: no folder was given, or objects that are updated in place.
+        """
+        refuse_objects(state)
+        return self._store().save(step, state, self._note(step, state, policy))
+
+    def save_alone(self, snapshot: HostSnapshot, policy: StepPolicy) -> Path:
+        """Write a snapshot from this process only, since another one cannot take part; no device is asked for anything."""
+        folder = self._needed("saving needs") / _SAVED
+        state = snapshot.on_host()
+        store = checkpoints_in(folder, alone=jax.process_count() > 1)
+        return store.save(snapshot.step, state, self._note(snapshot.step, snapshot.shapes, policy))
+
+    def restore(self, like: Any, step: int | None) -> tuple[int, Any, StepPolicy | None]:
+        """The newest state, or that of a step, placed as ``like``; and the policy to go on with, None for the user's own.
+
+        Raises:
+            RecoveryError: there is none, or it is another state's.
+        """
+        refuse_objects(like)
+        known = self._known()
+        if not known or (step is not None and step not in known):
+            msg = (
+                f"No checkpoint{'' if step is None else f' of step {step}'} in {self.folder}; there are: "
+                f"{', '.join(map(str, known)) or 'none'}. Begin without: recovery.latest is None there."
+            )
+            raise RecoveryError(msg)
+        number = max(known) if step is None else step
+        store = known[number]
+        note = store.note(number)
+        wrong = state_differences(note, like)
+        if wrong:
+            msg = (
+                f"The checkpoint of step {number} in {self.folder} is another state's: {'; '.join(wrong)}. Expected the tree, "
+                "shapes and dtypes that were saved. Build the state as then, or restore it by Orbax and convert it."
+            )
+            raise RecoveryError(msg)
+        different = differences(note, like, self._asked, self._plan)
+        if different:
+            text = f"The checkpoint of step {number} was written under other conditions: {'; '.join(different)}."
+            warnings.warn(text, RecoveryWarning, stacklevel=3)
+        goes_on = policy_in(note) if policy_in(note, "asked_policy") == self._asked else None
+        return number, store.restore(number, like), goes_on
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step that was saved, or None."""
+        return None if self.folder is None else max(self._known(), default=None)
+
+    def _note(self, step: int, state: Any, policy: StepPolicy) -> dict[str, Any]:
+        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan)
+
+    def _known(self) -> dict[int, Checkpoints]:
+        """Each step that was saved, with where; of one that is also a snapshot the saved one."""
+        folder = self._needed("restoring needs")
+        found: dict[int, Checkpoints] = {}
+        for name in (_SNAPSHOTS, _SAVED):
+            if (folder / name).is_dir():
+                store = self._store() if name == _SAVED else checkpoints_in(folder / name, keep=_KEPT_SNAPSHOTS)
+                found |= dict.fromkeys(store.steps(), store)
+        return dict(sorted(found.items()))
+
+    def _store(self) -> Checkpoints:
+        if self._saved is None:
+            self._saved = checkpoints_in(self._needed("saving needs") / _SAVED)
+        return self._saved
+
+    def _needed(self, what: str) -> Path:
+        if self.folder is None:
+            msg = f"{what} a folder, and Recovery has none. Write jm.Recovery(..., checkpoints='runs/a/checkpoints')."
+            raise RecoveryError(msg)
+        return self.folder

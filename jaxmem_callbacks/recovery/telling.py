@@ -1,0 +1,76 @@
+"""What recovery says: a move or a remark enters; one line on stderr and one event for the run's own files leave."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Protocol, final
+
+import jax
+
+from jaxmem_callbacks.records.events import EventKind, MemoryEvent
+from jaxmem_callbacks.records.recoveries import RecoveryMove
+
+
+class Listener(Protocol):
+    """Who writes events down: the monitor."""
+
+    def tell(self, event: MemoryEvent) -> None:
+        """Take in one event."""
+        ...
+
+
+@final
+class Telling:
+    """Where recovery's words go.
+
+    Args:
+        monitor: Writes events into the run's files; None for none.
+    """
+
+    def __init__(self, monitor: Listener | None) -> None:
+        self._monitor = monitor
+
+    def say(self, line: str) -> None:
+        """One line on stderr; a closed stderr is no reason to end a run."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"jaxmem: recovery: {' '.join(line.split())}\n")
+
+    def move(self, move: RecoveryMove, *, cause: str, action: str) -> None:
+        """One recovery, or that there was none.
+
+        Args:
+            move: What was done.
+            cause: What failed, in the failure's own words.
+            action: What to do about it.
+        """
+        who = _processes(move.failed_on)
+        passed = f" Passed over: {'; '.join(move.passed_over)}." if move.passed_over else ""
+        if move.rung is None or move.rung == "save_and_exit":
+            what = "the ladder is exhausted" if move.rung is None else "the state is saved"
+            message = f"memory ran out in step {move.step}{who} ({cause}); {what}, and the run ends.{passed}"
+        else:
+            again = f", step {move.from_step} and those after it repeated" if move.from_step < move.step else ""
+            message = (
+                f"memory ran out in step {move.step}{who} ({cause}); the run goes on with {move.rung}: {move.policy}{again}, "
+                f"after {move.seconds:.1f} s.{passed}"
+            )
+        self.event("recovery", move.step, message, action, rung=move.rung or "none", from_step=move.from_step)
+
+    def event(self, kind: EventKind, step: int, message: str, action: str, **figures: float | str) -> None:
+        """A line on stderr and an event."""
+        self.say(f"{message} {action}")
+        if self._monitor is not None:
+            first = jax.local_devices()[0]
+            label = f"{first.platform}:{first.id}"
+            event = MemoryEvent(
+                kind=kind, step=step, time_s=time.time(), device=label, message=message, action=action, figures=figures
+            )
+            self._monitor.tell(event)
+
+
+def _processes(failed_on: tuple[int, ...]) -> str:
+    if jax.process_count() == 1:
+        return ""
+    return f" on process {', '.join(map(str, failed_on))} of {jax.process_count()}"

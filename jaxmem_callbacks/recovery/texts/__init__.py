@@ -1,0 +1,1 @@
+"""What a failure for want of memory says in its text or in a log."""

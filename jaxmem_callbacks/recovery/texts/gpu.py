@@ -1,0 +1,158 @@
+"""What XLA's GPU clients, their allocators, CUDA's and ROCm's libraries print when memory runs out: a table of wordings."""
+
+from __future__ import annotations
+
+from jaxmem_callbacks.recovery.texts.rule import Rule, rule
+
+# bfc_allocator.cc of xla/tsl/framework: words of a failed try after which the caller goes on with less.
+_GOES_ON = r".{0,200}?[Cc]aller indicates that this is not a failure"
+_STATUS = r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted|INTERNAL|UNKNOWN|Internal)"
+
+STATUSES: tuple[Rule, ...] = (
+    # tf_allocator_adapter.cc, MemoryAllocationError: bytes until 2025-12, human sizes since, the allocator since 2026-07.
+    rule(
+        "client allocation",
+        r"Out of memory while trying to allocate <requested>"
+        r"(?:\.? with allocator (?P<allocator>[\w./-]{1,80}?)(?: on device \d{1,5})?(?=[.,;:]?(?:\s|$)))?",
+        phase="run",
+        platform="gpu",
+    ),
+    # The same with is_host_mem: pinned memory beside the GPU.
+    rule("host allocation", r"Out of host memory while trying to allocate <requested>", phase="run", platform="host"),
+    # stream_executor_memory_allocator / device_address_allocator: the platform allocator.
+    rule(
+        "platform allocator",
+        r"[Ff]ailed to allocate request for <requested>(?: \(<requested_exact>\))?(?: on device ordinal \d{1,5})?",
+        phase="run",
+        platform="gpu",
+    ),
+    # device_address_vmm_allocator.cc: physical memory counted against a budget; two wordings of the same refusal.
+    rule(
+        "vmm allocator",
+        r"Not enough PA budget(?: for allocation)?: pa_allocated=<used>, (?:rounded_size|allocation_size)=<requested>,"
+        r" pa_budget=<limit>",
+        phase="run",
+        platform="gpu",
+    ),
+    # TensorFlow's kernels, which share the allocators.
+    rule(
+        "tensor",
+        r"OOM when allocating tensor with shape.{0,400}?device:GPU.{0,60}?by allocator (?P<allocator>[\w.-]{1,80})",
+        phase="run",
+        platform="gpu",
+    ),
+    # redzone_allocator.cc and the scratch allocators of convolutions and Fourier transforms: a limit on one buffer.
+    rule("scratch limit", r"Allocating <requested> exceeds the memory limit of <limit>", platform="gpu"),
+    # gpu_executor: constants of a program, and scratch and work areas of libraries.
+    rule("constant", r"[Ff]ailed to allocate <requested> for (?:a )?new constant", platform="gpu"),
+    rule(
+        "work area",
+        r"[Ff]ailed to allocate (?:work area|scratch (?:memory|space)|(?:<requested> )?for all-reduce"
+        r"|RaggedAllToAll barrier buffers|output offsets buffer)",
+        platform="gpu",
+    ),
+    # cuda_command_buffer.cc: graphs need driver memory beside the pool.
+    rule(
+        "command buffer",
+        r"(?:ran out of memory trying to instantiate command buffer"
+        r"|[Ff]ailed to (?:instantiate|create|launch|update|add)[^.;]{0,60}? graph[^.;]{0,80}?"
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|out of memory))",
+        phase="run",
+        platform="gpu",
+    ),
+    # cuda_executor.cc LoadCubin / rocm LoadHsaco: where a program is named it is being loaded, so run; else unknown.
+    rule(
+        "kernel image",
+        r"[Ff]ailed to load (?:in-memory )?(?:CUBIN|PTX|HSACO|module).{0,200}?"
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|out of memory)",
+        platform="gpu",
+    ),
+    # NCCL's debug.h and RCCL's: buffers of collectives, which lie outside the pool.
+    rule("collective", r"(?:Cuda|HIP|CUDA) failure (?:\d{1,4} )?'out of memory'", phase="run", platform="gpu"),
+    # PyTorch's allocator, where its programs and JAX's share a log: two wordings of what was free.
+    rule(
+        "PyTorch",
+        r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested>\.?"
+        r"(?:.{0,40}?total capacity of <limit> of which <free> is free)?",
+        phase="run",
+        platform="gpu",
+    ),
+    # iree and ROCm's HIP layer.
+    rule(
+        "HIP",
+        r"(?:failed to allocate buffer of length <requested>|\bhip\w{0,40}\b.{0,80}?failed.{0,40}?out of memory)",
+        platform="gpu",
+    ),
+)
+
+LINES: tuple[Rule, ...] = (
+    # bfc_allocator.cc, AllocateRaw: three wordings over the years; "(rounded to N)" is the bin's size, not the request.
+    rule(
+        "pool",
+        r"Allocator \((?P<allocator>[^)\s]{1,80})\) ran out of memory trying to allocate <requested>(?!\.?\s+with freed_by)",
+        platform="gpu",
+        strength="log",
+        unless=_GOES_ON,
+    ),
+    rule(
+        "pool", r"\bRan out of memory trying to allocate <requested>", platform="gpu", strength="log", unless=_GOES_ON
+    ),
+    # gpu_cudamallocasync_allocator.cc: the driver's own pool; the name stands before the function.
+    rule(
+        "driver's pool",
+        r"(?:\b(?P<allocator>gpu_async_\d{1,4}|[\w.-]{1,60}async[\w.-]{0,20}) )?cuMemAllocAsync failed to allocate <requested>"
+        r"(?:: [^\n]{0,200})?(?:\s+(?:Reported by CUDA: )?Free memory/Total memory: <free>/<limit>)?",
+        platform="gpu",
+        strength="log",
+    ),
+    # cuda_executor.cc and rocm_driver.cc, DeviceAllocate: the pool asks again for less after one of these.
+    rule(
+        "driver",
+        r"failed to allocate <requested> \(<requested_exact>\) from device:"
+        r" (?:\w{1,30}: )?(?::\s*)?(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|\w{0,40}out of memory)",
+        platform="gpu",
+        strength="hint",
+    ),
+    # cuda_context.cc: the context itself does not fit; the figure is the device's size.
+    rule(
+        "context",
+        r"cuDevicePrimaryCtxRetain: (?:CUDA_ERROR_OUT_OF_MEMORY|[^;]{0,60}out of memory)[^;]{0,60};"
+        r" total memory reported: <limit>",
+        platform="gpu",
+        strength="hint",
+    ),
+    # Handles of cuBLAS, cuSOLVER, cuDNN, cuFFT: their own memory lies outside the pool.
+    rule(
+        "library handle",
+        r"(?:(?:CU|HIP|ROC)?(?:BLAS|SOLVER|DNN|FFT|SPARSE|RAND)\w{0,20}_ALLOC_FAILED"
+        r"|(?:cublas|cusolver|cudnn|cufft|cusparse|rocblas|hipblas|handle).{0,160}?the resource allocation failed)",
+        platform="gpu",
+        strength="log",
+    ),
+)
+
+FALLBACKS: tuple[Rule, ...] = (
+    # The driver's error by name, whatever asked for memory.
+    rule(
+        "CUDA error",
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA error: out of memory|CUDA runtime error: out of memory)",
+        platform="gpu",
+        strength="log",
+        vague=True,
+    ),
+    rule(
+        "HIP error",
+        r"(?:hipErrorOutOfMemory|hipErrorMemoryAllocation|HIP_ERROR_OutOfMemory|HIP error: out of memory"
+        r"|HSA_STATUS_ERROR_OUT_OF_RESOURCES)",
+        platform="gpu",
+        strength="log",
+        vague=True,
+    ),
+    # jaxlib's kernels: "operation cudaMalloc(...) failed: out of memory".
+    rule(
+        "GPU library",
+        r"\b(?:cuda|gpu|cu)[A-Z]\w{0,60}.{0,120}?failed.{0,40}?\bout of memory",
+        platform="gpu",
+        vague=True,
+    ),
+)

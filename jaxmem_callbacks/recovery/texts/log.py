@@ -1,0 +1,228 @@
+"""A log of any length enters in pieces, what it says of its first out-of-memory failure leaves. Memory stays bounded.
+
+Lines are read by ``oom_statements.py``, tables and dumps by ``oom_tables.py``; here they are joined and given their lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable
+
+from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
+from jaxmem_callbacks.recovery.texts.parsing import continues, facts_of, failures, joined, places_of
+from jaxmem_callbacks.recovery.texts.statements import Budget, Statement, statements
+from jaxmem_callbacks.recovery.texts.tables import Chunk, Entry, chunks, entries
+
+# What stays in memory behind the place that is read, and before it: rules look this far around a line.
+_BEHIND, _AHEAD = 8_000, 40_000
+_MOST_BUFFERS, _MOST_POOLS = 10, 16
+_SAME_LINES = 200
+_NAMES = tuple(field.name for field in dataclasses.fields(OomFacts))
+
+
+def read_oom_log(pieces: Iterable[str]) -> OomLog | None:
+    """The first failure that a log tells, with what stands beside it.
+
+    Args:
+        pieces: The log's text, cut anywhere.
+
+    Returns:
+        What it says, or None where it tells of no failure.
+    """
+    reader = _Reader()
+    for piece in pieces:
+        reader.feed(piece)
+    return reader.finish()
+
+
+class _Pool:
+    """A dump while the log is read."""
+
+    def __init__(self, line: int, allocator: str = "") -> None:
+        self.line, self.allocator = line, allocator
+        self.in_use = self.free = self.in_use_count = self.free_count = self.largest_free = 0
+        self.largest: list[tuple[int, int, str]] = []
+
+    def add(self, chunk: Chunk, line: int) -> None:
+        """One more chunk."""
+        if chunk.free:
+            self.free, self.free_count = self.free + chunk.bytes, self.free_count + 1
+            self.largest_free = max(self.largest_free, chunk.bytes)
+            return
+        self.in_use, self.in_use_count = self.in_use + chunk.bytes, self.in_use_count + 1
+        keep = heapq.heappush if len(self.largest) < _MOST_BUFFERS else heapq.heappushpop
+        keep(self.largest, (chunk.bytes, -line, chunk.holder))
+
+    def record(self) -> PoolDump:
+        """What it came to."""
+        return PoolDump(
+            allocator=self.allocator,
+            line=self.line,
+            pool_bytes=self.in_use + self.free,
+            in_use_bytes=self.in_use,
+            in_use_count=self.in_use_count,
+            free_count=self.free_count,
+            largest_free_bytes=self.largest_free,
+            largest=tuple(
+                LoggedBuffer(bytes=size, line=-line, operator=holder)
+                for size, line, holder in sorted(self.largest, reverse=True)
+            ),
+        )
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Failure:
+    """A failure while the log is read: where it stands, the text around it, and the tables after it."""
+
+    line: int
+    last_line: int
+    text: str
+    place: int
+    said: str
+    told: OomFacts
+    ranks: set[int]
+    lines: dict[str, int] = dataclasses.field(default_factory=dict)
+    buffers: dict[tuple[object, ...], LoggedBuffer] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """How surely a program failed: 0 for a status that it met."""
+        return min(self.ranks)
+
+
+class _Reader:
+    """Holds a window of the log, and what was found so far."""
+
+    def __init__(self) -> None:
+        self._text, self._done = "", 0
+        self._line, self._counted = 1, 0
+        self._first: _Failure | None = None
+        self._current: _Failure | None = None
+        self._failures, self._budget = 0, Budget()
+        self._pools: dict[str, _Pool] = {}
+        self._pool: _Pool | None = None
+
+    def feed(self, piece: str) -> None:
+        """Read what is far enough from the end to be whole."""
+        self._text += piece
+        if len(self._text) - self._done >= 2 * _AHEAD:
+            self._advance(len(self._text) - _AHEAD)
+
+    def finish(self) -> OomLog | None:
+        """What the log says."""
+        self._advance(len(self._text))
+        lines = self._line - (1 if self._text.endswith("\n") or not self._text else 0)
+        return None if self._first is None else self._told(self._first, lines)
+
+    def _advance(self, end: int) -> None:
+        start, self._done = self._done, end
+        found = statements(self._text, start, end, budget=self._budget)
+        listed: list[Statement | Entry] = [*found, *entries(self._text, start, end)]
+        for item in sorted(listed, key=lambda each: each.start):
+            if isinstance(item, Statement):
+                self._statement(item, self._line_at(item.start))
+            else:
+                self._entry(item, self._line_at(item.start))
+        for chunk in chunks(self._text, start, end):
+            self._chunk(chunk, self._line_at(chunk.start))
+        self._line_at(end)
+        drop = max(0, end - _BEHIND)
+        self._text, self._done, self._counted = self._text[drop:], end - drop, self._counted - drop
+
+    def _line_at(self, place: int) -> int:
+        """The line of a place of the window; of one that lies before the last that was asked for, too."""
+        if place >= self._counted:
+            self._line += self._text.count("\n", self._counted, place)
+        else:
+            self._line -= self._text.count("\n", place, self._counted)
+        self._counted = place
+        return self._line
+
+    def _statement(self, item: Statement, line: int) -> None:
+        current = self._current
+        if current is None or not self._same(current, item, line):
+            low = max(0, item.start - _BEHIND)
+            current = self._current = _Failure(
+                line=line,
+                last_line=line,
+                text=self._text[low : item.end + _AHEAD // 2],
+                place=item.start - low,
+                said=" ".join(self._text[item.start : item.end].split()),
+                told=item.facts,
+                ranks={item.rank},
+            )
+            self._failures += 1
+        elif item.rank < current.rank:
+            # The status speaks for the lines before it, and what stands around it is what is read.
+            low = max(0, item.start - _BEHIND)
+            current.text, current.place = self._text[low : item.end + _AHEAD // 2], item.start - low
+            current.line, current.said = line, " ".join(self._text[item.start : item.end].split())
+        current.ranks.add(item.rank)
+        for name, value in ((name, getattr(item.facts, name)) for name in _NAMES):
+            if value is not None:
+                current.lines.setdefault(name, line)
+        current.told = joined([current.told, item.facts])
+        current.last_line = line
+        if self._first is None or current.rank < self._first.rank:
+            self._first = current
+
+    def _same(self, current: _Failure, item: Statement, line: int) -> bool:
+        """Whether a statement goes on with the failure before it: allocators speak before the status, and repeat nothing."""
+        if not continues(current.told, item.facts):
+            return False
+        return current.rank > 0 or (item.rank == 0 and line - current.last_line <= _SAME_LINES)
+
+    def _entry(self, entry: Entry, line: int) -> None:
+        """Tables stand behind the failing line; they are printed again with the exception."""
+        if self._current is None or self._current is not self._first:
+            return
+        buffers = self._current.buffers
+        key = (entry.bytes, entry.shape, entry.operator, entry.label)
+        buffers.setdefault(
+            key,
+            LoggedBuffer(
+                bytes=entry.bytes,
+                line=line,
+                shape=entry.shape,
+                operator=entry.operator,
+                source=entry.source,
+                label=entry.label,
+            ),
+        )
+        if len(buffers) > _MOST_BUFFERS:
+            del buffers[min(buffers, key=lambda each: buffers[each].bytes)]
+
+    def _chunk(self, chunk: Chunk, line: int) -> None:
+        if chunk.allocator or self._pool is None:
+            self._pool = _Pool(line, chunk.allocator)
+            if len(self._pools) < _MOST_POOLS:
+                self._pools.setdefault(chunk.allocator, self._pool)
+        if not chunk.allocator:
+            self._pool.add(chunk, line)
+
+    def _told(self, failure: _Failure, lines: int) -> OomLog:
+        groups = failures(statements(failure.text))
+        near = [group for group in groups if group[0].start <= failure.place <= group[-1].start]
+        group = near[0] if near else groups[0]
+        facts = facts_of(failure.text, group)
+        begins = failure.line - failure.text.count("\n", 0, failure.place)
+        near_lines = {
+            name: begins + failure.text.count("\n", 0, place) for name, place in places_of(failure.text, group).items()
+        }
+        # Lines before a long dump speak of the failure too.
+        facts = joined([facts, failure.told])
+        told = {name for name in _NAMES if getattr(facts, name) is not None}
+        where = {name: line for name, line in (failure.lines | near_lines).items() if name in told}
+        pool = self._pools.get(facts.allocator or "") or next(iter(self._pools.values()), None)
+        return OomLog(
+            facts=facts,
+            line=failure.line,
+            said=failure.said,
+            where=where,
+            failures=self._failures,
+            buffers=tuple(sorted(failure.buffers.values(), key=lambda each: -each.bytes)),
+            pool=None if pool is None or not pool.in_use_count + pool.free_count else pool.record(),
+            line_count=lines,
+        )

@@ -1,0 +1,125 @@
+"""``jm.parse_oom``: an exception or a text enters, what it says of an out-of-memory failure leaves, or None for none.
+
+The text's statements (``oom_statements.py``) that speak of one failure are joined; the failing status speaks first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.recovery.texts.details import Around, details
+from jaxmem_callbacks.recovery.texts.statements import Statement, statements
+from jaxmem_callbacks.recovery.texts.text import text_of
+
+_TOLERANCE = 0.011
+"""Two printed decimals hold no more than one in a hundred: `1.74GiB` and its bytes are one request."""
+_COMPARED = ("requested_bytes", "used_bytes", "limit_bytes", "program", "platform")
+# Beside the failing words stand the allocator's lines before it and the tables after it.
+_AROUND_BEFORE, _AROUND_AFTER = 4_000, 20_000
+
+
+def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None:
+    """What an error says of memory that ran out.
+
+    Texts of XLA's clients for GPU, TPU and CPU, of their allocators and compilers, of CUDA, ROCm and NCCL, of NumPy and of the
+    system are known by their wording. A warning after which a program goes on is no failure. Never raises.
+
+    Args:
+        exception_or_text: An exception, with its causes, notes and group members; or a text, such as a log.
+
+    Returns:
+        The first failure's facts, None in each field that the text does not say; or None where no memory ran out.
+    """
+    text = text_of(exception_or_text)
+    failure = first_failure(failures(statements(text)))
+    return None if failure is None else facts_of(text, failure)
+
+
+def failures(found: Sequence[Statement]) -> list[list[Statement]]:
+    """Statements that speak of the same failure, together: those in a row whose figures and names do not contradict."""
+    groups: list[list[Statement]] = []
+    known = OomFacts()
+    for item in found:
+        if groups and continues(known, item.facts):
+            groups[-1].append(item)
+            known = joined([known, item.facts])
+        else:
+            groups.append([item])
+            known = item.facts
+    return groups
+
+
+def continues(known: OomFacts, told: OomFacts) -> bool:
+    """Whether what is told next may speak of the failure that is known: nothing in it contradicts."""
+    return all(_agree(getattr(told, name), getattr(known, name)) for name in _COMPARED)
+
+
+def joined(told: Sequence[OomFacts]) -> OomFacts:
+    """For each fact the first that tells it."""
+    names = [field.name for field in dataclasses.fields(OomFacts)]
+    return OomFacts(**{name: _first(told, name) for name in names})
+
+
+def first_failure(groups: Sequence[Sequence[Statement]]) -> Sequence[Statement] | None:
+    """The first failure that a program met; where no status is told, the first that a log tells."""
+    return min(groups, key=lambda group: min(item.rank for item in group), default=None)
+
+
+def facts_of(text: str, failure: Sequence[Statement]) -> OomFacts:
+    """A failure's statements, joined with what stands around them."""
+    order, around = _surroundings(text, failure)
+    facts = joined([*(item.facts for item in order), around.facts])
+    phase = facts.phase
+    if around.facts.phase == "compile":
+        phase = "compile"
+    elif phase is None and facts.program is not None:
+        # An executable that is named is being loaded or run.
+        phase = "run"
+    facts = dataclasses.replace(facts, phase=phase)
+    return dataclasses.replace(facts, fragmentation=_fragmented(facts, around.facts))
+
+
+def places_of(text: str, failure: Sequence[Statement]) -> dict[str, int]:
+    """Name of a fact to where in the text it stands; what follows from other facts stands nowhere."""
+    order, around = _surroundings(text, failure)
+    places = dict(around.places)
+    for item in reversed(order):
+        places |= {
+            field.name: item.start
+            for field in dataclasses.fields(OomFacts)
+            if getattr(item.facts, field.name) is not None
+        }
+    return places
+
+
+def _surroundings(text: str, failure: Sequence[Statement]) -> tuple[list[Statement], Around]:
+    """The statements, the surest first, and what stands around them, with its places in the whole text."""
+    order = sorted(failure, key=lambda item: (item.rank, item.start))
+    low = max(0, failure[0].start - _AROUND_BEFORE)
+    told = joined([item.facts for item in order])
+    around = details(
+        text[low : failure[-1].end + _AROUND_AFTER], platform=told.platform, requested=told.requested_bytes
+    )
+    return order, dataclasses.replace(around, places={name: low + place for name, place in around.places.items()})
+
+
+def _first(told: Sequence[OomFacts], name: str) -> Any:
+    return next((value for value in (getattr(facts, name) for facts in told) if value is not None), None)
+
+
+def _agree(one: object, other: object) -> bool:
+    if isinstance(one, int) and isinstance(other, int):
+        return abs(one - other) <= _TOLERANCE * max(one, other)
+    return one is None or other is None or one == other
+
+
+def _fragmented(facts: OomFacts, around: OomFacts) -> bool | None:
+    """True where the text says so, or where more was free than was asked for, yet it was refused."""
+    free, requested = facts.free_bytes, facts.requested_bytes
+    if free is None and facts.limit_bytes is not None and facts.used_bytes is not None:
+        free = facts.limit_bytes - facts.used_bytes
+    fitted = facts.phase != "compile" and requested is not None and free is not None and requested <= free
+    return True if around.fragmentation or fitted else None

@@ -1,0 +1,68 @@
+"""The user's variables that hold arrays: the frames of an exception enter; for each array its variable leaves.
+
+Of a function that still runs only the globals are looked at: Python up to 3.12 keeps what is read of its locals until it ends,
+and would keep arrays alive with them. Functions that the exception has ended are looked at whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.recovery.failing import frames_of
+
+_MOST = 100_000  # entries of one variable, and of all: looking at them must not take long
+_LIBRARIES = ("site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}")
+_OWN = str(Path(__file__).resolve().parents[1])
+
+
+def array_variables(error: BaseException) -> dict[int, str]:
+    """``id(array)`` -> the variable that holds it, such as ``losses`` of ``train.py``; innermost functions first."""
+    found: dict[int, str] = {}
+    left = _MOST
+    for where, names in _scopes(error):
+        for name, value in list(names.items()):
+            if name.startswith("_") or left <= 0:
+                continue
+            for leaf in _arrays(value):
+                left -= 1
+                found.setdefault(id(leaf), f"{name} ({where})")
+    return found
+
+
+def users_frames(error: BaseException) -> list[FrameType]:
+    """The frames of the user's own code, outermost first."""
+    return [frame for frame in frames_of(error) if not _is_library(frame.f_code.co_filename)]
+
+
+def _scopes(error: BaseException) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    running = next(iter(frames_of(error)), None)
+    seen: set[int] = set()
+    for frame in reversed(users_frames(error)):
+        where = Path(frame.f_code.co_filename).name
+        if frame is not running and frame.f_code.co_name != "<module>":
+            yield f"{where}, {frame.f_code.co_name}", frame.f_locals
+        if id(frame.f_globals) not in seen:
+            seen.add(id(frame.f_globals))
+            yield where, frame.f_globals
+
+
+def _arrays(value: Any) -> list[jax.Array]:
+    if isinstance(value, jax.Array):
+        return [value]
+    if isinstance(value, list | tuple | dict) and len(value) > _MOST:  # type: ignore[arg-type]
+        return []
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # a dictionary whose keys have no order
+        return []
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
+def _is_library(name: str) -> bool:
+    return name.startswith((_OWN, "<frozen")) or any(part in _LIBRARIES for part in Path(name).parts)

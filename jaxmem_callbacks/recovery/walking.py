@@ -1,0 +1,216 @@
+"""One walk down the ladder: a failure enters; the failed step done under another policy leaves, or the error to end with.
+
+What runs is decided by what all processes have said, so that all of them stand on the same rung at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.errors import RecoveryError
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoverySettings, Rung
+from jaxmem_callbacks.recovery.agreement import Agreement
+from jaxmem_callbacks.recovery.keeping import Keeper
+from jaxmem_callbacks.recovery.ladder import Offer, offers
+from jaxmem_callbacks.recovery.leaving import saved_last
+from jaxmem_callbacks.recovery.replay import Batches, Inputs
+from jaxmem_callbacks.recovery.rungs import defragmented, need_of, rows_of, try_policy, why_not_moved
+from jaxmem_callbacks.recovery.running import Running
+from jaxmem_callbacks.recovery.saving import Saving
+from jaxmem_callbacks.recovery.shortage import ran_out
+from jaxmem_callbacks.recovery.turns import Turn, first_line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A step that ran out of memory. Holds the call's arrays, donated or not: not to be kept.
+
+    Attributes:
+        step: Its number.
+        state: The state that it was given.
+        inputs: What it took besides.
+        turn: How it went on every process.
+    """
+
+    step: int
+    state: Any
+    inputs: Inputs
+    turn: Turn
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the call."""
+        return (self.state, *self.inputs)
+
+
+@final
+class Walk:
+    """Tries rung after rung.
+
+    Args:
+        settings: Has the ladder.
+        running: The step in force; goes on with another one.
+        keeper: Has the state to go back to.
+        batches: Has the inputs since then.
+        frontier: Policies of a plan below the one in force.
+        failure: What happened.
+    """
+
+    def __init__(  # noqa: PLR0913 - each part of a recovery once
+        self,
+        settings: RecoverySettings,
+        running: Running,
+        keeper: Keeper,
+        batches: Batches,
+        *,
+        frontier: Sequence[StepPolicy],
+        failure: Failure,
+    ) -> None:
+        self._settings, self._running, self._keeper, self._batches = settings, running, keeper, batches
+        self._failure, self._began = failure, time.monotonic()
+        self._passed: list[str] = []
+        self._stuck: tuple[int, ...] = failure.turn.on("stuck")
+        self._need: int | None = None
+        self._offers = offers(settings, running.step.policy, rows=rows_of(failure.inputs), frontier=frontier)
+        self.move: RecoveryMove | None = None
+        self.action = ""
+
+    def down(self) -> Turn | None:
+        """How the failed step went at last; None where nothing helped."""
+        if self._stuck:
+            who = ", ".join(map(str, self._stuck))
+            self._passed.append(
+                f"all others: process {who} waits in a collective for one that failed and cannot be freed"
+            )
+            return None
+        self._need = need_of(self._running.step, self._failure.arguments)
+        refused: set[Rung] = set()
+        for offer in self._offers:
+            if offer.rung == "save_and_exit" or self._stuck:
+                break
+            if offer.rung in refused:
+                continue
+            candidate, why, need, is_alive = self._acceptable(offer)
+            if candidate is None:
+                self._passed.append(f"{offer.rung}: {why}")
+                continue
+            before, self._running.step = self._running.step, candidate
+            begun, turn, refusal = self._again(offer, [self._failure.state] if is_alive else [])
+            if turn is None:
+                self._running.step = before
+                refused.add(offer.rung)
+                self._passed.append(f"{offer.rung}: {refusal}")
+            elif turn.failed:
+                self._need, self._stuck = need, turn.on("stuck")
+                self._passed.append(f"{offer.rung}: {policy_words(candidate.policy)} ran out too")
+            else:
+                self._done(offer.rung, begun, f"Compiled need: {why}." if why else "")
+                return turn
+        return None
+
+    def end(self, saving: Saving, agreement: Agreement) -> BaseException:
+        """Save where the ladder says so, and give the error that this process ends with.
+
+        The process on which memory ran out ends with that failure, as it was raised; the others with one that names it.
+        """
+        where, turn = None, self._failure.turn
+        if "save_and_exit" in self._settings.ladder:
+            policy = self._first_that_needs_less() if self._stuck else self._running.step.policy
+            where, why = saved_last(saving, self._keeper, agreement, policy=policy, stuck=self._stuck)
+            if where is None:
+                self._passed.append(f"save_and_exit: {why}")
+        saved = "" if where is None else f"Go on from {where}: recovery.restore(state)."
+        self._done(None if where is None else "save_and_exit", self._failure.step, saved)
+        if turn.error is not None:
+            return turn.error
+        who = turn.on("ran_out")
+        msg = (
+            f"memory ran out in step {self._failure.step} on process {', '.join(map(str, who))} of {agreement.count}: "
+            f"{turn.words[who[0]]['text']}. Nothing on the ladder helped all processes, so this one ends too. {saved}"
+        )
+        return RecoveryError(msg)
+
+    def _acceptable(self, offer: Offer) -> tuple[JitStep | None, str, int | None, bool]:
+        """What an offer is worth on all processes.
+
+        Returns:
+            The step to go on with, or None; what it needs in words, or why it does not help; in bytes; whether the state lives.
+        """
+        candidate, why, need = self._running.step, why_not_moved(), self._need
+        helps = not why
+        if offer.rung != "defragment":
+            policy = offer.on(self._running.step.policy)
+            tried = try_policy(self._running.maker, policy, self._failure.arguments, had=self._need)
+            candidate, why, need, helps = tried.step, tried.why, tried.need, tried.step is not None
+        arrays = [leaf for leaf in jax.tree.leaves(self._failure.state) if isinstance(leaf, jax.Array)]
+        alive = not any(array.is_deleted() for array in arrays)
+        heard = self._running.agreement.exchange({"helps": helps, "why": why, "alive": alive})
+        refusal = next((words["why"] for words in heard if not words["helps"]), None)
+        if refusal is not None:
+            return None, refusal, None, False
+        return candidate, why, need, all(words["alive"] for words in heard)
+
+    def _again(self, offer: Offer, holder: list[Any]) -> tuple[int, Turn | None, str]:
+        """Do the step, from its own state where ``holder`` has it, else from the snapshot on.
+
+        Returns:
+            The first step that was done, how the last one went, and why nothing came of it where that is None.
+        """
+        step, why = self._failure.step, ""
+        begun, turn = step, None
+        try:
+            if not holder:
+                snapshot = self._keeper.snapshot
+                assert snapshot is not None  # every step begins with one
+                begun, self._running.verify = snapshot.step, True
+                holder.append(snapshot.restore())
+            if offer.rung == "defragment":
+                holder[0], why = defragmented(holder[0])
+        except Exception as error:
+            if ran_out(error) is None:
+                raise
+            why = first_line(error)
+        heard = self._running.agreement.exchange({"why": why})
+        if any(words["why"] for words in heard):
+            return begun, None, next(words["why"] for words in heard if words["why"])
+        for number in range(begun, step + 1):
+            inputs = self._failure.inputs if number == step else self._batches.of(number)
+            turn = self._running.turn(holder, inputs, on_trial=True)
+            if turn.refusal:
+                return begun, None, turn.refusal
+            if turn.failed or number == step:
+                break
+            done, metrics = self._running.pair(turn.result)
+            self._keeper.require_same(number, metrics)
+            holder = [done]
+        return begun, turn, ""
+
+    def _first_that_needs_less(self) -> StepPolicy:
+        """The first policy of the ladder that needs less, for a run that goes on elsewhere; compiled here, not agreed on."""
+        now = self._running.step.policy
+        need = need_of(self._running.step, self._failure.arguments)
+        for offer in self._offers:
+            if offer.rung in ("microbatches", "remat"):
+                tried = try_policy(self._running.maker, offer.on(now), self._failure.arguments, had=need)
+                if tried.step is not None:
+                    return tried.step.policy
+        return now
+
+    def _done(self, rung: Rung | None, begun: int, action: str) -> None:
+        self.action = action
+        self.move = RecoveryMove(
+            step=self._failure.step,
+            rung=rung,
+            policy=policy_words(self._running.step.policy),
+            from_step=begun,
+            failed_on=self._failure.turn.on("ran_out"),
+            passed_over=tuple(self._passed),
+            seconds=time.monotonic() - self._began,
+        )

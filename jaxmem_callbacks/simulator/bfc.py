@@ -1,0 +1,255 @@
+"""XLA's BFC allocator as a pure model: sizes enter, addresses leave, or None where it would be out of memory.
+
+Modelled after xla/tsl/framework/bfc_allocator.{h,cc} (openxla/xla 00df9eef, 2026) as JAX uses it on GPUs: no retry, no garbage
+collection of regions, no timestamps, every request from the lower end. Addresses of regions are made up: the driver's are others,
+which decides between free blocks of one size in two regions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import final
+
+from jaxmem_callbacks.records.units import MIB
+
+MIN_BYTES = 256  # kMinAllocationSize: every size is a multiple of it
+BINS = 21  # kNumBins: bin b holds free blocks from 256 << b up to twice as much, the last one all larger ones
+MOST_SLACK_BYTES = 128 * MIB  # a block is split where more than this would be wasted; max_internal_fragmentation_bytes_
+FIRST_REGION_BYTES = 2 * MIB  # of a pool that grows; doubled with every region
+PAGE_BYTES = 2 * MIB  # what the driver gives memory in
+_BACK = 0.9  # kBackpedalFactor: how much less is asked for where the driver refuses a region
+
+# A free block is one whole number, its size above its address: bins are then sorted by size and, of one size, by address.
+_ADDRESS_BITS = 48
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
+
+
+@final
+class Bfc:
+    """One pool.
+
+    Args:
+        limit_bytes: What it may have.
+        preallocate: Take all of it at the first allocation; else regions double from 2 MiB, and are never joined nor given back.
+        partitioned: Keep the open end of a preallocated pool apart, as jaxlib 0.11 does: holes are used first, whatever their
+            size, and what is cut from the open end is cut exactly. Nothing for pools that grow.
+        device_bytes: What the driver has for it; None for as much as it asks for.
+    """
+
+    def __init__(
+        self, limit_bytes: int, *, preallocate: bool = True, partitioned: bool = False, device_bytes: int | None = None
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._device_bytes = device_bytes
+        self._region_bytes = rounded(limit_bytes if preallocate else min(limit_bytes, FIRST_REGION_BYTES))
+        self._partitioned = partitioned and preallocate
+        self._bins: list[list[int]] = [[] for _ in range(BINS)]
+        self._filled = 0  # a bit for each bin that holds something
+        self._sizes: dict[int, int] = {}  # of every chunk, free or not, by its address
+        self._before: dict[int, int] = {}  # the chunk below it in its region, 0 for the first
+        self._free: set[int] = set()
+        self._gap = 0  # address of the open end, where it is kept apart
+        self._ends: set[int] = set()  # of regions
+        self._end = 0  # of the last region
+        self.in_use_bytes = self.peak_in_use_bytes = self.pool_bytes = 0
+        self._count = self._largest_alloc = self._peak_pool = self._driver_bytes = 0
+        self._growth_bytes = self._growth()
+
+    def allocate(self, size: int) -> int | None:
+        """The address of a block, 0 for no bytes at all, None where there is none.
+
+        Args:
+            size: Bytes, not yet rounded.
+        """
+        if size == 0:
+            return 0
+        size = -(-size // MIN_BYTES) * MIN_BYTES
+        address = self._take(size)
+        if address is None:
+            if not self._extend(size):
+                return None
+            address = self._take(size)
+            assert address is not None, "a new region holds what it was made for"
+        taken = self._sizes[address]
+        self._count += 1
+        self.in_use_bytes += taken
+        self.peak_in_use_bytes = max(self.peak_in_use_bytes, self.in_use_bytes)
+        self._largest_alloc = max(self._largest_alloc, taken)
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a block back; free neighbours become one."""
+        if address == 0:
+            return
+        sizes, free, before = self._sizes, self._free, self._before
+        size = sizes[address]
+        self.in_use_bytes -= size
+        after = address + size
+        if after in free:
+            self._remove(after)
+            size += sizes.pop(after)
+            del before[after]
+        below = before[address]
+        if below in free:
+            self._remove(below)
+            size += sizes[below]
+            del sizes[address], before[address]
+            address = below
+        sizes[address] = size
+        if address + size in sizes:
+            before[address + size] = address
+        self._insert(address, size)
+
+    def largest_free_bytes(self) -> int:
+        """The largest free block of the pool."""
+        bins = self._bins[self._filled.bit_length() - 1][-1] >> _ADDRESS_BITS if self._filled else 0
+        return max(bins, self._sizes[self._gap]) if self._gap else bins
+
+    def largest_block_bytes(self) -> int:
+        """The largest block that could be had: a free one, or what the pool may still grow by."""
+        return max(self.largest_free_bytes(), self._growth_bytes)
+
+    def free_bytes(self) -> int:
+        """All that is free, what the pool may still grow by included."""
+        return self.pool_bytes - self.in_use_bytes + self._growth_bytes
+
+    def statistics(self) -> dict[str, int]:
+        """What ``Device.memory_stats()`` says of a GPU with jaxlib 0.11 or newer, under the same names."""
+        return {
+            "num_allocs": self._count,
+            "bytes_in_use": self.in_use_bytes,
+            "peak_bytes_in_use": self.peak_in_use_bytes,
+            "largest_alloc_size": self._largest_alloc,
+            "bytes_limit": self.limit_bytes,
+            "bytes_reserved": 0,
+            "peak_bytes_reserved": 0,
+            "largest_free_block_bytes": self.largest_free_bytes(),
+            "pool_bytes": self.pool_bytes,
+            "peak_pool_bytes": self._peak_pool,
+        }
+
+    def chunks(self) -> list[tuple[int, int, bool]]:
+        """Address, size and whether it is in use, of all that the regions are divided into, by address."""
+        return [(address, self._sizes[address], address not in self._free) for address in sorted(self._sizes)]
+
+    def regions(self) -> list[tuple[int, int]]:
+        """Address and size of each region, by address."""
+        starts = sorted(address for address, below in self._before.items() if below == 0)
+        return [(start, end - start) for start, end in zip(starts, sorted(self._ends), strict=True)]
+
+    def bins(self) -> list[list[tuple[int, int]]]:
+        """Size and address of the free blocks of each bin; the open end, where it is kept apart, is in none."""
+        return [[(key >> _ADDRESS_BITS, key & _ADDRESS) for key in keys] for keys in self._bins]
+
+    def _take(self, size: int) -> int | None:
+        """Take the smallest free block that is large enough out of the free ones, and split it where that is worth it."""
+        wanted, filled = size << _ADDRESS_BITS, self._filled
+        number = bin_of(size)
+        filled = filled >> number << number
+        while filled:
+            lowest = filled & -filled
+            keys = self._bins[lowest.bit_length() - 1]
+            at = bisect_left(keys, wanted)
+            if at < len(keys):
+                address = keys.pop(at) & _ADDRESS
+                if not keys:
+                    self._filled ^= lowest
+                self._free.discard(address)
+                have = self._sizes[address]
+                if have >= 2 * size or have - size >= MOST_SLACK_BYTES:
+                    self._split(address, have, size)
+                return address
+            filled ^= lowest
+        return self._cut_the_gap(size) if self._gap else None
+
+    def _cut_the_gap(self, size: int) -> int | None:
+        address, have = self._gap, self._sizes[self._gap]
+        if have < size:
+            return None
+        self._gap = 0
+        self._free.discard(address)
+        if have > size:
+            self._split(address, have, size)
+        return address
+
+    def _split(self, address: int, have: int, size: int) -> None:
+        """Leave ``size`` of a block and make a free one of the rest."""
+        rest = address + size
+        self._sizes[address] = size
+        self._sizes[rest] = have - size
+        self._before[rest] = address
+        if address + have in self._sizes:
+            self._before[address + have] = rest
+        self._insert(rest, have - size)
+
+    def _insert(self, address: int, size: int) -> None:
+        self._free.add(address)
+        # Requests come from the lower end only, so the open end is what reaches the region's end.
+        if self._partitioned and address + size in self._ends:
+            self._gap = address
+            return
+        number = bin_of(size)
+        insort(self._bins[number], size << _ADDRESS_BITS | address)
+        self._filled |= 1 << number
+
+    def _remove(self, address: int) -> None:
+        self._free.discard(address)
+        if address == self._gap:
+            self._gap = 0
+            return
+        size = self._sizes[address]
+        number = bin_of(size)
+        keys = self._bins[number]
+        del keys[bisect_left(keys, size << _ADDRESS_BITS | address)]
+        if not keys:
+            self._filled ^= 1 << number
+
+    def _growth(self) -> int:
+        """What a region could still be made of."""
+        left = self.limit_bytes - self.pool_bytes
+        if self._device_bytes is not None:
+            left = min(left, (self._device_bytes - self._driver_bytes) // PAGE_BYTES * PAGE_BYTES)
+        return max(left, 0) // MIN_BYTES * MIN_BYTES
+
+    def _extend(self, size: int) -> bool:
+        """Take a region that holds ``size`` from the driver."""
+        available = (self.limit_bytes - self.pool_bytes) // MIN_BYTES * MIN_BYTES
+        if size > available:
+            return False
+        doubled = False
+        while size > self._region_bytes:
+            self._region_bytes *= 2
+            doubled = True
+        region = min(self._region_bytes, available)
+        while self._device_bytes is not None and _pages(region) > self._device_bytes - self._driver_bytes:
+            region = min(rounded(int(region * _BACK)), region - MIN_BYTES)
+            if region < size:
+                return False
+        if not doubled:
+            self._region_bytes *= 2
+        self.pool_bytes += region
+        self._driver_bytes += _pages(region)
+        self._peak_pool = max(self._peak_pool, self.pool_bytes)
+        self._growth_bytes = self._growth()
+        # A page between two regions, so that no block of one ever ends where the next one begins.
+        address = _pages(self._end) + PAGE_BYTES
+        self._end = address + region
+        self._ends.add(self._end)
+        self._sizes[address] = region
+        self._before[address] = 0
+        self._insert(address, region)
+        return True
+
+
+def rounded(size: int) -> int:
+    """The next multiple of 256 bytes."""
+    return -(-size // MIN_BYTES) * MIN_BYTES
+
+
+def bin_of(size: int) -> int:
+    """Number of the bin in which a free block of that many bytes lies."""
+    return min((size >> 8).bit_length() - 1, BINS - 1)
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

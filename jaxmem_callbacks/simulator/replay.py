@@ -1,0 +1,220 @@
+"""A trace enters under an allocator's settings; what its memory looked like step by step leaves, up to the first failure.
+
+Programs get their results first, then their temporaries in one piece: XLA numbers what it allocates for a program so that
+temporaries come last (BufferAssignment::CombineTempAllocations), and its GPU executable allocates by number. A request that
+fails ends the run: XLA waits some seconds for others to free memory, and in a trace nobody else is there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from jaxmem_callbacks.records.simulations import AllocationFailure, AllocatorSettings, Timeline, TimelinePoint
+from jaxmem_callbacks.records.traces import Alloc, Free, ProgramEnd, ProgramStart, StepMark, Trace
+from jaxmem_callbacks.simulator.bfc import PAGE_BYTES, Bfc
+from jaxmem_callbacks.simulator.checking import check_trace
+from jaxmem_callbacks.simulator.pages import Pages
+
+Requests = list[tuple[str, int]]  # what asks, and for how many bytes
+
+
+def allocator_of(settings: AllocatorSettings) -> Bfc | Pages:
+    """The model that settings stand for."""
+    device_bytes = settings.device_bytes - settings.outside_bytes
+    share = int(settings.device_bytes * settings.fraction)
+    if settings.allocator == "bfc":
+        # GpuAllocatorConfig: the fraction is of the whole memory, and rounded up to pages.
+        limit = -(-share // PAGE_BYTES) * PAGE_BYTES
+        return Bfc(limit, preallocate=settings.preallocate, partitioned=settings.partitioned, device_bytes=device_bytes)
+    if settings.allocator == "platform":
+        return Pages(device_bytes)
+    # The pool's release threshold: the fraction where it is preallocated, else nothing is kept.
+    return Pages(device_bytes, kept_bytes=share if settings.preallocate else 0)
+
+
+def replay(trace: Trace, settings: AllocatorSettings) -> Timeline:
+    """Run a trace through an allocator.
+
+    Raises:
+        SimulationError: a trace that contradicts itself.
+    """
+    check_trace(trace)
+    run = _Replay(settings)
+    for number, event in enumerate(trace.events):
+        kind = type(event)
+        if kind is Alloc:
+            met = run.alloc(number, event)  # type: ignore[arg-type]
+        elif kind is Free:
+            run.drop(event.id)  # type: ignore[union-attr]
+            continue
+        elif kind is ProgramStart:
+            met = run.start(number, event)  # type: ignore[arg-type]
+        elif kind is ProgramEnd:
+            run.end(event.run)  # type: ignore[union-attr]
+            continue
+        else:
+            met = run.mark(number, event)  # type: ignore[arg-type]
+        if not met:
+            break
+    return run.timeline()
+
+
+@final
+class _Replay:
+    """What a trace holds while it is replayed."""
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self._settings = settings
+        self._on_demand = settings.defragment == "when_needed"
+        self._memory = allocator_of(settings)
+        self._arrays: dict[int, tuple[int, int]] = {}  # id -> address, bytes asked for
+        self._temporaries: dict[int, int] = {}  # run -> address
+        self._points: list[TimelinePoint] = []
+        self._failure: AllocationFailure | None = None
+        self._defragmented: list[int] = []
+        self._unknown: dict[str, None] = {}
+        self._live_bytes = self._allocations = self._peak = self._step = 0
+        self._least = self._memory.largest_block_bytes()
+
+    def alloc(self, number: int, event: Alloc) -> bool:
+        """Place an array."""
+        self._step = event.step
+        address = self._memory.allocate(event.bytes)
+        if address is None:
+            placed = self._meet(number, [(event.name or f"array {event.id}", event.bytes)])
+            if placed is None:
+                return False
+            (address,) = placed
+        self._allocations += 1
+        self._arrays[event.id] = address, event.bytes
+        self._live_bytes += event.bytes
+        self._look()
+        return True
+
+    def drop(self, name: int) -> None:
+        """Give an array back."""
+        address, size = self._arrays.pop(name)
+        self._live_bytes -= size
+        self._memory.free(address)
+
+    def start(self, number: int, event: ProgramStart) -> bool:
+        """Place a program's results and its temporaries."""
+        self._step = event.step
+        fresh = [output for output in event.outputs if output.reuses is None]
+        wanted = [(f"{event.program}, result {output.name or output.id}", output.bytes) for output in fresh]
+        if event.temp_bytes is None:
+            self._unknown[event.program] = None
+        wanted.append((f"{event.program}, temporaries", event.temp_bytes or 0))
+        placed = self._meet(number, wanted)
+        if placed is None:
+            return False
+        self._temporaries[event.run] = placed.pop()
+        self._allocations += len(wanted)
+        for output in event.outputs:
+            if output.reuses is not None:
+                address, size = self._arrays.pop(output.reuses)
+                self._live_bytes -= size
+            else:
+                address = placed.pop(0)
+            self._arrays[output.id] = address, output.bytes
+            self._live_bytes += output.bytes
+        self._look()
+        return True
+
+    def end(self, run: int) -> None:
+        """Give a program's temporaries back."""
+        self._memory.free(self._temporaries.pop(run))
+
+    def mark(self, number: int, event: StepMark) -> bool:
+        """Note a step's end, and move the arrays together where that was asked for."""
+        self._step = event.step
+        self._note()
+        if event.step not in self._settings.defragment_steps:
+            return True
+        moved = self._defragment(number)
+        self._least = self._memory.largest_block_bytes()
+        return moved
+
+    def timeline(self) -> Timeline:
+        """What came of it."""
+        if self._failure is not None or not self._points:
+            self._note()
+        return Timeline(
+            settings=self._settings,
+            points=tuple(self._points),
+            failure=self._failure,
+            allocations=self._allocations,
+            peak_in_use_bytes=self._memory.peak_in_use_bytes,
+            defragmented=tuple(self._defragmented),
+            unknown_temporaries=tuple(self._unknown),
+        )
+
+    def _meet(self, number: int, wanted: Requests) -> list[int] | None:
+        """All requests or none; with arrays moved together in between where that is wanted and helps."""
+        placed, failure = self._try(number, wanted)
+        if failure is not None and self._on_demand and failure.why == "fragmentation":
+            for address in placed:
+                self._memory.free(address)
+            if not self._defragment(number):
+                return None
+            placed, failure = self._try(number, wanted)
+        self._failure = failure
+        return placed if failure is None else None
+
+    def _try(self, number: int, wanted: Requests) -> tuple[list[int], AllocationFailure | None]:
+        placed: list[int] = []
+        for what, size in wanted:
+            address = self._memory.allocate(size)
+            if address is None:
+                return placed, self._failed(number, what, size)
+            placed.append(address)
+        return placed, None
+
+    def _failed(self, number: int, what: str, size: int) -> AllocationFailure:
+        free = self._memory.free_bytes()
+        why: Literal["capacity", "fragmentation"] = "fragmentation" if free >= size else "capacity"
+        return AllocationFailure(
+            step=self._step,
+            event=number,
+            what=what,
+            asked_bytes=size,
+            free_bytes=free,
+            largest_block_bytes=self._memory.largest_block_bytes(),
+            why=why,
+        )
+
+    def _defragment(self, number: int) -> bool:
+        """Move every array off the device and back, the largest first; temporaries of running programs stay where they are."""
+        self._defragmented.append(self._step)
+        order = sorted(self._arrays, key=lambda name: -self._arrays[name][1])
+        for name in order:
+            self._memory.free(self._arrays[name][0])
+        placed, self._failure = self._try(number, [("defragmentation", self._arrays[name][1]) for name in order])
+        for name, address in zip(order, placed, strict=False):
+            self._arrays[name] = address, self._arrays[name][1]
+        return self._failure is None
+
+    def _look(self) -> None:
+        """The extremes within a step, after what may move them."""
+        memory = self._memory
+        self._peak = max(self._peak, memory.in_use_bytes)
+        self._least = min(self._least, memory.largest_block_bytes())
+
+    def _note(self) -> None:
+        memory = self._memory
+        self._look()
+        pool, largest = memory.pool_bytes, memory.largest_free_bytes()
+        free = None if pool is None or largest is None else pool - memory.in_use_bytes
+        self._points.append(
+            TimelinePoint(
+                step=self._step,
+                live_bytes=self._live_bytes,
+                in_use_bytes=memory.in_use_bytes,
+                peak_in_use_bytes=self._peak,
+                largest_free_bytes=largest,
+                least_block_bytes=self._least,
+                pool_bytes=pool,
+                fragmentation=1 - largest / free if free and largest is not None else None,
+            )
+        )
+        self._peak, self._least = memory.in_use_bytes, memory.largest_block_bytes()

@@ -1,0 +1,250 @@
+"""A report's record enters; its sections leave as headings, sentences and tables, in their order, for Markdown and for the page.
+
+The one place that says what stands in a report, so that both say the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxmem_callbacks.records.oom_report import FailedProgram, OomReport, Remedy
+from jaxmem_callbacks.records.peaks import GROUPS, Peak
+from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.units import format_bytes
+
+_EVENTS, _BUFFERS = 12, 6
+
+
+@dataclass(frozen=True, slots=True)
+class OomTable:
+    """A table; ``bars`` are shares from 0 to 1, one a row, drawn where the medium can."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    bars: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, what it says in sentences, and its tables."""
+
+    title: str
+    sentences: tuple[str, ...] = ()
+    tables: tuple[OomTable, ...] = ()
+
+
+def sections(report: OomReport) -> tuple[Section, ...]:
+    """What stands between the sentence and the remedies, in order."""
+    return (
+        _holders(report),
+        _program(report.program),
+        _watched(report),
+        _allocator(report),
+        _surroundings(report),
+    )
+
+
+def last_sections(report: OomReport) -> tuple[Section, ...]:
+    """What stands behind the remedies."""
+    failed = [Section("Parts of this report that failed", report.failures)] if report.failures else []
+    return (_failure(report), *failed)
+
+
+def first_thing(report: OomReport) -> str:
+    """The best remedy in one sentence, for the top; an empty text where there is none."""
+    if not report.remedies:
+        return ""
+    best = report.remedies[0]
+    saves = "" if best.saves_bytes is None else f", which saves {format_bytes(best.saves_bytes)}"
+    return f"What to try first: {best.what}{saves}."
+
+
+def when(report: OomReport) -> str:
+    """``2026-11-22 05:00:00 UTC, process 0 of 1, pid 4242``."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(report.time_s))}, {report.process}"
+
+
+def remedy_facts(remedy: Remedy) -> tuple[str, ...]:
+    """What a remedy saves, whether that is enough, where the figure comes from, and what it costs: a sentence each."""
+    if remedy.saves_bytes is None:
+        saves = "What it saves is unknown."
+    else:
+        enough = {True: ", which is enough as far as is known", False: ", which is not enough alone", None: ""}[
+            remedy.enough
+        ]
+        word = "Predicted to save" if remedy.compiled else "Frees"
+        saves = f"{word} {format_bytes(remedy.saves_bytes)}{enough}."
+    basis = f"{remedy.basis[:1].upper()}{remedy.basis[1:].rstrip('.')}."
+    return (saves, basis, *([f"It costs {remedy.costs}."] if remedy.costs else []))
+
+
+def _holders(report: OomReport) -> Section:
+    title = "Who holds the memory"
+    if report.live_bytes is None:
+        return Section(title, ("Unknown: the live arrays could not be counted.",))
+    first = (
+        f"{report.live_count:,} live arrays hold {format_bytes(report.live_bytes)} on the fullest device, after the failure. "
+        "Temporaries of programs are not among them."
+    )
+    whole = max([holder.bytes for holder in report.holders], default=0) or 1
+    rows = tuple(
+        (
+            holder.name or "no name is known",
+            holder.kind or "-",
+            holder.type_text,
+            str(holder.count),
+            format_bytes(holder.bytes),
+            _several(holder.devices),
+            holder.site,
+            holder.known_by or "-",
+        )
+        for holder in report.holders
+    )
+    columns = ("what", "kind", "type", "arrays", "bytes", "device", "made at", "named by")
+    bars = tuple(holder.bytes / whole for holder in report.holders)
+    rest = (
+        (f"{report.left_out_count:,} smaller arrays with {format_bytes(report.left_out_bytes)} are not listed.",)
+        if report.left_out_count
+        else ()
+    )
+    return Section(title, (first, *rest), (OomTable(columns, rows, bars),) if rows else ())
+
+
+def _program(program: FailedProgram | None) -> Section:
+    title = "The program that failed, and its peak"
+    if program is None:
+        return Section(title, ("Unknown: neither the exception nor its size tells which program it was, if any.",))
+    told = [f"{program.name}: {program.known_by}."]
+    tables: list[OomTable] = []
+    if program.fate:
+        told.append(program.fate)
+    if program.gone:
+        named = ", ".join(program.gone[:_BUFFERS]) + (" ..." if len(program.gone) > _BUFFERS else "")
+        told.append(f"Gone are {format_bytes(program.gone_bytes)}: {named}.")
+    memory = program.memory
+    if memory is None:
+        told.append(f"What it needs is unknown, because {program.unavailable}.")
+    else:
+        sizes = (memory.step_bytes, memory.argument_bytes, memory.output_bytes, memory.alias_bytes, memory.temp_bytes)
+        columns = ("one step needs", "arguments", "outputs", "aliased", "temporaries")
+        tables.append(OomTable(columns, (tuple(map(format_bytes, sizes)),)))
+    if program.peak is None:
+        told.append(f"What makes its peak is unknown, because {program.no_peak}.")
+    else:
+        told.append(f"Its peak of {format_bytes(program.peak.bytes)}, by the compiler's buffer assignment:")
+        tables += _peak(program.peak)
+    return Section(title, tuple(told), tuple(tables))
+
+
+def _peak(peak: Peak) -> Iterator[OomTable]:
+    groups = sorted(peak.groups, key=lambda group: -group.bytes)
+    rows = tuple(
+        (each.name, format_bytes(each.bytes), f"{each.bytes / max(peak.bytes, 1):.0%}", GROUPS[each.name])
+        for each in groups
+    )
+    yield OomTable(
+        ("group", "bytes", "of the peak", "what it is"), rows, tuple(each.bytes / max(peak.bytes, 1) for each in groups)
+    )
+    largest = sorted(peak.buffers, key=lambda buffer: -buffer.bytes)[:_BUFFERS]
+    yield OomTable(
+        ("largest buffers", "bytes", "group", "operation", "source line"),
+        tuple(
+            (
+                buffer.shape.partition("{")[0],
+                format_bytes(buffer.bytes),
+                buffer.group,
+                buffer.operation or "-",
+                (buffer.source or "-").rpartition("/")[2],
+            )
+            for buffer in largest
+        ),
+    )
+
+
+def _watched(report: OomReport) -> Section:
+    title = "The monitor's last readings and events"
+    if report.unwatched:
+        return Section(title, (f"Unknown, because {report.unwatched}.",))
+    told = [] if report.step is None else [f"The latest step that was told is {report.step:,}."]
+    if not report.events:
+        told.append("There was no event.")
+    events = tuple(
+        (f"{event.step:,}", event.kind.replace("_", " "), event.device, event.message, event.action)
+        for event in report.events[-_EVENTS:]
+    )
+    tables = [OomTable(("step", "event", "device", "what", "what to do"), events)] if events else []
+    rows = tuple(row for reading in report.readings for row in _figures(reading))
+    if rows:
+        tables.append(OomTable(("source", "device", "step", "figure", "value"), rows))
+    return Section(title, tuple(told), tuple(tables))
+
+
+def _figures(reading: Reading) -> Iterator[tuple[str, ...]]:
+    """The figures that a reading has; what it has not was never reported."""
+    for field in dataclasses.fields(reading):
+        value = getattr(reading, field.name)
+        if value is None or field.name in ("source", "device", "step", "time_s"):
+            continue
+        shown = f"{value:,}" if field.name.endswith("_count") else format_bytes(value)
+        yield reading.source.replace("_", " "), reading.device, str(reading.step), field.name.replace("_", " "), shown
+
+
+def _allocator(report: OomReport) -> Section:
+    told = [f"{each.device}: unknown, because {each.reason}." for each in report.no_allocator]
+    tables: list[OomTable] = []
+    if report.limits:
+        tables.append(
+            OomTable(
+                ("bound", "limit", "taken", "left", "largest free block", "source"),
+                tuple(
+                    (
+                        limit.name,
+                        format_bytes(limit.limit_bytes),
+                        format_bytes(limit.used_bytes),
+                        format_bytes(limit.left_bytes),
+                        "-" if limit.largest_free_bytes is None else format_bytes(limit.largest_free_bytes),
+                        limit.source,
+                    )
+                    for limit in report.limits
+                ),
+                tuple(min(limit.used_bytes / max(limit.limit_bytes, 1), 1.0) for limit in report.limits),
+            )
+        )
+    rows = tuple(row for reading in report.allocator for row in _figures(reading))
+    if rows:
+        tables.append(OomTable(("source", "device", "step", "figure", "value"), rows))
+    return Section("Bounds of memory and the allocator, after the failure", tuple(told), tuple(tables))
+
+
+def _failure(report: OomReport) -> Section:
+    facts = {field.name: getattr(report.facts, field.name) for field in dataclasses.fields(report.facts)}
+    known = tuple(
+        (name.replace("_", " "), format_bytes(value) if name.endswith("_bytes") else str(value))
+        for name, value in facts.items()
+        if value is not None
+    )
+    told = [f"{report.error_type}, taken for a failure for want of memory because {report.evidence}."]
+    if report.where:
+        told.append(f"It passed through {', '.join(report.where)}.")
+    told.append("Its text, without what looks like a secret:")
+    text = OomTable(("text",), tuple((line,) for line in report.error_text.splitlines() or [""]))
+    return Section(
+        "The exception", tuple(told), (text, *([OomTable(("what it says", "value"), known)] if known else []))
+    )
+
+
+def _surroundings(report: OomReport) -> Section:
+    rows = [(f"version of {name}", value) for name, value in report.versions.items()]
+    rows += [(f"devices: {name}", str(value)) for name, value in report.devices.items()]
+    rows += list(report.environment.items())
+    told = (
+        "Of the environment only variables of JAX, XLA and accelerators are named, and only harmless values are shown."
+    )
+    return Section("Versions and environment", (told,), (OomTable(("what", "value"), tuple(rows)),))
+
+
+def _several(devices: Sequence[str]) -> str:
+    return devices[0] if len(devices) == 1 else f"{devices[0]} and {len(devices) - 1} more" if devices else "-"

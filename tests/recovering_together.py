@@ -1,0 +1,99 @@
+"""One of two processes that train together and run out of memory: on one, on both, in a collective, or dead.
+
+    python -m tests.recovering_together RANK ADDRESS FOLDER SCENARIO ...
+
+Prints one JSON object a scenario: losses, what was recovered, and from where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.recovery.agreement import Agreement
+from tests import recovering
+
+STEPS, FAILS = 6, 3
+
+
+def batch_at(step):
+    """The long batch of the other script, at another step."""
+    return recovering.batch_at(recovering.FAILS if step == FAILS else step)
+
+
+def train(folder, *, limited, mesh=None, dies=None, **recovery):
+    """The loop of one process; over a mesh the batch is divided between both."""
+    whole = None if mesh is None else NamedSharding(mesh, P())
+    rows = None if mesh is None else NamedSharding(mesh, P("data"))
+
+    def placed(step):
+        made = batch_at(step)
+        if rows is None:
+            return made
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]), made)
+
+    preset = jm.load_preset("recover", recovery=recovery)
+    kept = jm.Recovery(
+        recovering.step_of(recovering.loss_fn),
+        preset,
+        batch_at=placed,
+        checkpoints=folder / "kept",
+        state_shardings=whole,
+    )
+    state, losses = recovering.new_state(), []
+    if whole is not None:
+        state = jax.jit(recovering.new_state, out_shardings=whole)()
+    for i in range(STEPS):
+        if i == FAILS and limited:
+            recovering.limit_address_space(recovering.SPARE)
+        if i == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state, metrics = kept.step(i, state)
+        losses.append(float(metrics["loss"]))
+    recovering.limit_address_space(None)
+    moves = [[move.step, move.rung, move.policy, move.from_step, move.failed_on] for move in kept.report.moves]
+    return {"losses": losses, "moves": moves}
+
+
+def over_devices(rank):
+    """What JAX's public functions carry where its coordination service is not to be had."""
+    agreement = Agreement("fallback", 60.0)
+    agreement._store = None
+    return {"heard": agreement.exchange({"from": rank, "text": "é" * rank}), "can_look": agreement.can_look}
+
+
+def main(rank, folder, name):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ladder = ["microbatches", "save_and_exit"]
+    if name == "apart":
+        return train(folder, limited=rank == 1, ladder=ladder)
+    if name == "both":
+        return train(folder, limited=True, mesh=mesh, ladder=ladder)
+    if name == "in_a_collective":
+        return train(folder, limited=rank == 1, mesh=mesh, ladder=ladder)
+    if name == "dead":
+        return train(folder, limited=False, dies=2 if rank == 1 else None, agree_s=4.0)
+    return over_devices(rank)
+
+
+if __name__ == "__main__":
+    own = int(sys.argv[1])
+    jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=own, heartbeat_timeout_seconds=20)
+    for scenario in sys.argv[4:]:
+        began = time.monotonic()
+        try:
+            answer = main(own, Path(sys.argv[3]) / scenario, scenario)
+        except Exception as error:
+            told = {"scenario": scenario, "error": [type(error).__name__, str(error)]}
+            print(json.dumps({**told, "seconds": time.monotonic() - began}), flush=True)
+            raise
+        print(json.dumps({"scenario": scenario, "seconds": time.monotonic() - began, **answer}), flush=True)

@@ -1,0 +1,214 @@
+"""The parts of a report by themselves: secrets, environment, bounds of memory, attached targets, and its two forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxmem_callbacks.environment.reported import reported_environment
+from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.programs.targets.attached import attached_target
+from jaxmem_callbacks.records.errors import TargetError
+from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.recovery.folders import new_folder
+from jaxmem_callbacks.recovery.forecasts import Forecasts, forecast
+from jaxmem_callbacks.recovery.judging import Verdict
+from jaxmem_callbacks.recovery.limits import host_limits
+from jaxmem_callbacks.recovery.remedies import remedies
+from jaxmem_callbacks.recovery.secrets import scrubbed, secret_values, without_secrets
+from jaxmem_callbacks.recovery.sentence import told
+from jaxmem_callbacks.writers.oom_markdown import oom_markdown
+from jaxmem_callbacks.writers.oom_page import oom_html
+from tests.oom_reports import HOSTILE, hostile_report
+
+GIB = 2**30
+SECRETS = {
+    "a token by its prefix": ("hf_AbCdEfGhIjKlMnOpQr", "hf_"),
+    "GitHub's": ("clone with ghp_0123456789abcdefghijABCDEFGHIJ", "0123456789ab"),
+    "Amazon's": ("id AKIAIOSFODNN7EXAMPLE", "IOSFODNN"),
+    "OpenAI's": ("sk-proj-abcdefghijk", "abcdefghijk"),
+    "Slack's": ("xoxb-123456-abcdef", "123456-abcdef"),
+    "a web token": ("eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSM", "SflKxw"),
+    "a bearer": ("Authorization: Bearer abc.def-ghi123", "abc.def"),
+    "a key and its value": ("api_key=tiger", "tiger"),
+    "in JSON": ('{"password": "ocelot", "n": 1}', "ocelot"),
+    "an argument of its own": ("--wandb-api-key lynx --steps 5", "lynx"),
+    "an address with a password": ("s3://me:jaguar@host/data", "jaguar"),
+    "an address with a query": ("https://host/data?sig=puma", "puma"),
+    "hexadecimal": ("key 0123456789abcdef0123456789abcdef", "0123456789abcdef"),
+    "a private key": ("-----BEGIN RSA PRIVATE KEY-----\nMIIlion\n-----END RSA PRIVATE KEY-----", "MIIlion"),
+    "what looks random": ("wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY1", "wJalrXUtn"),
+}
+HARMLESS = (
+    "RESOURCE_EXHAUSTED: Out of memory allocating 137438953472 bytes.",
+    "Allocator (GPU_0_bfc) ran out of memory trying to allocate 3.72GiB (rounded to 4000000000)requested by op",
+    "state.params['Transformer_0']['EncoderBlock_11']['MultiHeadDotProductAttention_0']['query']['kernel']",
+    "jit(train_step)/transpose(jvp(Transformer))/EncoderBlock_11/MlpBlock_0/dot_general",
+    "https://docs.jax.dev/en/latest/gpu_memory_allocation.html",
+)
+
+
+@pytest.mark.parametrize(("text", "secret"), SECRETS.values(), ids=SECRETS)
+def test_secrets_are_hidden(text, secret):
+    assert secret in text
+    assert secret not in without_secrets(text)
+    assert "[hidden]" in without_secrets(text)
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_a_report_is_made_of_stays(text):
+    assert without_secrets(text) == text
+
+
+def test_values_of_secret_variables_are_hidden_wherever_they_stand():
+    known = secret_values({"MY_SERVICE_TOKEN": "plain words", "HOME": "/data/me", "RUN_KEY": "zebra-1"})
+    assert known == ("plain words", "zebra-1")
+    limit = MemoryLimit(name="say plain words", limit_bytes=1, used_bytes=0, source="zebra-1")
+    assert scrubbed(limit, known) == dataclasses.replace(limit, name="say [hidden]", source="[hidden]")
+
+
+def test_only_harmless_values_of_the_environment_are_shown():
+    given = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "a value with spaces",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=2 --xla_dump_to=/data/me/x word",
+        "JAX_COMPILATION_CACHE_DIR": "/data/me/cache",
+        "AWS_SECRET_ACCESS_KEY": "lion",
+    }
+    assert reported_environment(given) == {
+        "JAX_COMPILATION_CACHE_DIR": "set; its value is not shown",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=2 --xla_dump_to=(not shown)",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "set; its value is not shown",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+def written(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_bounds_of_groups_and_machine_are_read(tmp_path):
+    proc = written(
+        tmp_path / "proc",
+        {
+            "self/status": "Name: x\nVmSize:\t 1048576 kB\n",
+            "self/cgroup": "0::/jobs/one\n",
+            "meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n",
+        },
+    )
+    groups = written(
+        tmp_path / "groups",
+        {
+            "jobs/one/memory.max": "max\n",
+            "jobs/one/memory.current": "1\n",
+            "jobs/memory.max": f"{3 * GIB}\n",
+            "jobs/memory.current": f"{2 * GIB}\n",
+            "jobs/memory.stat": f"anon 5\ninactive_file {GIB // 2}\n",
+        },
+    )
+    bounds = [(limit.name, limit.limit_bytes, limit.left_bytes) for limit in host_limits(proc, groups)]
+    assert bounds == [
+        ("control group", 3 * GIB, 3 * GIB // 2),
+        ("the machine's memory and swap", 8 * GIB, 4 * GIB),
+    ]
+    assert host_limits(tmp_path / "nowhere", tmp_path / "nowhere") == ()
+
+
+def sentence_of(facts, *devices):
+    return told(Verdict(error=MemoryError(), facts=facts, evidence="", failing=None), devices)
+
+
+def test_the_cause_is_told_from_figures_or_unknown():
+    in_pieces = MemoryLimit(name="gpu:0", limit_bytes=10 * GIB, used_bytes=4 * GIB, source="", largest_free_bytes=GIB)
+    asked = OomFacts(phase="run", platform="gpu", requested_bytes=2 * GIB)
+    found = sentence_of(asked, in_pieces)
+    assert (found.cause, found.lacking_bytes) == ("fragmentation", GIB)
+    assert "6.0 GiB of 10.0 GiB are free on gpu:0 now" in found.sentence
+    found = sentence_of(dataclasses.replace(asked, requested_bytes=7 * GIB), in_pieces)
+    assert (found.cause, found.lacking_bytes) == ("capacity", GIB)
+    found = sentence_of(asked)
+    assert (found.cause, found.lacking_bytes) == ("unknown", None)
+    assert "unknown, because nothing says what was free" in found.sentence
+    needs = OomFacts(phase="compile", platform="tpu", used_bytes=30 * GIB, limit_bytes=16 * GIB)
+    found = sentence_of(needs)
+    assert (found.cause, found.lacking_bytes) == ("capacity", 14 * GIB)
+    assert "needs 30.0 GiB while it was compiled; there are 16.0 GiB" in found.sentence
+
+
+def test_settings_of_the_allocator_come_first_where_fragmentation_is_the_cause():
+    asked = {"lacking_bytes": None, "platform": "gpu"}
+    first = remedies(None, Forecasts(), (), cause="fragmentation", **asked)
+    assert [remedy.lines[0].partition(" ")[0] for remedy in first] == [
+        'jm.apply_environment("gpu_preallocate")',
+        'jm.apply_environment("gpu_async")',
+    ]
+    assert not any(remedy.compiled or remedy.saves_bytes for remedy in first)
+    assert remedies(None, Forecasts(), (), cause="capacity", lacking_bytes=None, platform="cpu") == ()
+
+
+def test_nothing_is_compiled_without_a_step_or_with_too_little_left():
+    assert "is no step of jm.jit_step" in forecast(None, 60, None).told
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "count", "name"),
+    [("cpu", "cpu", 8, "cpu"), ("gpu", "NVIDIA H100 80GB HBM3", 8, "h100_sxm:8"), ("tpu", "TPU v5 lite", 4, "v5e:2x2")],
+)
+def test_attached_devices_are_targets(platform, kind, count, name):
+    try:
+        found = attached_target(platform, kind, count)
+    except TargetError as error:  # its compiler is not installed here
+        told = str(error)
+    else:
+        assert found.device_count == count
+        told = f"Target {found.name!r} needs a compiler"
+    assert f"Target {name!r} needs a compiler" in told
+
+
+def test_devices_like_no_target_are_refused():
+    with pytest.raises(
+        TargetError, match=r"3 attached devices of the kind 'Abacus' \(gpu\) are like no target\. Expected"
+    ):
+        attached_target("gpu", "Abacus", 3)
+
+
+def test_values_inside_a_librarys_fusion_are_found():
+    text = """HloModule m
+
+%fused (p: f32[8,8]) -> f32[] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %b = f32[4096,4096]{1,0} broadcast(%p), dimensions={}
+  %d = f32[1024,1024]{1,0} dot(%b, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  ROOT %r = f32[] reduce(%d)
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %f = f32[] fusion(%x), kind=kCustom, calls=%fused
+}
+"""
+    assert library_bytes(text) == 4 * 1024 * 1024
+    assert library_bytes(text.replace("kCustom", "kLoop")) == 0
+
+
+def test_a_second_of_many_reports_is_no_endless_search(tmp_path):
+    for number in range(1, 1000):
+        (tmp_path / ("oom-19700101-000000-process0-pid1" + (f"-{number}" if number > 1 else ""))).mkdir()
+    with pytest.raises(FileExistsError, match="holds 1000 reports of one second"):
+        new_folder(tmp_path, process=0, pid=1, time_s=0.0)
+
+
+def test_nothing_that_users_gave_is_markup():
+    report = hostile_report()
+    page, text = oom_html(report, version="0"), oom_markdown(report)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") > 25
+    outside_code = re.sub(r"^   ```.*?^   ```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert HOSTILE not in outside_code
+    assert "<script" not in outside_code

@@ -1,0 +1,229 @@
+"""What ``jm.parse_oom`` makes of texts: seen ones, and ones made from the sources' wordings, broken, long and hostile."""
+
+from __future__ import annotations
+
+import collections
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.recovery.texts.rule import size_of
+from jaxmem_callbacks.recovery.texts.statements import RULES, statements
+
+pytestmark = pytest.mark.core
+DATA = Path(__file__).resolve().parent / "data"
+NAMES = (
+    *("phase", "platform", "requested_bytes", "free_bytes", "largest_free_bytes", "limit_bytes", "used_bytes"),
+    *("fragmentation", "allocator", "program"),
+)
+TOLERANCE = 0.01  # two printed decimals hold no more
+NEUTRAL = "I0101 00:00:00.000000 step 12 loss 0.5, device memory 12.3GiB of 80GiB in use, 5 ms to allocate\n"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+
+
+SEEN, MADE = rows("oom_messages.jsonl"), rows("oom_wordings.jsonl")
+
+
+def same(got: object, wanted: object) -> bool:
+    if isinstance(wanted, int) and isinstance(got, int) and not isinstance(wanted, bool):
+        return abs(got - wanted) <= TOLERANCE * wanted
+    return got == wanted
+
+
+def marks(facts: OomFacts | None, expect: dict[str, Any]) -> dict[str, bool]:
+    """Field to whether it is right; of a text about something else, only whether it was known as that."""
+    found = {"is_oom": (facts is not None) == expect["is_oom"]}
+    if expect["is_oom"]:
+        found |= {name: facts is not None and same(getattr(facts, name), expect.get(name)) for name in NAMES}
+    return found
+
+
+def wrong(row: dict[str, Any], text: str) -> list[str]:
+    return [f"{row['id']}: {name}" for name, right in marks(jm.parse_oom(text), row["expect"]).items() if not right]
+
+
+def test_of_seen_texts_every_field_and_every_kind_is_right():
+    fields, kinds = collections.Counter[str](), collections.Counter[str]()
+    right_fields, right_kinds = collections.Counter[str](), collections.Counter[str]()
+    for row in SEEN:
+        for name, right in marks(jm.parse_oom(row["text"]), row["expect"]).items():
+            kind = row["id"].rpartition("-")[0]
+            fields[name] += 1
+            kinds[kind] += 1
+            right_fields[name] += right
+            right_kinds[kind] += right
+    assert len(SEEN) == 95
+    assert len(kinds) == 25
+    assert {
+        name: right_fields[name] / count for name, count in fields.items() if right_fields[name] < 0.95 * count
+    } == {}
+    assert {kind: right_kinds[kind] / count for kind, count in kinds.items() if right_kinds[kind] < 0.95 * count} == {}
+    assert right_fields.total() == fields.total()
+
+
+def test_no_text_about_something_else_is_taken_for_a_failure():
+    others = [row for row in (*SEEN, *MADE) if not row["expect"]["is_oom"]]
+    assert len(others) >= 40
+    assert [row["id"] for row in others if jm.parse_oom(row["text"]) is not None] == []
+
+
+def test_texts_made_from_the_wordings_of_the_sources():
+    assert [line for row in MADE for line in wrong(row, row["text"])] == []
+
+
+def test_every_rule_has_a_text():
+    met = {id(item.rule) for row in (*SEEN, *MADE) for item in statements(row["text"])}
+    assert [rule.name for rule in RULES if id(rule) not in met] == []
+
+
+@pytest.mark.parametrize("broken", ["\n    ", " \t "], ids=["lines", "tabs"])
+def test_white_space_of_any_kind_breaks_no_wording(broken):
+    # Python's bare word is an error's name at a line's start only, and a status that says no more than itself is one line.
+    lines = ("MemoryError", "Execution failed: out of memory")
+    whole = [row for row in MADE if row["expect"]["is_oom"] and not row["text"].endswith(lines)]
+    assert len(whole) >= 65
+    assert [line for row in whole for line in wrong(row, row["text"].replace(" ", broken))] == []
+
+
+def test_in_a_long_log_the_same_is_found():
+    """Rules are tried near announcing words only: so each wording is announced, from its first letter to its last."""
+    around = NEUTRAL * 1200
+    found = [row for row in (*SEEN, *MADE) if row["expect"]["is_oom"]]
+    assert [line for row in found for line in wrong(row, f"{around}{row['text']}\n{around}")] == []
+
+
+def test_an_exception_is_read_with_its_causes_notes_and_members():
+    inner = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB.")
+    outer = ValueError("the step failed")
+    outer.__cause__ = inner
+    assert (
+        jm.parse_oom(outer) == jm.parse_oom(inner) == OomFacts(phase="run", platform="gpu", requested_bytes=3 * 2**29)
+    )
+    inner.add_note("with executable_name='jit_step'")
+    facts = jm.parse_oom(outer)
+    assert facts is not None
+    assert facts.program == "jit_step"
+    group = ExceptionGroup("two ways", [KeyError("x"), ExceptionGroup("deeper", [inner])])
+    assert jm.parse_oom(group) == jm.parse_oom(inner)
+    hidden = KeyError("while handling")
+    hidden.__context__ = inner
+    assert jm.parse_oom(hidden) == jm.parse_oom(inner)
+    hidden.__suppress_context__ = True
+    assert jm.parse_oom(hidden) is None
+    assert jm.parse_oom(MemoryError()) == OomFacts(platform="host")
+    assert jm.parse_oom(b"Out of memory allocating 64 bytes.\xff") == OomFacts(
+        phase="run", platform="cpu", requested_bytes=64
+    )
+
+
+def test_exceptions_that_cannot_speak_or_go_round_in_circles():
+    class Mute(Exception):  # noqa: N818 - its name is not the point
+        def __str__(self) -> str:
+            msg = "no words"
+            raise RuntimeError(msg)
+
+    one, two = Mute(), RuntimeError("Out of memory allocating 64 bytes.")
+    one.__cause__, two.__cause__ = two, one
+    assert jm.parse_oom(one) == OomFacts(phase="run", platform="cpu", requested_bytes=64)
+    odd: Any = 3.5
+    assert jm.parse_oom(odd) is None
+
+
+def test_the_failing_status_speaks_before_the_driver():
+    """A pool asks the driver for less and less before it gives up; what the program asked for is in the status."""
+    driver = "E failed to allocate {0} ({1} bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory\n"
+    text = driver.format("18.00GiB", 18 * 2**30) + driver.format("16.20GiB", round(16.2 * 2**30))
+    status = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB."
+    facts = jm.parse_oom(text + status)
+    assert facts is not None
+    assert facts.requested_bytes == 2 * 2**30
+    alone = jm.parse_oom(text)
+    assert alone is not None
+    assert alone.requested_bytes == 18 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("1.50GiB", 3 * 2**29), ("12", 12), ("0B", 0), ("681.08M", 714164142), ("136B", 136), ("16.0 TiB", 2**44)),
+        *(("1.0K", 1024), ("none", None), ("99999999999999999999", None), ("9999999999999999999P", None)),
+    ],
+)
+def test_sizes_are_powers_of_1024(text, size):
+    assert size_of(text) == size
+
+
+PARTS = [
+    *(
+        "RESOURCE_EXHAUSTED: ",
+        "Out of memory ",
+        "while trying to allocate ",
+        "ran out of memory ",
+        "1.5GiB ",
+        "9" * 40,
+        "\n",
+        " ",
+    ),
+    *(
+        "Attempting to reserve ",
+        "That was not possible. There are ",
+        "Allocator (",
+        "failed to allocate ",
+        "(size=",
+        " exceed",
+    ),
+    *(
+        "Ran out of memory in memory space vmem while allocating on stack ",
+        "Scoped allocation with size ",
+        "NCCL ",
+        "'",
+    ),
+    *(
+        "OOM when allocating tensor with shape",
+        "executable_name='",
+        "Limit: ",
+        "InUse: ",
+        "due to fragmentation",
+        "\x00",
+        "é",
+    ),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(PARTS) | st.text(max_size=8), max_size=60).map("".join))
+@example("")
+@example("(" * 500)
+def test_no_text_makes_it_raise(text):
+    facts = jm.parse_oom(text)
+    assert facts is None or isinstance(facts, OomFacts)
+    assert jm.parse_oom(text.encode("utf-8", "surrogatepass")) is None or facts is not None
+
+
+@pytest.mark.parametrize(
+    "part", [*PARTS, "MemoryError\n", "Size: ", "a", "cudaMalloc failed ", "Failed to load CUBIN "]
+)
+def test_time_grows_with_the_text_alone(part):
+    """Four times the text may take no more than ten times as long, where something quadratic takes sixteen times."""
+    jm.parse_oom(part * 10)
+
+    def seconds(length: int) -> float:
+        text = part * (length // len(part))
+        best = float("inf")
+        for _ in range(2):
+            began = time.perf_counter()
+            jm.parse_oom(text)
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(80_000) <= 10 * seconds(20_000) + 0.02

@@ -1,0 +1,96 @@
+"""Two real processes recover together: on the same rung at the same step, or both end, whoever fails and however."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.errors import RecoveryWarning
+from jaxmem_callbacks.transforms.frameworks import checkpoints_in
+from tests import recovering
+
+ROOT = Path(__file__).parents[1]
+FAILS = 3
+
+
+def pair(folder, *scenarios):
+    """Exit code, answers and stderr of both."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.recovering_together", str(rank), address, str(folder), *scenarios],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=variables,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=250)
+        except subprocess.TimeoutExpired:
+            for each in processes:
+                each.kill()
+            raise
+        told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]  # Gloo writes there too
+        answers = {answer["scenario"]: answer for answer in told}
+        found.append((process.returncode, answers, err))
+    return found
+
+
+@pytest.mark.core
+def test_all_stand_on_the_same_rung_at_the_same_step(tmp_path: Path):
+    first, second = pair(tmp_path, "apart", "both", "over_devices")
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    for name, failed_on in (("apart", [1]), ("both", [0, 1])):
+        here, there = first[1][name], second[1][name]
+        assert here["moves"] == there["moves"]
+        assert here["losses"] == there["losses"]
+        ((step, rung, _, begun, who),) = here["moves"]
+        assert (step, rung, begun, who) == (FAILS, "microbatches", 0, failed_on)
+    assert all("memory ran out in step 3 on process 1 of 2" in err for _, _, err in (first, second)), "told by both"
+    assert len(first[1]["apart"]["losses"]) == 6
+    heard = [{"from": 0, "text": ""}, {"from": 1, "text": "é"}]
+    assert [run[1]["over_devices"]["heard"] for run in (first, second)] == [heard, heard]
+
+
+def test_one_that_waits_in_a_collective_ends_with_the_one_that_failed(tmp_path: Path):
+    waiting, failed = pair(tmp_path, "in_a_collective")
+    assert (waiting[0], failed[0]) == (1, 1)
+    kind, text = waiting[1]["in_a_collective"]["error"]
+    assert kind == "RecoveryError"
+    assert text.startswith("memory ran out in step 3 on process 1 of 2: JaxRuntimeError: RESOURCE_EXHAUSTED")
+    kind, text = failed[1]["in_a_collective"]["error"]
+    assert (kind, text.partition(":")[0]) == ("JaxRuntimeError", "RESOURCE_EXHAUSTED")
+    note = checkpoints_in(tmp_path / "in_a_collective" / "kept" / "saved").note(0)
+    assert (note["step"], note["policy"]["microbatches"]) == (0, 2), "saved from host memory"
+    with pytest.warns(RecoveryWarning, match=r"devices count: saved 2, here "):
+        start, state = jm.Recovery(
+            recovering.step_of(recovering.loss_fn), checkpoints=tmp_path / "in_a_collective" / "kept"
+        ).restore(recovering.new_state())
+    assert (start, int(state["count"])) == (0, 0)
+    assert "process 0 waits in a collective for one that failed" in failed[2]
+
+
+def test_a_dead_process_holds_up_nobody(tmp_path: Path):
+    alive, dead = pair(tmp_path, "dead")
+    assert dead[0] == -signal.SIGKILL
+    assert alive[0] != 0
+    kind, text = alive[1]["dead"]["error"]
+    assert kind == "RecoveryError"
+    assert text.startswith("process 1 of 2 did not say within 4 s how the step went: dead, or far behind.")
