@@ -338,21 +338,22 @@ def census_of(probe: LiveArraysProbe) -> ArrayCensus:
 @pytest.mark.core
 def test_a_census_groups_like_arrays_and_names_the_line_that_made_them():
     mesh = Mesh(jax.devices()[:4], ("data",))
-    many = [jnp.full((3, 7, 11), float(index), jnp.float16) for index in range(20)]  # the line that is named
-    split = jax.device_put(jnp.ones((8, 13), jnp.int32), NamedSharding(mesh, P("data")))
-    whole = jax.device_put(jnp.ones((8, 13), jnp.int32), NamedSharding(mesh, P()))
+    # Large: a census names the groups with the most bytes, and other tests of this process keep arrays too.
+    many = [jnp.full((512, 7, 1111), float(index), jnp.float16) for index in range(3)]  # the line that is named
+    split = jax.device_put(jnp.ones((8, 13, 2**16), jnp.int32), NamedSharding(mesh, P("data")))
+    whole = jax.device_put(jnp.ones((8, 13, 2**16), jnp.int32), NamedSharding(mesh, P()))
     jax.block_until_ready((many, split, whole))
     groups = {(group.type_text, group.placement): group for group in census_of(LiveArraysProbe()).groups}
-    like = groups["float16[3,7,11]", ""]
-    assert (like.count, like.bytes, like.devices, like.replicated) == (20, 20 * 3 * 7 * 11 * 2, ("cpu:0",), False)
+    like = groups["float16[512,7,1111]", ""]
+    assert (like.count, like.bytes, like.devices, like.replicated) == (3, 3 * 512 * 7 * 1111 * 2, ("cpu:0",), False)
     source = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(source, start=1) if text.endswith("# the line that is named"))
     assert like.site.startswith(f"test_probes.py:{line} (")
     four = tuple(f"cpu:{index}" for index in range(4))
-    assert groups["int32[8,13]", "P('data')"].devices == four
-    assert groups["int32[8,13]", "P('data')"].bytes == 8 * 13
-    assert groups["int32[8,13]", "P()"].replicated
-    assert groups["int32[8,13]", "P()"].bytes == 8 * 13 * 4
+    assert groups["int32[8,13,65536]", "P('data')"].devices == four
+    assert groups["int32[8,13,65536]", "P('data')"].bytes == 8 * 13 * 2**16
+    assert groups["int32[8,13,65536]", "P()"].replicated
+    assert groups["int32[8,13,65536]", "P()"].bytes == 8 * 13 * 2**16 * 4
 
 
 def test_a_census_is_bounded_and_counts_what_it_leaves_out():
