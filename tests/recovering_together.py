@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.recovery.agreement import Agreement
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from tests import recovering
 
 STEPS, FAILS = 6, 3

@@ -24,6 +24,8 @@ ONLY = {"records": set(), "environment": set(), "simulator": set(), "analysis": 
 NEVER = {"config": JAX | FRAMEWORKS, "writers": JAX | FRAMEWORKS}
 # One public door to each framework by name: the registry that loads an integration when its objects arrive.
 LAZY_DOORS = {"transforms/frameworks.py"}
+# Folders of a room that no other room imports: it calls the files beside them.
+INNER = {"recovery": {"verdicts", "reports", "moving", "ladder"}}
 LINES, FUNCTION_LINES = 400, 50
 
 
@@ -140,11 +142,44 @@ def cycles(root: Path) -> list[str]:
         module: {known for _, name in imported(tree) for known in (name, name.rpartition(".")[0]) if known in modules}
         for module, tree in modules.items()
     }
+    return [f"cycle: {ring}" for ring in ring_in(graph)]
+
+
+def folder_cycles(root: Path) -> list[str]:
+    """A ring of folders within rooms: files of each import files of the next."""
+    graph: dict[str, set[str]] = {}
+    for room, path, tree in sources(root):
+        own = folder_of(f"{PACKAGE}." + ".".join(path.relative_to(root).parts), root)
+        targets = {folder_of(name, root) for _, name in imported(tree) if room_of(name) == room}
+        if own:
+            graph.setdefault(own, set()).update({target for target in targets if target} - {own})
+    return [f"folders: {ring}" for ring in ring_in(graph)]
+
+
+def ring_in(graph: dict[str, set[str]]) -> list[str]:
+    """The first ring of a graph in words, where there is one."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        return [f"cycle: {' -> '.join(error.args[1])}"]
+        return [" -> ".join(error.args[1])]
     return []
+
+
+def folder_of(name: str, root: Path) -> str:
+    """``recovery/ladder`` for a dotted name in a folder of a room; empty for files beside the folders."""
+    parts = name.split(".")[1:3]
+    return "/".join(parts) if name.startswith(f"{PACKAGE}.") and (root.joinpath(*parts)).is_dir() and parts[1:] else ""
+
+
+def past_the_doors(root: Path) -> list[str]:
+    """Imports of a room's inner folders from another room."""
+    found = []
+    for room, path, tree in sources(root):
+        for line, name in imported(tree):
+            target = room_of(name)
+            if target != room and target in INNER and name.split(".")[2] in INNER[target]:
+                found.append(f"{path}:{line}: `{name}` is inside of `{target}`; other rooms call the files beside it")
+    return found
 
 
 def untidy(root: Path) -> list[str]:
@@ -193,6 +228,11 @@ def test_private_jax_is_touched_in_compat_only():
 
 def test_there_is_no_import_cycle():
     assert cycles(ROOT) == []
+    assert folder_cycles(ROOT) == []
+
+
+def test_inner_folders_are_called_through_their_rooms_doors():
+    assert past_the_doors(ROOT) == []
 
 
 def test_files_are_short_named_and_introduced():
@@ -209,6 +249,10 @@ def test_each_rule_finds_its_breach(tmp_path):
         "records/a.py": '"""Doc."""\nfrom jaxmem_callbacks.writers import b\nimport numpy\n',
         "records/ring.py": '"""Doc."""\nfrom jaxmem_callbacks.records import ring2\n',
         "records/ring2.py": '"""Doc."""\ndef f():\n    from jaxmem_callbacks.records.ring import x\n',
+        "recovery/texts/t.py": '"""Doc."""\nfrom jaxmem_callbacks.recovery.ladder import l\n',
+        "recovery/ladder/l.py": '"""Doc."""\n',
+        "recovery/ladder/m.py": '"""Doc."""\nfrom jaxmem_callbacks.recovery.texts import u\n',
+        "cli/x.py": '"""Doc."""\nfrom jaxmem_callbacks.recovery.ladder.l import walk\n',
         "config/c.py": '"""Doc."""\nimport jax\n',
         "writers/b.py": '"""Doc."""\nfrom . import sink\nimport flax.nnx\n',
         "programs/p.py": '"""Doc."""\nimport importlib\nimportlib.import_module("jaxmem_callbacks.cli.main")\n',
@@ -232,5 +276,7 @@ def test_each_rule_finds_its_breach(tmp_path):
     assert told(strangers, "a.py:3: `records` may not import `numpy`", "`config` may not import `jax`", "`flax`")
     assert told(private_jax, "`jax.config._read`", "`jax._src.core`", "_secret")
     assert told(cycles, "ring", "ring2")
+    assert told(folder_cycles, "recovery/texts", "recovery/ladder")
+    assert told(past_the_doors, "x.py:2: `jaxmem_callbacks.recovery.ladder.l.walk` is inside of `recovery`")
     assert told(untidy, "long.py: 402 lines", "utils.py: no module docstring", "utils.py: a name that says nothing")
     assert told(long_functions, "f has 400 lines")

@@ -13,13 +13,13 @@ from jaxmem_callbacks.programs.targets.attached import attached_target
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import MemoryLimit
-from jaxmem_callbacks.recovery.folders import new_folder
-from jaxmem_callbacks.recovery.forecasts import Forecasts, forecast
-from jaxmem_callbacks.recovery.judging import Verdict
-from jaxmem_callbacks.recovery.limits import host_limits
-from jaxmem_callbacks.recovery.remedies import remedies
-from jaxmem_callbacks.recovery.secrets import scrubbed, secret_values, without_secrets
-from jaxmem_callbacks.recovery.sentence import told
+from jaxmem_callbacks.recovery.reports.folders import new_folder
+from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
+from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values, without_secrets
+from jaxmem_callbacks.recovery.reports.sentence import told
+from jaxmem_callbacks.recovery.verdicts.judging import Verdict
+from jaxmem_callbacks.recovery.verdicts.limits import host_limits
 from jaxmem_callbacks.writers.oom_markdown import oom_markdown
 from jaxmem_callbacks.writers.oom_page import oom_html
 from tests.oom_reports import HOSTILE, hostile_report

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.recoveries import RecoverySettings
-from jaxmem_callbacks.recovery.ladder import microbatch_counts, offers, stronger_remats
-from jaxmem_callbacks.recovery.reuse import addresses, reused_bytes
-from jaxmem_callbacks.recovery.rungs import defragmented
+from jaxmem_callbacks.recovery.ladder.offers import microbatch_counts, offers, stronger_remats
+from jaxmem_callbacks.recovery.ladder.reuse import addresses, reused_bytes
+from jaxmem_callbacks.recovery.ladder.rungs import defragmented
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot
 
 pytestmark = pytest.mark.core

@@ -1,1 +1,1 @@
-"""What happens when memory ran out: texts are read, failures explained, arrays moved together again."""
+"""What happens when memory ran out: the doors. Texts are read, failures explained, arrays moved together, steps done again."""

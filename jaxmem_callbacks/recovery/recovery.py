@@ -15,16 +15,16 @@ from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoveryReport
-from jaxmem_callbacks.recovery.agreement import Agreement
-from jaxmem_callbacks.recovery.keeping import Keeper
-from jaxmem_callbacks.recovery.replay import Batches, Inputs
-from jaxmem_callbacks.recovery.rungs import Maker
-from jaxmem_callbacks.recovery.running import Running
-from jaxmem_callbacks.recovery.saving import Saving
-from jaxmem_callbacks.recovery.telling import Listener, Telling
-from jaxmem_callbacks.recovery.turns import Turn, first_line
-from jaxmem_callbacks.recovery.walking import Failure, Walk
-from jaxmem_callbacks.recovery.wanted import frontier_below, policy_wanted, record_of, settings_wanted
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement
+from jaxmem_callbacks.recovery.ladder.keeping import Keeper
+from jaxmem_callbacks.recovery.ladder.replay import Batches, Inputs
+from jaxmem_callbacks.recovery.ladder.rungs import Maker
+from jaxmem_callbacks.recovery.ladder.running import Running
+from jaxmem_callbacks.recovery.ladder.saving import Saving
+from jaxmem_callbacks.recovery.ladder.telling import Listener, Telling
+from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
+from jaxmem_callbacks.recovery.ladder.walking import Failure, Walk
+from jaxmem_callbacks.recovery.ladder.wanted import frontier_below, policy_wanted, record_of, settings_wanted
 
 _serial = itertools.count()
 

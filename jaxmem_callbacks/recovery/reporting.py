@@ -19,12 +19,12 @@ from pathlib import Path
 import jaxmem_callbacks
 from jaxmem_callbacks.records.oom_report import OomReport
 from jaxmem_callbacks.recovery.calls import CallsBefore
-from jaxmem_callbacks.recovery.folders import forget_oldest, new_folder
-from jaxmem_callbacks.recovery.gathering import gather, process_index
-from jaxmem_callbacks.recovery.judging import judge
-from jaxmem_callbacks.recovery.parts import Parts
-from jaxmem_callbacks.recovery.secrets import scrubbed, secret_values
-from jaxmem_callbacks.recovery.told import is_first
+from jaxmem_callbacks.recovery.reports.folders import forget_oldest, new_folder
+from jaxmem_callbacks.recovery.reports.gathering import gather, process_index
+from jaxmem_callbacks.recovery.reports.parts import Parts
+from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values
+from jaxmem_callbacks.recovery.reports.told import is_first
+from jaxmem_callbacks.recovery.verdicts.judging import judge
 from jaxmem_callbacks.recovery.witness import Witness, Witnessed
 from jaxmem_callbacks.writers.oom_markdown import oom_markdown
 from jaxmem_callbacks.writers.oom_page import oom_html

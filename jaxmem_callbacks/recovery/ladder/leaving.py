@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.recovery.agreement import Agreement
-from jaxmem_callbacks.recovery.keeping import Keeper
-from jaxmem_callbacks.recovery.saving import Saving
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement
+from jaxmem_callbacks.recovery.ladder.keeping import Keeper
+from jaxmem_callbacks.recovery.ladder.saving import Saving
+from jaxmem_callbacks.recovery.ladder.turns import first_line
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot
-from jaxmem_callbacks.recovery.turns import first_line
 
 
 def saved_last(

@@ -16,16 +16,16 @@ from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoverySettings, Rung
-from jaxmem_callbacks.recovery.agreement import Agreement
-from jaxmem_callbacks.recovery.keeping import Keeper
-from jaxmem_callbacks.recovery.ladder import Offer, offers
-from jaxmem_callbacks.recovery.leaving import saved_last
-from jaxmem_callbacks.recovery.replay import Batches, Inputs
-from jaxmem_callbacks.recovery.rungs import defragmented, need_of, rows_of, try_policy, why_not_moved
-from jaxmem_callbacks.recovery.running import Running
-from jaxmem_callbacks.recovery.saving import Saving
-from jaxmem_callbacks.recovery.shortage import ran_out
-from jaxmem_callbacks.recovery.turns import Turn, first_line
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement
+from jaxmem_callbacks.recovery.ladder.keeping import Keeper
+from jaxmem_callbacks.recovery.ladder.leaving import saved_last
+from jaxmem_callbacks.recovery.ladder.offers import Offer, offers
+from jaxmem_callbacks.recovery.ladder.replay import Batches, Inputs
+from jaxmem_callbacks.recovery.ladder.rungs import defragmented, need_of, rows_of, try_policy, why_not_moved
+from jaxmem_callbacks.recovery.ladder.running import Running
+from jaxmem_callbacks.recovery.ladder.saving import Saving
+from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
+from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

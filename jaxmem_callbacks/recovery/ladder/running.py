@@ -11,13 +11,13 @@ from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.agreement import Agreement
-from jaxmem_callbacks.recovery.replay import Inputs
-from jaxmem_callbacks.recovery.reuse import ENOUGH, addresses, promised_bytes, reused_bytes
-from jaxmem_callbacks.recovery.rungs import Maker
-from jaxmem_callbacks.recovery.telling import Telling
-from jaxmem_callbacks.recovery.turns import Turn, take_turn
-from jaxmem_callbacks.recovery.wanted import promised_by
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement
+from jaxmem_callbacks.recovery.ladder.replay import Inputs
+from jaxmem_callbacks.recovery.ladder.reuse import ENOUGH, addresses, promised_bytes, reused_bytes
+from jaxmem_callbacks.recovery.ladder.rungs import Maker
+from jaxmem_callbacks.recovery.ladder.telling import Telling
+from jaxmem_callbacks.recovery.ladder.turns import Turn, take_turn
+from jaxmem_callbacks.recovery.ladder.wanted import promised_by
 
 _GRACE_S, _GRACE_STEPS = 5.0, 3
 

@@ -14,7 +14,7 @@ from jaxmem_callbacks.records.errors import CompileError, DefragmentError, LossR
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
-from jaxmem_callbacks.recovery.shortage import ran_out
+from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
 from jaxmem_callbacks.transforms.weak_types import is_weak
 
 

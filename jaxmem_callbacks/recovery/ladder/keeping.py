@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.recoveries import SnapshotCost
-from jaxmem_callbacks.recovery.agreement import Agreement
-from jaxmem_callbacks.recovery.shortage import ran_out
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects, shape_of
+from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
 from jaxmem_callbacks.transforms.frameworks import Checkpoints
 
 _CLOSE, _CLOSE_SHORT = 1e-3, 2e-2  # of a metric, in 32 bits and more, and in fewer

@@ -12,8 +12,8 @@ import jax
 from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.recovery.checkpoint_note import differences, note_of, policy_in, state_differences
-from jaxmem_callbacks.recovery.keeping import DiskSnapshot
+from jaxmem_callbacks.recovery.ladder.checkpoint_note import differences, note_of, policy_in, state_differences
+from jaxmem_callbacks.recovery.ladder.keeping import DiskSnapshot
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
 

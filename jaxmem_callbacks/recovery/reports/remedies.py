@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from jaxmem_callbacks.records.oom_report import Cause, Holder, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.failing import Failing
-from jaxmem_callbacks.recovery.forecasts import Forecast, Forecasts
-from jaxmem_callbacks.recovery.holders import VARIABLE
+from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
+from jaxmem_callbacks.recovery.reports.holders import VARIABLE
+from jaxmem_callbacks.recovery.verdicts.failing import Failing
 
 _WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
 _MOST_HOLDERS = 3

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.recovery.failing import frames_of
+from jaxmem_callbacks.recovery.verdicts.failing import frames_of
 
 _MOST = 100_000  # entries of one variable, and of all: looking at them must not take long
 _LIBRARIES = ("site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}")

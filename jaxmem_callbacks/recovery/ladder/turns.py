@@ -15,8 +15,8 @@ from typing import Any, Literal, cast
 import jax
 
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.recovery.agreement import Agreement, Words
-from jaxmem_callbacks.recovery.shortage import ran_out
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Words
+from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
 
 How = Literal["ok", "ran_out", "stuck", "refused"]
 _LISTEN_S = 0.25

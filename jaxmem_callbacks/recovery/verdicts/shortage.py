@@ -6,7 +6,7 @@ One door to `judging.py`, which decides by text and, where a kernel library hide
 from __future__ import annotations
 
 from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.recovery.judging import judge
+from jaxmem_callbacks.recovery.verdicts.judging import judge
 
 
 def ran_out(error: BaseException) -> OomFacts | None:

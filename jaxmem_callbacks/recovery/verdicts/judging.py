@@ -16,9 +16,9 @@ from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import MemoryLimit
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.calls import CallsBefore
-from jaxmem_callbacks.recovery.failing import Failing, failing_program, too_large
-from jaxmem_callbacks.recovery.limits import MACHINE, host_limits
 from jaxmem_callbacks.recovery.texts.parsing import parse_oom
+from jaxmem_callbacks.recovery.verdicts.failing import Failing, failing_program, too_large
+from jaxmem_callbacks.recovery.verdicts.limits import MACHINE, host_limits
 
 _CAUSES = 10  # `raise ... from ...` again and again
 

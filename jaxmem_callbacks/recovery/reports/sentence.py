@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.records.oom_report import Cause, MemoryLimit
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.judging import Verdict
-from jaxmem_callbacks.recovery.limits import ADDRESS_SPACE, DATA, GROUP
+from jaxmem_callbacks.recovery.verdicts.judging import Verdict
+from jaxmem_callbacks.recovery.verdicts.limits import ADDRESS_SPACE, DATA, GROUP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,16 +17,16 @@ from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.records.oom_report import FailedProgram, MemoryLimit, OomReport
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.recovery.failing import Failing
-from jaxmem_callbacks.recovery.forecasts import Forecasts, forecast
-from jaxmem_callbacks.recovery.holders import Held, gone, held_arrays
-from jaxmem_callbacks.recovery.judging import Verdict
-from jaxmem_callbacks.recovery.limits import ADDRESS_SPACE, DATA, device_limits
-from jaxmem_callbacks.recovery.parts import Parts
-from jaxmem_callbacks.recovery.remedies import remedies
-from jaxmem_callbacks.recovery.secrets import scrubbed, secret_values
-from jaxmem_callbacks.recovery.sentence import Told, told
-from jaxmem_callbacks.recovery.variables import array_variables, users_frames
+from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
+from jaxmem_callbacks.recovery.reports.holders import Held, gone, held_arrays
+from jaxmem_callbacks.recovery.reports.parts import Parts
+from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values
+from jaxmem_callbacks.recovery.reports.sentence import Told, told
+from jaxmem_callbacks.recovery.reports.variables import array_variables, users_frames
+from jaxmem_callbacks.recovery.verdicts.failing import Failing
+from jaxmem_callbacks.recovery.verdicts.judging import Verdict
+from jaxmem_callbacks.recovery.verdicts.limits import ADDRESS_SPACE, DATA, device_limits
 from jaxmem_callbacks.recovery.witness import Witnessed
 
 _PACKAGES = (
