@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import FailedProgram, Holder, MemoryLimit, OomReport, Remedy
+from jaxmem_callbacks.records.oom_report import FailedProgram, Holder, Hole, MemoryLimit, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
@@ -65,6 +65,7 @@ def hostile_report() -> OomReport:
         events=(MemoryEvent(kind="near_oom", step=1, time_s=0.0, device=HOSTILE, message=HOSTILE, action=HOSTILE),),
         readings=(Reading(source="host", device=HOSTILE, step=1, time_s=0.0, resident_bytes=1),),
         no_allocator=(Unavailable(figure="allocator", device=HOSTILE, reason=HOSTILE),),
+        holes=(Hole(device=HOSTILE, bytes=GIB, below=HOSTILE, above=HOSTILE),),
         versions={HOSTILE: HOSTILE},
         devices={HOSTILE: HOSTILE},
         environment={HOSTILE: HOSTILE},

@@ -43,8 +43,8 @@ def test_nothing_is_fetched_or_run(browser: Browser, page: Path):
     widths = browser.run(
         "return [...document.querySelectorAll('.bar rect')].map(one => one.getBoundingClientRect().width)"
     )
-    assert len(widths) == 3
-    assert min(widths) > 20, "a holder, a group of the peak and a bound are drawn"
+    assert len(widths) == 4
+    assert min(widths) > 20, "a holder, a group of the peak, a bound and a hole are drawn"
 
 
 @pytest.mark.parametrize("seen", [{}, {"scheme": "dark"}, {"media": "print"}], ids=str)

@@ -7,21 +7,28 @@ import re
 
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.programs.reading.library_values import library_bytes
 from jaxmem_callbacks.programs.targets.attached import attached_target
 from jaxmem_callbacks.records.errors import TargetError
+from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.records.oom_report import Holder, Hole, MemoryLimit
+from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.recovery.reports.folders import new_folder
-from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
+from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts, forecast
+from jaxmem_callbacks.recovery.reports.holders import VARIABLE
+from jaxmem_callbacks.recovery.reports.holes import holes_now, largest_holes
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.reports.sentence import told
+from jaxmem_callbacks.recovery.verdicts.failing import Failing
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict
 from jaxmem_callbacks.recovery.verdicts.limits import host_limits
 from jaxmem_callbacks.writers.oom_markdown import oom_markdown
 from jaxmem_callbacks.writers.oom_page import oom_html
+from tests import sample_plans
 from tests.oom_reports import HOSTILE, hostile_report
 
 GIB = 2**30
@@ -150,6 +157,70 @@ def test_settings_of_the_allocator_come_first_where_fragmentation_is_the_cause()
     ]
     assert not any(remedy.compiled or remedy.saves_bytes for remedy in first)
     assert remedies(None, Forecasts(), (), cause="capacity", lacking_bytes=None, platform="cpu") == ()
+
+
+def forecasts_of(*tried):
+    """Of a step of 10 GiB: kind, GiB that it then needs, extra operations and what else is known of it."""
+    return Forecasts(
+        plain=sample_plans.candidate(10 * 1024, 0),
+        tried=tuple(
+            Forecast(kind=kind, policy=jm.StepPolicy(**policy), step_bytes=gib * GIB, extra_share=extra)
+            for kind, gib, extra, policy in tried
+        ),
+    )
+
+
+def ranked(forecasts, holders=()):
+    failing = Failing(name="train_step", known_by="", step=jm.jit_step(lambda state, batch: (state, batch)))
+    found = remedies(failing, forecasts, holders, cause="capacity", lacking_bytes=3 * GIB, platform="cpu")
+    return [remedy.what.partition(":")[0].partition(" (")[0] for remedy in found if remedy.saves_bytes is not None]
+
+
+def test_remedies_that_save_enough_are_ranked_by_what_they_cost():
+    kept = Holder(
+        name="kept", known_by=VARIABLE, kind="", type_text="float32[1]", count=9, bytes=4 * GIB, devices=(), site=""
+    )
+    dear = ("remat", 4, 0.3, {"remat": "full"})
+    slices = ("microbatches", 6, 0.0, {"microbatches": 2})
+    half = ("rows", 5, -0.5, {})
+    in_slices = "The same batch in 2 microbatches"
+    assert ranked(forecasts_of(half, dear, slices), [kept]) == [
+        *(in_slices, "Let go of kept", "Stronger remat", "Half the batch"),
+    ], "what costs no operations stands above 30 % more of them, and another training below everything"
+    cheap = ("remat", 4, 0.004, {"remat": "full"})
+    assert ranked(forecasts_of(cheap, slices)) == ["Stronger remat", in_slices], "within a percent remat disturbs less"
+    unknown = ("remat", 4, None, {"remat": "full"})
+    slow = ("microbatches", 6, 0.2, {"microbatches": 2})
+    assert ranked(forecasts_of(unknown, slow)) == [in_slices, "Stronger remat"], (
+        "a cost that nobody knows is no small one"
+    )
+    too_little = ("microbatches", 8, 0.0, {"microbatches": 2})
+    assert ranked(forecasts_of(too_little, dear)) == ["Stronger remat", in_slices], "what is enough comes first"
+
+
+def test_holes_are_told_with_the_arrays_on_both_sides():
+    def buffers(*rows):
+        return tuple(LiveBuffer(address=at, bytes=size, label=label) for at, size, label in rows)
+
+    far = 2**40
+    heap = HeapMap(
+        device="gpu:0",
+        step=-1,
+        time_s=0.0,
+        buffers=buffers((0, 256, "a"), (1024, 256, "b"), (1280, 256, "c"), (2048, 256, "a"), (far, 256, "d")),
+    )
+    assert largest_holes([heap]) == (
+        (
+            Hole(device="gpu:0", bytes=768, below="a", above="b"),
+            Hole(device="gpu:0", bytes=512, below="c", above="a"),
+        ),
+        "",
+    )
+    assert largest_holes([Unavailable(figure="heap_map", device="gpu:0", reason="9 arrays are alive")]) == (
+        (),
+        "9 arrays are alive",
+    )
+    assert "among the rest of the process's memory" in holes_now("cpu")[1]
 
 
 def test_nothing_is_compiled_without_a_step_or_with_too_little_left():

@@ -121,6 +121,23 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hole:
+    """Memory between two live arrays of one device: free, or a program's.
+
+    Attributes:
+        device: Stable label such as ``gpu:0``.
+        bytes: From the end of one to the beginning of the other.
+        below: Type of the array before it, such as ``float32[8,128]``.
+        above: And of the one behind it, which keeps the hole from growing.
+    """
+
+    device: str
+    bytes: int
+    below: str
+    above: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OomReport:
     """An out-of-memory failure, explained.
 
@@ -148,6 +165,8 @@ class OomReport:
         unwatched: Why there are no readings or events of a monitor, or an empty text.
         allocator: What the allocators say now.
         no_allocator: Devices whose allocators say nothing, and why.
+        holes: The largest holes between live arrays by their addresses, the largest first.
+        unmapped: Why there are none, or an empty text.
         versions: Package -> version.
         devices: Platform, kind and counts.
         environment: Variable -> its value, or that it is set and not shown.
@@ -179,6 +198,8 @@ class OomReport:
     unwatched: str = ""
     allocator: tuple[Reading, ...] = ()
     no_allocator: tuple[Unavailable, ...] = ()
+    holes: tuple[Hole, ...] = ()
+    unmapped: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, str | int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)

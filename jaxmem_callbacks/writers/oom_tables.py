@@ -216,6 +216,20 @@ def _allocator(report: OomReport) -> Section:
     rows = tuple(row for reading in report.allocator for row in _figures(reading))
     if rows:
         tables.append(OomTable(("source", "device", "step", "figure", "value"), rows))
+    if report.holes:
+        told.append(
+            "The largest holes between live arrays, by address: what moves the array behind one away makes it larger, as "
+            "jm.defragment does."
+        )
+        tables.append(
+            OomTable(
+                ("device", "hole", "behind", "before"),
+                tuple((each.device, format_bytes(each.bytes), each.below, each.above) for each in report.holes),
+                tuple(each.bytes / max(report.holes[0].bytes, 1) for each in report.holes),
+            )
+        )
+    elif report.unmapped:
+        told.append(f"Holes between live arrays are not told, because {report.unmapped}.")
     return Section("Bounds of memory and the allocator, after the failure", tuple(told), tuple(tables))
 
 

@@ -19,6 +19,7 @@ from jaxmem_callbacks.records.oom_report import FailedProgram, MemoryLimit, OomR
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.holders import Held, gone, held_arrays
+from jaxmem_callbacks.recovery.reports.holes import holes_now
 from jaxmem_callbacks.recovery.reports.parts import Parts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values
@@ -64,6 +65,8 @@ def gather(
     # Before any backend was started there are no devices and no arrays, and asking for them would start one.
     started = backend_exists()
     allocator, silent = parts.attempt("the allocators", _allocators, default=((), ())) if started else ((), ())
+    platform = parts.attempt("the platform", _platform, default="") if started else ""
+    holes, unmapped = parts.attempt("the addresses", holes_now, platform, default=((), "asking failed, see below"))
     devices = device_limits(allocator)
     story = parts.attempt("the sentence", told, verdict, devices, default=_UNTOLD)
     held = parts.attempt("the holders", _held, verdict, default=None) if started else Held()
@@ -80,7 +83,7 @@ def gather(
         held.holders if held else (),
         cause=story.cause,
         lacking_bytes=story.lacking_bytes,
-        platform=parts.attempt("the platform", _platform, default="") if started else "",
+        platform=platform,
         device_count=parts.attempt("the devices", jax.local_device_count, default=1) if started else 1,
         default=(),
     )
@@ -97,6 +100,8 @@ def gather(
         left_out_bytes=held.left_out_bytes if held else 0,
         allocator=allocator,
         no_allocator=silent,
+        holes=holes,
+        unmapped=unmapped,
         devices=parts.attempt("the devices", _devices, default={}) if started else {},
         remedies=best,
         planning=forecasts.told,

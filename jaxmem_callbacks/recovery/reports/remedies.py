@@ -1,12 +1,16 @@
 """What to do after a failure: forecasts, holders and the cause enter; remedies leave, the best first, as lines to paste.
 
-First what is compiled and saves enough, by what it costs the training; then what else was compiled or counted, by bytes; then
-what nobody has compiled. Where fragmentation is the cause the allocator's settings come first. What saves nothing is not shown.
+First what saves enough, by the operations that it adds to a step, to the whole percent; of those that add as many, what disturbs
+least: donation, remat, microbatches (whose smaller matrices no count of operations shows), then letting go of an array, which
+only the user can judge. Half the batch comes behind them, since it is another training. Then what else was compiled or counted,
+by bytes; then what nobody has compiled. Where fragmentation is the cause the allocator's settings come first. What saves nothing
+is not shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem_callbacks.records.oom_report import Cause, Holder, Remedy
@@ -19,7 +23,7 @@ from jaxmem_callbacks.recovery.verdicts.failing import Failing
 _WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
 _MOST_HOLDERS = 3
 _SHOWN = 0.0005  # what one decimal of a percentage can show
-_ORDER = {"donation": 0, "remat": 1, "microbatches": 2, "rows": 4}
+_ORDER = {"donation": 0, "remat": 1, "microbatches": 2, "rows": 4}  # of those that add as many operations
 _HOLDER = 3
 
 
@@ -50,7 +54,7 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
             continue
         remedy = _of_forecast(failing, forecasts, each, lacking_bytes)
         if remedy is not None:
-            ranked.append((_rank(remedy, _ORDER[each.kind], each.extra_share or 0.0), remedy))
+            ranked.append((_rank(remedy, _ORDER[each.kind], each.extra_share), remedy))
     ranked += [(_rank(remedy, _HOLDER, 0.0), remedy) for remedy in _of_holders(holders, lacking_bytes)]
     for place, remedy in enumerate(_settings(cause, platform)):
         ranked.append(((-1.0 if cause == "fragmentation" else 3.0, place), remedy))
@@ -65,11 +69,13 @@ def _is_no_better(each: Forecast, earlier: Sequence[Forecast]) -> bool:
     return each.step_bytes is not None and bool(sizes) and each.step_bytes >= min(sizes)
 
 
-def _rank(remedy: Remedy, order: int, extra: float) -> tuple[float, ...]:
+def _rank(remedy: Remedy, order: int, extra_share: float | None) -> tuple[float, ...]:
     if remedy.saves_bytes is None:
-        return (2.0, order, extra)
-    # What changes the training itself comes behind everything that does not.
-    return (0.0, order, extra) if remedy.enough else (1.0, order == _ORDER["rows"], -remedy.saves_bytes)
+        return (2.0, order)
+    if not remedy.enough:
+        return (1.0, order == _ORDER["rows"], -remedy.saves_bytes)
+    costs = math.inf if extra_share is None else max(round(extra_share, 2), 0.0)
+    return (0.0, order == _ORDER["rows"], costs, order)
 
 
 def _of_forecast(
