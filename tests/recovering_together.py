@@ -1,4 +1,4 @@
-"""One of two processes that train together and run out of memory: on one, on both, in a collective, or dead.
+"""One of two processes that train together and run out of memory: on one, on both, in a collective, or dead; or moves arrays.
 
     python -m tests.recovering_together RANK ADDRESS FOLDER SCENARIO ...
 
@@ -15,11 +15,14 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.defragment import MoveStep
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
+from jaxmem_callbacks.recovery.moving.mover import Mover
 from tests import recovering
 
 STEPS, FAILS = 6, 3
@@ -71,6 +74,36 @@ def over_devices(rank):
     return {"heard": agreement.exchange({"from": rank, "text": "é" * rank}), "can_look": agreement.can_look}
 
 
+def moved_by_one(rank, mesh):
+    """Arrays that are divided between both processes: the first moves its parts, the second does nothing of the kind."""
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    tree = {
+        "keys": jax.jit(lambda: jax.random.split(jax.random.key(0), 2), out_shardings=rows)(),
+        "own": jax.device_put(values, jax.local_devices()[0]),
+        "rows": jax.make_array_from_callback(values.shape, rows, lambda index: values[index]),
+        "weak": jax.jit(lambda: jax.numpy.broadcast_to(1.0, (4,)), out_shardings=whole)(),
+        "whole": jax.make_array_from_callback(values.shape, whole, lambda index: values[index] * 2),
+    }
+    data = {name: jax.random.key_data(array) if name == "keys" else array for name, array in tree.items()}
+    before = {
+        name: [np.asarray(shard.data).tolist() for shard in each.addressable_shards] for name, each in data.items()
+    }
+    mover, told = Mover(tree), {}
+    if rank == 0:
+        same, report = jm.defragment(tree)
+        told["untouched"] = same is tree and not report.done
+        keys = [key for key in mover.paths if mover.paths[key] != "['weak']"]
+        mover.carry_out([MoveStep(kind="device", keys=(key,), bytes=0, to=(0,)) for key in mover.paths])
+        mover.carry_out([MoveStep(kind="host", keys=tuple(keys), bytes=0, to=(0,) * len(keys))])
+    after = mover.tree
+    data = {**after, "keys": jax.random.key_data(after["keys"])}
+    here = {name: [np.asarray(shard.data).tolist() for shard in each.addressable_shards] for name, each in data.items()}
+    total = jax.jit(lambda rows, whole: (rows * whole).sum())(after["rows"], after["whole"])
+    moved = [[each.path, each.kind] for each in mover.moved]
+    return {**told, "same": here == before, "weak": after["weak"].weak_type, "moved": moved, "total": float(total)}
+
+
 def main(rank, folder, name):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     ladder = ["microbatches", "save_and_exit"]
@@ -82,7 +115,7 @@ def main(rank, folder, name):
         return train(folder, limited=rank == 1, mesh=mesh, ladder=ladder)
     if name == "dead":
         return train(folder, limited=False, dies=2 if rank == 1 else None, agree_s=4.0)
-    return over_devices(rank)
+    return over_devices(rank) if name == "over_devices" else moved_by_one(rank, mesh)
 
 
 if __name__ == "__main__":

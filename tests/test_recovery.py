@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
+from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.recovery.ladder.offers import microbatch_counts, offers, stronger_remats
 from jaxmem_callbacks.recovery.ladder.reuse import addresses, reused_bytes
 from jaxmem_callbacks.recovery.ladder.rungs import defragmented
+from jaxmem_callbacks.recovery.ladder.wanted import frontier_below
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot
+from tests.processes import bytes_of_others
 
 pytestmark = pytest.mark.core
+MIB = 2**20
 
 
 def train_step(state, batch):
@@ -122,6 +129,92 @@ def test_checkpoints_are_compared_at_restore(tmp_path):
     assert start == 1
     np.testing.assert_array_equal(np.asarray(back["w"]), np.asarray(state["w"]))
     other.step(1, back, BATCH)  # a donation that is lost would be a warning, and so an error here
+
+
+def test_a_restored_state_that_is_not_donated_is_told(tmp_path, capfd):
+    recovery = jm.Recovery(train_step, checkpoints=tmp_path)
+    recovery.save_before_oom(4, new_state())
+    start, back = recovery.restore(new_state())
+    reader = np.asarray(back["w"])  # who reads the memory keeps it from being written over
+    said = r"first step after a restore reused \d+ B of the old state's memory, where the program reuses 16\.0 KiB.*held at once"
+    with pytest.warns(DonationWarning, match=said):
+        state, _ = recovery.step(start, back, BATCH)
+    assert reader[0, 0] == 1.0
+    assert "Copy the restored state once: state = jax.tree.map(jnp.copy, state)" in capfd.readouterr().err
+    recovery.step(start + 1, state, BATCH)  # told once; a second warning would be an error here
+
+
+def test_a_near_oom_event_is_a_checkpoint_of_that_step(tmp_path):
+    others = bytes_of_others()
+    preset = jm.load_preset("recover", monitor={"tensorboard": False, "limit": 2 * others + 64 * MIB})
+    recovery, state = jm.Recovery(train_step, preset, checkpoints=tmp_path / "kept"), new_state()
+    kept, saved = [], []
+    with jm.MemoryMonitor(preset, logdir=tmp_path / "run") as monitor:
+        for i in range(4):
+            state, metrics = recovery.step(i, state, BATCH)
+            if i == 2:
+                kept.append(jnp.zeros(2 * others + 63 * MIB, jnp.int8))
+            monitor(i, metrics)
+            monitor.flush()
+            if recovery.should_save(monitor):
+                saved.append(recovery.save_before_oom(i + 1, state).name)
+    assert [event.kind for event in monitor.events] == ["near_oom"]
+    assert saved == ["3"], "once, right behind the step that it was told at"
+    assert jm.Recovery(train_step, checkpoints=tmp_path / "kept").restore(new_state())[0] == 3
+
+
+@contextlib.contextmanager
+def address_space(spare):
+    """So many bytes more than this process has mapped."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + spare, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_without_memory_for_a_copy_an_earlier_one_stays_and_without_one_the_run_ends(capfd):
+    def bulky(state, batch):
+        small, metrics = train_step(state["small"], batch)
+        return {"small": small, "bulk": state["bulk"]}, metrics
+
+    recovery = jm.Recovery(bulky, jm.load_preset("recover", recovery={"every_steps": 1}))
+    state = {"small": new_state(), "bulk": jnp.zeros(256 * MIB, jnp.int8)}
+    state, _ = recovery.step(0, state, BATCH)
+    with address_space(128 * MIB):
+        state, _ = recovery.step(1, state, BATCH)
+        assert recovery.report.snapshots.taken == 1
+        with pytest.raises(
+            RecoveryError, match=r"step 7 has no snapshot to go back to, and there was no memory for one: .*Memory"
+        ):
+            recovery.step(7, state, BATCH)
+    assert "no snapshot at step 1, the one of an earlier step stays: " in capfd.readouterr().err
+
+
+def test_under_a_plan_the_rungs_of_remat_are_the_rest_of_its_frontier():
+    def deep_step(state, batch):
+        def loss(w, batch):
+            return (jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer) @ layer, None), batch, w)[0] ** 2).mean()
+
+        value, grads = jm.value_and_grad(loss)(state["w"], batch)
+        return {"w": state["w"] - 0.1 * grads}, {"loss": value}
+
+    state = {"w": jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)}
+    plan = jm.plan(deep_step, state, jax.ShapeDtypeStruct((4096, 64), jnp.float32))
+    sizes = {each.policy: each.step_bytes for each in plan.record.candidates}
+    below = frontier_below(plan.record, jm.StepPolicy())
+    assert len(below) >= 2
+    assert [sizes[policy] for policy in below] == sorted((sizes[policy] for policy in below), reverse=True)
+    assert sizes[below[0]] < max(sizes.values())
+    assert frontier_below(plan.record, below[0]) == below[1:]
+    settings = RecoverySettings(ladder=("remat",))
+    tried = [
+        offer.on(jm.StepPolicy(microbatches=2)) for offer in offers(settings, jm.StepPolicy(), rows=8, frontier=below)
+    ]
+    assert [(each.microbatches, each.remat, each.keep) for each in tried] == [
+        (2, policy.remat, policy.keep) for policy in below
+    ]
 
 
 def test_a_state_changed_between_steps_is_copied_anew_and_told(capfd):

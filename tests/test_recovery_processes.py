@@ -55,7 +55,7 @@ def pair(folder, *scenarios):
 
 @pytest.mark.core
 def test_all_stand_on_the_same_rung_at_the_same_step(tmp_path: Path):
-    first, second = pair(tmp_path, "apart", "both", "over_devices")
+    first, second = pair(tmp_path, "apart", "both", "over_devices", "moved_by_one")
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     for name, failed_on in (("apart", [1]), ("both", [0, 1])):
         here, there = first[1][name], second[1][name]
@@ -67,6 +67,13 @@ def test_all_stand_on_the_same_rung_at_the_same_step(tmp_path: Path):
     assert len(first[1]["apart"]["losses"]) == 6
     heard = [{"from": 0, "text": ""}, {"from": 1, "text": "é"}]
     assert [run[1]["over_devices"]["heard"] for run in (first, second)] == [heard, heard]
+    moved, still = first[1]["moved_by_one"], second[1]["moved_by_one"]
+    assert [path for path, kind in moved["moved"] if kind == "device"] == [
+        f"['{name}']" for name in ("keys", "own", "rows", "weak", "whole")
+    ], "also those that the other process has a part of, without that one"
+    assert len(moved["moved"]) == 9, "all but the weakly typed one went through the host too"
+    assert (moved["untouched"], moved["same"], moved["weak"], still["moved"]) == (True, True, True, [])
+    assert moved["total"] == still["total"] == 2 * sum(x * x for x in range(64))
 
 
 def test_one_that_waits_in_a_collective_ends_with_the_one_that_failed(tmp_path: Path):

@@ -16,6 +16,9 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
+from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks.transforms.weak_types import is_weak, typed
+
 Copier = Callable[[jax.Array], jax.Array]
 STAYS_WEAK = "it is weakly typed, which only a copy on the device keeps"
 
@@ -58,8 +61,19 @@ def copied_by_program(array: jax.Array) -> jax.Array:
     return jnp.copy(array)
 
 
+def copied_by_parts(array: jax.Array) -> jax.Array:
+    """A copy of the parts that are here, of an array that other processes have parts of too: they need not take part."""
+    if _is_key(array):
+        return jax.random.wrap_key_data(copied_by_parts(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    parts = [copied_by_runtime(part) for part in parts_of(array)]
+    copy = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return typed(copy, array.dtype, weak=is_weak(array))
+
+
 def copied(array: jax.Array) -> jax.Array:
     """A copy on the device, by the runtime, or by a program where the runtime refuses for another reason than memory."""
+    if not array.is_fully_addressable:
+        return copied_by_parts(array)
     try:
         return copied_by_runtime(array)
     except jax.errors.JaxRuntimeError as error:
