@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-examples bench-plan bench-scale bench-simulator bench-stale clean python
+.PHONY: help demo picture test test-all core lint format-check format types mutants gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -41,7 +41,7 @@ mutants: python ## delete the lines that keep the promises, one by one; each mus
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-recovery bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale and bench-plan
 
 bench-hook: python ## the cost of the monitor's hook per step, beside other loggers and stormlog
 	@$(ENVIRONMENT) run project,test,compared python -m benchmarks.hook_cost $(ARGS)
@@ -75,6 +75,9 @@ bench-examples: python ## plans of two examples, one of them for a pod, for an H
 
 bench-scale: python ## plans of a GPT-3-sized step for pods of 64 and 1,024 devices
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_scale $(ARGS)
+
+bench-recovery: python ## what jm.Recovery costs a run in which nothing fails: waits for steps, copies of the state
+	@$(ENVIRONMENT) run project,test python -m benchmarks.recovery_cost $(ARGS)
 
 bench-simulator: python ## allocations a second of the simulated allocators, and what recording a trace costs
 	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator $(ARGS)

@@ -39,6 +39,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "examples/plan_a_pod.py",
     ),
     "plan_scale": ("_compat", "planning", "programs", "transforms"),
+    "recovery_cost": (
+        "recovery/ladder",
+        "jaxmem_callbacks/integrations/orbax.py",
+        "jaxmem_callbacks/recovery/recovery.py",
+        "jaxmem_callbacks/recovery/snapshots.py",
+    ),
     "simulator": (
         "simulator",
         "jaxmem_callbacks/callbacks/traces.py",

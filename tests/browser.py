@@ -120,6 +120,34 @@ class Browser:
             return json.loads(answer.read())["value"]
 
 
+def keep_picture(browser: Browser, name: str) -> None:
+    """Save what the window shows where `JAXMEM_SCREENSHOTS` names a folder."""
+    if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
+        browser.screenshot(Path(folder) / f"{name}.png")
+
+
+def contrasts(browser: Browser) -> tuple[int, list[str]]:
+    """How many texts the page has, and those that are too pale on what lies behind them."""
+    found = browser.run(_CONTRASTS)
+    return len(found), [text for contrast, text in found if contrast < _LEAST_CONTRAST]
+
+
+def cut_off(browser: Browser) -> list[str]:
+    """What reaches over the window's edge."""
+    return browser.run(_OVERFLOW)
+
+
+def cut_off_when_narrow(browser: Browser, picture: str) -> list[str]:
+    """The same in a window as wide as a telephone, of which a picture may be kept."""
+    browser.resize(400, 900)
+    try:
+        keep_picture(browser, picture)
+        return cut_off(browser)
+    finally:
+        browser.resize(1480, 960)
+
+
+_LEAST_CONTRAST = 4.5  # WCAG 2, level AA, for text of a page's usual size
 _ALL_TEXT = """
 const seen = [];
 const walk = (node) => {
@@ -132,14 +160,14 @@ walk(document.body);
 return seen.map(text => text.trim()).filter(text => text).join('\\n');
 """
 # What reaches over the window's edge, other than inside what scrolls by itself.
-OVERFLOW = """
+_OVERFLOW = """
 return [...document.querySelectorAll('h1, h2, h3, h4, p, li, figure, img, article, div, table, footer')]
   .filter(one => !one.parentElement.closest('.scroll'))
   .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .map(one => one.textContent.slice(0, 40));
 """
 # For every text its contrast with what lies behind it.
-CONTRASTS = """
+_CONTRASTS = """
 const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
 const light = colour => {
   const [r, g, b] = numbers(colour).slice(0, 3).map(one => one / 255)

@@ -15,6 +15,16 @@ def compiles_of_this_run(tmp_path_factory):
     os.environ["JAXMEM_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiles"))
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A browser window for a file's tests; skips them where there is none."""
+    from tests.browser import Browser, require
+
+    require()
+    with Browser() as window:
+        yield window
+
+
 def pytest_collection_modifyitems(items):
     """Files that wait for compilers of absent hardware come first, so that no process waits for them alone at the end."""
     slow = {item.path for item in items if item.get_closest_marker("targets")}

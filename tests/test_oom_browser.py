@@ -5,25 +5,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxmem_callbacks.writers.oom_page import oom_html
-from tests.browser import CONTRASTS, OVERFLOW, Browser, require
+from tests.browser import Browser, contrasts, cut_off_when_narrow, keep_picture
 from tests.oom_reports import hostile_report
 
 pytestmark = pytest.mark.browser
-LEAST_CONTRAST = 4.5  # WCAG 2, level AA, for text of a page's usual size
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    require()
-    with Browser() as window:
-        yield window
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +41,8 @@ def test_nothing_is_fetched_or_run(browser: Browser, page: Path):
 def test_it_is_readable_and_fits(browser: Browser, page: Path, seen: dict[str, str]):
     browser.see_as(**seen)
     browser.open(page.as_uri())
-    contrasts = browser.run(CONTRASTS)
-    assert len(contrasts) > 60
-    assert [each for each in contrasts if each[0] < LEAST_CONTRAST] == []
-    browser.resize(400, 900)
-    try:
-        assert browser.run(OVERFLOW) == []
-    finally:
-        browser.resize(1480, 960)
-    if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
-        browser.screenshot(Path(folder) / f"oom_{'_'.join(seen.values()) or 'light'}.png")
+    count, pale = contrasts(browser)
+    assert count > 60
+    assert pale == []
+    assert cut_off_when_narrow(browser, "oom_narrow") == []
+    keep_picture(browser, f"oom_{'_'.join(seen.values()) or 'light'}")
