@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.defragment import FreeBlocks, MoveStep
+from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MovedArray, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.recovery.defragment import ArrayHands, free_blocks, placed_buffers
@@ -288,6 +288,16 @@ def test_free_memory_is_told_or_unknown_because():
     assert older.reason == "jaxlib before 0.11 does not report the largest free block"
     assert "no pool" in free_blocks(reading(in_use_bytes=60)).reason
     assert free_blocks(reading(in_use_bytes=100, pool_bytes=100, largest_free_bytes=0)).fragmentation is None
+
+
+def test_the_speed_of_moves_is_a_share_of_one_large_copys():
+    moved = tuple(
+        MovedArray(path=path, kind=kind, bytes=size, before=(), after=())
+        for path, kind, size in (("a", "device", 30), ("b", "device", 10), ("c", "host", 6))
+    )
+    rates = {"device_copy_bytes_per_s": 80.0, "host_link_bytes_per_s": 12.0, "device_seconds": 1.0, "host_seconds": 2.0}
+    report = DefragmentReport(done=True, before={}, after={}, stayed={}, moved=moved, **rates)
+    assert (report.device_share, report.host_share) == (0.5, 0.25)
 
 
 def test_rates_are_measured_by_real_copies():

@@ -192,7 +192,7 @@ def test_without_memory_for_a_copy_an_earlier_one_stays_and_without_one_the_run_
     assert "no snapshot at step 1, the one of an earlier step stays: " in capfd.readouterr().err
 
 
-def test_under_a_plan_the_rungs_of_remat_are_the_rest_of_its_frontier():
+def test_under_a_plan_the_rungs_of_remat_are_the_rest_of_its_frontier_and_checkpoints_say_it(tmp_path):
     def deep_step(state, batch):
         def loss(w, batch):
             return (jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer) @ layer, None), batch, w)[0] ** 2).mean()
@@ -215,6 +215,15 @@ def test_under_a_plan_the_rungs_of_remat_are_the_rest_of_its_frontier():
     assert [(each.microbatches, each.remat, each.keep) for each in tried] == [
         (2, policy.remat, policy.keep) for policy in below
     ]
+    planned = jm.Recovery(deep_step, plan=plan, checkpoints=tmp_path)
+    real = {"w": jnp.zeros((8, 64, 64))}
+    planned.save_before_oom(1, real)
+    assert jm.Recovery(deep_step, plan=plan, checkpoints=tmp_path).restore(real)[0] == 1  # a difference would warn
+    chosen = plan.record.candidates[plan.record.chosen].step_bytes
+    with pytest.warns(
+        RecoveryWarning, match=rf"plan target: saved attached, .*plan step_bytes: saved {chosen}, here nothing"
+    ):
+        jm.Recovery(deep_step, plan.policy, checkpoints=tmp_path).restore(real)
 
 
 def test_a_state_changed_between_steps_is_copied_anew_and_told(capfd):

@@ -334,6 +334,32 @@ def test_figures_of_the_simulator_are_those_of_the_file():
         )
 
 
+def test_costs_of_recovery_are_those_of_the_file():
+    content = result("recovery_cost")
+    steps, rows = content["steps"], content["snapshots"]
+    idle, busy = steps["host_idle"]["recovery_over_waited"], steps["host_busy"]["recovery_over_dispatched"]
+    assert all(row[kind]["bytes"] == row["state_bytes"] for row in rows for kind in ("host", "orbax"))
+    large, small = (
+        [round(row[kind]["over_a_memory_copy"], 1) for kind in ("host", "orbax", "back_from_host")]
+        for row in (rows[-1], rows[0])
+    )
+    text = " ".join((ROOT / "docs" / "recovery.md").read_text().split())
+    assert (
+        f"`recovery.step` takes {idle:.2f} times as long as a step of `jm.jit_step` whose result is waited for" in text
+    )
+    between = f"Where the host needs {steps['host_ms']:.0f} ms between two steps"
+    assert f"{between}, it takes {busy:.2f} times as long as steps that are not waited for" in text
+    sizes = [f"{row['state_bytes'] // MIB} MiB" for row in (rows[-1], rows[0])]
+    told = f"host copy of {sizes[0]} takes {large[0]} times as long, a checkpoint on disk {large[1]}, the way back from the host"
+    assert f"{told} {large[2]}; of {sizes[1]} {small[0]}, {small[1]} and {small[2]}" in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"a step by `jm.Recovery` over one that is waited for: {idle:.2f}; a host copy of a state of {sizes[0]}"
+        in readme
+    )
+    assert f"over a copy of its bytes by NumPy: {large[0]}, a checkpoint on disk: {large[1]}" in readme
+
+
 def test_the_picture_of_the_simulator_is_drawn_from_a_case_of_the_package():
     text = (ROOT / "docs" / "simulate.md").read_text()
     assert SIMULATED.read_bytes()[:4] == b"\x89PNG"
