@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from collections.abc import Collection
 
@@ -11,6 +10,7 @@ from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.html_text import escape
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
 _SIDES = ("left", "left", "right", "right", "right", "right", "right", "right")
@@ -25,14 +25,12 @@ def plan_text(record: PlanRecord, frontier: Collection[Candidate]) -> str:
 
 def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
     """The same for a notebook."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEAD)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEAD)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in plan_rows(record, frontier)
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in plan_rows(record, frontier)
     )
     before, after = (
-        "".join(f"<p>{html.escape(line)}</p>" for line in lines if line)
-        for lines in (_preface(record), _remarks(record))
+        "".join(f"<p>{escape(line)}</p>" for line in lines if line) for lines in (_preface(record), _remarks(record))
     )
     return f"{before}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{after}"
 

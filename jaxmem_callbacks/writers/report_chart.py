@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
+from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.markdown import event_title
 from jaxmem_callbacks.writers.over_time import DEVICE_LINES, HOST
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from html import escape
 
 from jaxmem_callbacks.analysis.known import COLUMNS
 from jaxmem_callbacks.analysis.plan_check import plan_row
@@ -13,6 +12,7 @@ from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.markdown import event_figures, event_title
 from jaxmem_callbacks.writers.plan_page import SOURCES_TAG, plan_page
 from jaxmem_callbacks.writers.plan_table import plan_html

@@ -7,11 +7,11 @@ what the user logs late still finds its row. The step itself stands in ``memory/
 
 from __future__ import annotations
 
-import html
 import sys
 from collections.abc import Mapping
 from typing import Any, final
 
+from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.pixels import pixels_of
 from jaxmem_callbacks.writers.protocol import Picture
 
@@ -49,7 +49,7 @@ class WandbRows:
         """An event or a table, as it is written."""
         make = self._media("Html")
         if make is not None:
-            self._add({tag: make(f"<pre>{html.escape(words)}</pre>"), STEP: step})
+            self._add({tag: make(f"<pre>{escape(words)}</pre>"), STEP: step})
 
     def picture(self, picture: Picture) -> None:
         """A drawn figure."""
