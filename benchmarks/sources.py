@@ -56,6 +56,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 # Result files with names of their own -> the benchmark that writes them.
 NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64": "plan_examples"}
+# Checks that write a result file, by the command of the Makefile with the same name -> files that they rest on. What they check is
+# the package as it was then, all of it, so that these say only whether the same was asked.
+CHECKS: dict[str, tuple[str, ...]] = {
+    "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
+}
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
 ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "planning", "transforms")
 
@@ -63,6 +68,11 @@ ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "plan
 def source_hash(benchmark: str, root: Path = ROOT) -> str:
     """Of every Python file that a benchmark of `SOURCES` rests on, by contents."""
     return _hash(source_files(benchmark, root))
+
+
+def check_hash(check: str, root: Path = ROOT) -> str:
+    """Of every file that a check of `CHECKS` rests on, by contents."""
+    return _hash(root / name for name in CHECKS[check])
 
 
 def source_files(benchmark: str, root: Path = ROOT) -> list[Path]:
@@ -166,6 +176,8 @@ def _old_parts(result: Path, root: Path) -> list[bool]:
 
 
 def _is_old(part: Mapping[str, Any], benchmark: str, root: Path) -> bool:
+    if benchmark in CHECKS:
+        return part.get("sources") != check_hash(benchmark, root)
     if benchmark != ROWS_BENCHMARK:
         return part.get("sources") != source_hash(benchmark, root)
     hashes = row_hashes(part["model"], planned=part["policy"].startswith("ours"), root=root)
@@ -179,13 +191,18 @@ def told(folder: Path = RESULTS, root: Path = ROOT) -> list[str]:
 
 def _words(result: Path, root: Path) -> str:
     benchmark = benchmark_of(result)
-    if benchmark not in {*SOURCES, ROWS_BENCHMARK}:
+    if benchmark not in {*SOURCES, *CHECKS, ROWS_BENCHMARK}:
         return "unknown, no benchmark writes it; delete it"
     old = _old_parts(result, root)
     if not any(old):
         return "fresh"
     share = f" in {sum(old)} of {len(old)} rows" if len(old) > 1 else ""
-    return f"stale{share}, its sources have changed; make bench-{command(benchmark)}"
+    return f"stale{share}, its sources have changed; make {target(benchmark)}"
+
+
+def target(benchmark: str) -> str:
+    """The Makefile's target that writes a result file."""
+    return benchmark.replace("_", "-") if benchmark in CHECKS else f"bench-{command(benchmark)}"
 
 
 def command(benchmark: str) -> str:

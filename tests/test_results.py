@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +20,20 @@ from benchmarks.plan_picture import PICTURE, plan_of
 from benchmarks.simulator_picture import CASE
 from benchmarks.simulator_picture import PICTURE as SIMULATED
 from benchmarks.sources import (
+    CHECKS,
     NAMED,
     RESULTS,
     ROOT,
     ROWS_BENCHMARK,
     SOURCES,
     benchmark_of,
+    check_hash,
     command,
     row_hashes,
     source_files,
     source_hash,
     stale,
+    target,
     told,
     write_result,
 )
@@ -94,13 +98,27 @@ def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tree, tmp_
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_committed_result_says_its_sources_and_no_machines_paths(path):
     benchmark, content = benchmark_of(path), json.loads(path.read_text())
-    assert f"\nbench-{command(benchmark)}:" in (ROOT / "Makefile").read_text()
-    names = ("sources",) if benchmark in SOURCES else ("source",)
-    assert benchmark in {*SOURCES, ROWS_BENCHMARK}
+    assert f"\n{target(benchmark)}:" in (ROOT / "Makefile").read_text()
+    names = ("source",) if benchmark == ROWS_BENCHMARK else ("sources",)
+    assert benchmark in {*SOURCES, *CHECKS, ROWS_BENCHMARK}
     for part in [content] if "sources" in content else content["rows"]:
         for name in (*names, *(["library"] if part.get("policy", "")[:4] == "ours" else [])):
             assert re.fullmatch("[0-9a-f]{16}", part[name])
     assert not re.search(r'"/|site-packages', path.read_text())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_checks_result_is_stale_once_what_it_asks_changes(check, tmp_path):
+    for name in CHECKS[check]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    written = tmp_path / f"{check}.json"
+    written.write_text(json.dumps({"sources": check_hash(check, tmp_path)}))
+    assert told(tmp_path, tmp_path) == [f"{check}.json: fresh"]
+    for name in CHECKS[check]:
+        with changed(tmp_path / name):
+            (line,) = told(tmp_path, tmp_path)
+            assert line == f"{check}.json: stale, its sources have changed; make {target(check)}"
 
 
 def test_what_a_benchmark_does_not_reach_makes_no_result_stale(tree, tmp_path):
@@ -115,7 +133,7 @@ def test_what_a_benchmark_does_not_reach_makes_no_result_stale(tree, tmp_path):
 
 
 def test_every_benchmark_is_known_and_has_its_result():
-    assert {benchmark_of(path) for path in RESULTS.glob("*.json")} == {*SOURCES, ROWS_BENCHMARK}
+    assert {benchmark_of(path) for path in RESULTS.glob("*.json")} == {*SOURCES, *CHECKS, ROWS_BENCHMARK}
     assert {path.stem.partition("_jax_")[0] for path in RESULTS.glob("*.json")} >= set(NAMED)
     scripts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "sources"}
     writers = {name for name, text in scripts.items() if "write_text(" in text or f'write_result("{name}"' in text}
@@ -226,6 +244,16 @@ NAMES = {
     "mixer": "MLP-mixer, plain JAX",
     "encoder_decoder": "encoder-decoder",
 }
+
+
+def test_every_extra_was_installed_from_the_wheel_on_both_jax_lines():
+    rows = result("check_wheel")["rows"]
+    wanted = {None, *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+    lines = {".".join(row["versions"]["jax"].split(".")[:2]) for row in rows}
+    assert lines == {"0.10", "0.12"}
+    for line in lines:
+        assert {row["extra"] for row in rows if row["versions"]["jax"].startswith(f"{line}.")} == wanted
+    assert {row["versions"]["jaxmem_callbacks"] for row in rows} == {jm.__version__}
 
 
 def nearest_points(target: str) -> dict[tuple[str, str], tuple[float, float]]:

@@ -1,60 +1,93 @@
-"""The wheel by itself: built, unpacked elsewhere, and used with the source tree out of reach."""
+"""The package by itself: sdist and wheel built, installed in an environment of their own, and used with the sources out of reach.
+
+Nothing is downloaded: the environment sees the packages of the one that runs the tests. `make check-wheel` is the same in clean
+environments, with each extra.
+"""
+
+from __future__ import annotations
 
 import configparser
 import os
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
+from email.parser import Parser
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-USE = """
 import jaxmem_callbacks as jm
-print(jm.__file__)
-print(",".join(jm.list_presets()))
-policy = jm.load_preset("donate", "full_remat").policy
-print(policy.remat, policy.donate)
-from jaxmem_callbacks.config.locate import shipped_folder
-print(shipped_folder())
-from jaxmem_callbacks.cli.main import main
-main(["presets", "full_remat"])
+from tools.check_wheel import ROOT, build, extras, use, wheel_of_sdist
+
+GATED = """
+import jax, jax.numpy as jnp
+
+def test_the_step_does_not_grow(assert_step_memory):
+    assert_step_memory(jax.jit(lambda w, x: w @ x), jnp.ones((8, 8)), jnp.ones((8, 8)), baseline="base.json")
 """
 
 
+class Built(NamedTuple):
+    sdist: Path
+    wheel: Path
+
+
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory):
-    """The folder into which the wheel was unpacked, which is what installing a pure wheel does."""
-    built = tmp_path_factory.mktemp("wheel")
-    call = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = built.glob("*.whl")
-    target = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
-    return target
+def built(tmp_path_factory) -> Built:
+    return Built(*build(tmp_path_factory.mktemp("dist")))
 
 
-def test_presets_work_without_the_source_tree(unpacked, tmp_path):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
-        "PYTHONPATH": str(unpacked)
-    }
+@pytest.fixture(scope="module")
+def python(built, tmp_path_factory) -> Path:
+    """The interpreter of an environment with the wheel; what it depends on is seen through a path file.
+
+    Such a path is no site folder: the path file of an editable installation in it is not read, and the sources stay unseen.
+    """
+    folder = tmp_path_factory.mktemp("venv").resolve()
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    names = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "dependencies.pth").write_text("\n".join(names))
+    install = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps", str(built.wheel)]
     done = subprocess.run(
-        [sys.executable, "-c", USE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *install, "--disable-pip-version-check"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    file, names, policy, folder, *yaml = done.stdout.splitlines()
-    assert Path(file).is_relative_to(unpacked)
-    assert Path(folder) == unpacked / "jaxmem_callbacks" / "config" / "shipped"
-    assert names.split(",") == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    assert policy == "full auto"
-    assert "  remat: full" in yaml
+    assert done.returncode == 0, done.stdout + done.stderr
+    return python
 
 
-def test_the_wheel_has_every_module_and_nothing_else(unpacked):
-    inside = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+@pytest.mark.core
+def test_the_installed_package_works_without_the_sources(python, tmp_path):
+    """Trains two steps under a monitor, with the presets, the command and the plugin of the installed files."""
+    found = use(python, tmp_path, "")["found"]
+    assert Path(found["package"]).is_relative_to(python.parent.parent)
+    assert found["presets"] == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert found["step_bytes"] > 0
+    assert found["command"] == "jaxmem_callbacks.cli.main:main"
+    assert found["plugin"] == "jaxmem_callbacks.integrations.pytest"
+
+
+def test_the_pytest_plugin_comes_with_the_wheel(python, tmp_path):
+    (tmp_path / "test_memory.py").write_text(GATED)
+    variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    command = [python, "-P", "-m", "pytest", "-pno:cacheprovider", "-W", "error", "--jaxmem-update"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "base.json").exists()
+
+
+def test_the_sdist_builds_the_same_wheel(built, tmp_path):
+    assert wheel_of_sdist(built.sdist, tmp_path / "unpacked").read_bytes() == built.wheel.read_bytes()
+
+
+def test_the_wheel_has_every_module_and_nothing_else(built):
+    with zipfile.ZipFile(built.wheel) as archive:
+        inside = set(archive.namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxmem_callbacks").rglob("*.py")}
     assert sources <= inside
     assert "jaxmem_callbacks/py.typed" in inside
@@ -62,9 +95,21 @@ def test_the_wheel_has_every_module_and_nothing_else(unpacked):
     assert {name.split("/")[0].partition("-")[0] for name in inside} == {"jaxmem_callbacks"}
 
 
-def test_the_wheel_installs_the_command_and_the_pytest_plugin(unpacked):
-    (entries,) = unpacked.glob("*.dist-info/entry_points.txt")
-    parser = configparser.ConfigParser()
-    parser.read(entries)
-    assert dict(parser["console_scripts"]) == {"jaxmem": "jaxmem_callbacks.cli.main:main"}
-    assert dict(parser["pytest11"]) == {"jaxmem": "jaxmem_callbacks.integrations.pytest"}
+def test_the_sdist_has_what_a_packager_needs(built):
+    with tarfile.open(built.sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "jaxmem_callbacks/__init__.py"} <= inside
+
+
+def test_the_wheel_says_what_it_is(built):
+    """Version, license, extras, the command and the plugin, as installers read them."""
+    with zipfile.ZipFile(built.wheel) as archive:
+        texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
+    about = Parser().parsestr(texts["METADATA"])
+    assert (about["Name"], about["Version"]) == ("jaxmem_callbacks", jm.__version__)
+    assert about["License-Expression"] == "Apache-2.0"
+    assert ["", *about.get_all("Provides-Extra")] == sorted(extras())
+    entries = configparser.ConfigParser()
+    entries.read_string(texts["entry_points.txt"])
+    assert dict(entries["console_scripts"]) == {"jaxmem": "jaxmem_callbacks.cli.main:main"}
+    assert dict(entries["pytest11"]) == {"jaxmem": "jaxmem_callbacks.integrations.pytest"}
