@@ -56,8 +56,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 # Result files with names of their own -> the benchmark that writes them.
 NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64": "plan_examples"}
-# Checks that write a result file, by the command of the Makefile with the same name -> files that they rest on. What they check is
-# the package as it was then, all of it, so that these say only whether the same was asked.
+# Checks that write a result file, commands of the Makefile with the same name -> files that they rest on. What they check is the
+# package as it was then, all of it, so that these say only whether the same was asked.
 CHECKS: dict[str, tuple[str, ...]] = {
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
 }

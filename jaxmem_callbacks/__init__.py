@@ -109,16 +109,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
-    if name not in _EXPORTS:
-        msg = f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}."
-        raise AttributeError(msg)
-    module, attribute = _EXPORTS[name]
-    loaded = importlib.import_module(f"{__name__}.{module}")
-    value = loaded if attribute is None else getattr(loaded, attribute)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use."""
+        if name not in _EXPORTS:
+            msg = f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}."
+            raise AttributeError(msg)
+        module, attribute = _EXPORTS[name]
+        loaded = importlib.import_module(f"{__name__}.{module}")
+        value = loaded if attribute is None else getattr(loaded, attribute)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

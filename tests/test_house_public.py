@@ -83,6 +83,22 @@ def test_what_type_checkers_see_is_what_loads():
     assert seen == table
 
 
+def test_every_public_name_is_used_under_a_strict_type_checker():
+    """`make types` checks that file; without the package's marker no checker would look at its types."""
+    text = (Path(__file__).parent / "typed_use.py").read_text()
+    assert re.match("# pyright: strict, reportUnnecessaryTypeIgnoreComment=true\n", text)
+    used = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+    assert [name for name in PUBLIC if name not in used] == []
+    assert [
+        f"{name}.{inner}"
+        for name in MODULES
+        for inner in getattr(jm, name).__all__
+        if f"jm.{name}.{inner}(" not in text
+    ] == []
+    assert "tests/typed_use.py" in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert (Path(jm.__file__).parent / "py.typed").exists()
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_loads_and_is_documented(name):
     value = getattr(jm, name)

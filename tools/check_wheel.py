@@ -3,8 +3,8 @@
     make check-wheel                       # every supported Python found, every extra; writes results/check_wheel.json
     make check-wheel ARGS="--python 3.12 --extra nvidia"     # some of it; writes nothing
 
-Interpreters enter (`environments.py` finds them); for each and each extra a clean environment is made, ``tools/wheel_use.py`` runs
-in it from an empty folder, and what it found leaves, with versions. The environments are deleted.
+Interpreters enter (`environments.py` finds them); for each and each extra a clean environment is made, ``tools/wheel_use.py``
+runs in it from an empty folder, and what it found leaves, with versions. The environments are deleted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def check(minor: str, interpreter: str, wheel: Path, extra: str) -> dict[str, An
         folder = Path(name).resolve()
         environments.run_quietly([interpreter, "-m", "venv", str(folder / "venv")])
         python = environments.venv_python(folder / "venv")
-        environments.run_quietly([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wanted])
+        environments.run_quietly(
+            [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wanted]
+        )
         (folder / "away").mkdir()
         told = use(python, folder / "away", extra)
         inside = told["found"].pop("package", None)

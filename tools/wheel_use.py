@@ -92,7 +92,9 @@ def nvidia() -> dict[str, Any]:
 def main(extra: str) -> None:
     """Use it, and print what was found."""
     found = nvidia() if extra == "nvidia" else plan(extra) if extra in COMPILER_OF else plain()
-    versions = {name: importlib.metadata.version(name) for name in ("jaxmem_callbacks", "jax", "jaxlib", "flax", "optax")}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("jaxmem_callbacks", "jax", "jaxlib", "flax", "optax")
+    }
     print(json.dumps({"python": platform.python_version(), "versions": versions, "found": found}))
 
 

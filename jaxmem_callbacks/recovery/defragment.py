@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 
@@ -28,6 +28,7 @@ from jaxmem_callbacks.recovery.moving.pool_model import rounded
 from jaxmem_callbacks.recovery.moving.rates import device_copy_rate, host_link_rate
 from jaxmem_callbacks.recovery.moving.staging import why_not_staged
 
+_Tree = TypeVar("_Tree")
 _LEAST_EXTRA = 2**30
 _DOES_ITSELF = {
     "cpu": "a CPU has no pool: each array is an allocation of its own, which the system places",
@@ -36,7 +37,7 @@ _DOES_ITSELF = {
 _NO_POOL = "this allocator keeps no pool, or reports none; XLA_PYTHON_CLIENT_ALLOCATOR=default (BFC) does"
 
 
-def defragment(tree: Any, *, max_extra_bytes: int | str | None = None) -> tuple[Any, DefragmentReport]:
+def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tuple[_Tree, DefragmentReport]:
     """Move a GPU's arrays together, so that its free memory lies in larger pieces. The tree that is given is consumed.
 
         state, report = jm.defragment(state)

@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -26,6 +26,7 @@ from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
 from jaxmem_callbacks.recovery.ladder.walking import Failure, Walk
 from jaxmem_callbacks.recovery.ladder.wanted import frontier_below, policy_wanted, record_of, settings_wanted
 
+_State = TypeVar("_State")
 _serial = itertools.count()
 
 
@@ -85,7 +86,7 @@ class Recovery:
         self._moves: tuple[RecoveryMove, ...] = ()
         self._near_seen = 0
 
-    def step(self, step: int, state: Any, *inputs: Any) -> tuple[Any, Any]:
+    def step(self, step: int, state: _State, *inputs: Any) -> tuple[_State, Any]:
         """Do one step.
 
         Args:

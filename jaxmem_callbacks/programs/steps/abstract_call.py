@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
@@ -31,6 +32,12 @@ def abstract_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractCall
         return AbstractCall(*join([_abstract(array) for array in arrays]))
     except Exception:  # noqa: BLE001 - what is only kept for a report must not stop a step that works
         return None
+
+
+def has_real_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every leaf of a call has a value, not only a shape."""
+    leaves = jax.tree.leaves((args, kwargs))
+    return all(not isinstance(each, (Tracer, jax.ShapeDtypeStruct)) and framework_of(each) is None for each in leaves)
 
 
 def _abstract(leaf: Any) -> Any:

@@ -12,14 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import jax
 from jax.core import Tracer
 
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call
+from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call, has_real_arrays
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
 from jaxmem_callbacks.programs.steps.copies import tell_copies
@@ -38,18 +38,20 @@ from jaxmem_callbacks.records.presets import Preset, policy_of
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.accumulation.steps import require_accumulable
-from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate, require_used
 
+_Arguments = ParamSpec("_Arguments")
+_Results = TypeVar("_Results")
+
 
 def jit_step(
-    train_step: Callable[..., Any],
+    train_step: Callable[_Arguments, _Results],
     policy_or_preset: StepPolicy | Preset | None = None,
     *,
     donate_argnames: str | tuple[str, ...] | None = None,
     state_shardings: Any = None,
-) -> JitStep:
+) -> JitStep[_Arguments, _Results]:
     """The user's step, jitted, under a policy.
 
         step = jm.jit_step(train_step, jm.load_preset("full_remat"))
@@ -106,12 +108,12 @@ class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the cal
 
 
 @final
-class JitStep:
+class JitStep(Generic[_Arguments, _Results]):
     """What `jm.jit_step` returns. Constructing the first one registers one `jax.monitoring` listener for the process."""
 
     def __init__(
         self,
-        train_step: Callable[..., Any],
+        train_step: Callable[_Arguments, _Results],
         policy: StepPolicy,
         *,
         donate_argnames: tuple[str, ...] | None = None,
@@ -149,7 +151,7 @@ class JitStep:
         watch_compiles()
         activate(None)  # JAX's cache key grows by the policy's context when that is first made: now, not in mid-run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Results:
         """Run one step. Adds about a microsecond to the jitted function's own call; no flattening, no sync."""
         self.calls += 1  # a monitor tells by it which steps are in use
         call = self._call
@@ -189,7 +191,7 @@ class JitStep:
         Raises:
             PolicyError: a loss whose gradient would be another one over microbatches.
         """
-        are_real = all(_is_real(leaf) for leaf in jax.tree.leaves((args, kwargs)))
+        are_real = has_real_arrays(args, kwargs)
         if are_real:
             self._require_accumulable(self._made(args, kwargs), args, kwargs)
         return are_real
@@ -392,8 +394,3 @@ class JitStep:
                 registry.record(Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown))
                 return
             self._refuse_or_warn(program, executed=True)
-
-
-def _is_real(leaf: Any) -> bool:
-    """Whether a leaf of a call has a value, not only a shape."""
-    return not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)) and framework_of(leaf) is None
