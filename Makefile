@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-all core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
+.PHONY: help demo picture test test-all core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -44,13 +44,16 @@ check-wheel: python ## the wheel in clean environments: every Python found, ever
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-recovery bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-peers bench-recovery bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale and bench-plan
 
 bench-hook: python ## the cost of the monitor's hook per step, beside other loggers and stormlog
 	@$(ENVIRONMENT) run project,test,compared python -m benchmarks.hook_cost $(ARGS)
 
 bench-adapters: python ## the monitor writes into the real clu, Flax, metrax, tensorboardX and Weights & Biases; installs TensorFlow
 	@$(ENVIRONMENT) run project,test,adapters python -m benchmarks.adapters $(ARGS)
+
+bench-peers: python ## texts of failures, read by stormlog and by this library; seconds
+	@$(ENVIRONMENT) run project,test,compared python -m benchmarks.peers $(ARGS)
 
 bench-million: python ## a million steps under the monitor: memory, files and lost stamps; minutes
 	@$(ENVIRONMENT) run project,test python -m benchmarks.million_steps $(ARGS)
@@ -85,9 +88,11 @@ bench-recovery: python ## what jm.Recovery costs a run in which nothing fails: w
 bench-simulator: python ## allocations a second of the simulated allocators, and what recording a trace costs
 	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator $(ARGS)
 
-picture: python ## draw the frontier in docs/plan.md from the committed figures of a plan, and the blocks in docs/simulate.md
+picture: python ## draw the pictures of docs/plan.md, simulate.md, allocation.md and gpu_and_tpu.md from committed figures and the simulated pool
 	@$(ENVIRONMENT) run project,test python -m benchmarks.plan_picture $(ARGS)
 	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator_picture $(ARGS)
+	@$(ENVIRONMENT) run project,test python -m benchmarks.allocation_picture $(ARGS)
+	@$(ENVIRONMENT) run project,test python -m benchmarks.padding_picture $(ARGS)
 
 bench-stale: python ## which result files were written by other sources than are here
 	@$(PYTHON) -m benchmarks.sources

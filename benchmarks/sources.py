@@ -29,6 +29,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms"),
     "padding": ("programs",),
+    "peers": ("recovery",),
     "plan_examples": (
         "_compat",
         "integrations",

@@ -29,7 +29,7 @@ from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tasks").glob("*.md"))]
 
 # What a reader has: a loss, a state, batches, a step; and names that documents leave to them.
 WORLD = """
@@ -75,11 +75,12 @@ state, batch = new_state(), dict(batch)
 """,
 }
 # Documents whose Python begins before JAX does: run in a process of their own.
-FRESH = {"environment.md"}
+FRESH = {"environment.md", "choose_gpu_settings.md"}
 # What a reader does next with what a document defines.
 AFTERWARDS = {
     "plan.md": "state, metrics = step(state, batch)",
     "gate.md": "test_the_step_does_not_grow(lambda step, *args, **_: jm.step_memory(step, *args))",
+    "gate_memory_in_ci.md": "test_the_step_fits(lambda step, *args, **_: jm.step_memory(step, *args))",
     "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",
 }
 
@@ -130,20 +131,27 @@ def test_blocks_are_found_and_can_fail() -> None:
     assert {
         "README.md",
         "accumulation.md",
+        "allocation.md",
+        "choose_gpu_settings.md",
         "defragment.md",
         "environment.md",
         "events.md",
         "faults.md",
         "figures.md",
+        "find_a_leak.md",
+        "fit_a_bigger_model.md",
         "gate.md",
+        "gate_memory_in_ci.md",
         "gpu_and_tpu.md",
         "oom.md",
         "plan.md",
+        "plan_a_pod.md",
         "prefetch.md",
         "presets.md",
         "recovery.md",
         "sharding.md",
         "simulate.md",
+        "survive_fragmentation.md",
         "targets.md",
     } == {path.name for path in with_python()}
     bare = [re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL) for path in DOCUMENTS]
@@ -155,7 +163,8 @@ def test_blocks_are_found_and_can_fail() -> None:
 def command_lines() -> list[list[str]]:
     """Every ``jaxmem ...`` of a shell block, as its arguments."""
     lines = [line for path in DOCUMENTS for block in blocks(path.read_text(), "sh") for line in block.splitlines()]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("jaxmem ")]
+    split = [tuple(shlex.split(line, comments=True)[1:]) for line in lines if line.startswith("jaxmem ")]
+    return [list(arguments) for arguments in dict.fromkeys(split)]
 
 
 @pytest.mark.parametrize("arguments", command_lines(), ids=" ".join)
