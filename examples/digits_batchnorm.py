@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import digits
 import flax.linen as nn
 import jax
 import numpy as np
@@ -15,12 +16,6 @@ import optax
 from flax.training import train_state
 
 import jaxmem_callbacks as jm
-
-try:
-    from sklearn.datasets import load_digits
-except ModuleNotFoundError as error:
-    message = f"This example needs scikit-learn for its images: pip install scikit-learn ({error})"
-    raise SystemExit(message) from None
 
 
 class TrainState(train_state.TrainState):
@@ -51,9 +46,13 @@ def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), {"loss": loss}
 
 
-def accuracy(state: TrainState, images: np.ndarray, labels: np.ndarray) -> float:
+def as_images(batch: digits.Images) -> np.ndarray:
+    return batch["image"].reshape(-1, 8, 8, 1)
+
+
+def accuracy(state: TrainState, unseen: digits.Images) -> float:
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    return float((state.apply_fn(variables, images, train=False).argmax(-1) == labels).mean())
+    return float((state.apply_fn(variables, as_images(unseen), train=False).argmax(-1) == unseen["label"]).mean())
 
 
 def main() -> TrainState:
@@ -63,24 +62,20 @@ def main() -> TrainState:
     parser.add_argument("--presets", nargs="+", default=["donate", "full_remat"])
     args = parser.parse_args()
 
-    digits = load_digits()
-    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target.astype(np.int32)
-    order = np.random.default_rng(0).permutation(len(images))
-    train, test = order[:1400], order[1400:]
+    train, unseen = digits.load()
     model = Classifier()
-    variables = model.init(jax.random.key(0), images[:1], train=False)
+    variables = model.init(jax.random.key(0), as_images(unseen)[:1], train=False)
     state = TrainState.create(apply_fn=model.apply, tx=optax.adamw(3e-3), **variables)
 
     preset = jm.load_preset(*args.presets)
     step = jm.jit_step(train_step, preset)  # was jax.jit(train_step)
     with jm.MemoryMonitor(preset, logdir=args.logdir) as monitor:
-        for i in range(args.steps):
-            chosen = np.random.default_rng(i).choice(train, 64, replace=False)
-            state, metrics = step(state, images[chosen], labels[chosen])
+        for i, batch in enumerate(digits.batches(train, args.steps, 64)):
+            state, metrics = step(state, as_images(batch), batch["label"])
             monitor(i, metrics)
             if i % 20 == 0 or i == args.steps - 1:
                 print(f"step {i:4d}  loss {metrics['loss']:.3f}")
-    print(f"test accuracy {accuracy(state, images[test], labels[test]):.3f}")
+    print(f"test accuracy {accuracy(state, unseen):.3f}")
     return state
 
 

@@ -20,7 +20,14 @@ from tests.target_step import needs_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-STEPS = {"nnx_transformer": 12, "linen_transformer": 12, "digits_batchnorm": 120, "sharded_transformer": 12}
+STEPS = {
+    "nnx_transformer": 12,
+    "linen_transformer": 12,
+    "digits_batchnorm": 120,
+    "lora": 60,
+    "mixed_precision": 40,
+    "sharded_transformer": 12,
+}
 ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 # Trains twice in one process, with the example's presets and with none, and compares everything that training moves.
@@ -78,6 +85,27 @@ def test_digits_are_recognised(ran: tuple[str, str, Path]):
     assert float(accuracy[1]) > 0.95
 
 
+@pytest.mark.parametrize("ran", ["lora"], indirect=True)
+def test_frozen_weights_cost_neither_state_nor_donation(ran: tuple[str, str, Path]):
+    """The new digits are learned, as images show that nobody trained on; the table says whose memory is used again."""
+    right = [float(share) for share in re.findall(r"unseen images right ([\d.]+)%", ran[1])]
+    assert right[0] < 60
+    assert right[-1] > 85
+    rows = {row[1]: row[2:] for row in re.findall(r"^  (\w+) +(\w+(?: \w+)?) {2,}(\d+) +(.*)$", ran[1], re.MULTILINE)}
+    assert rows["parameters"][1].split()[-4:] == ["0", "B", "0", "B"], ran[1]
+    for name in ("state", "optimizer state"):
+        size, donated, reused = re.findall(r"[\d.]+ [KM]iB", rows[name][1])
+        assert size == donated == reused
+
+
+@pytest.mark.parametrize("ran", ["mixed_precision"], indirect=True)
+def test_both_precisions_are_told_with_one_float32_state(ran: tuple[str, str, Path]):
+    """Weights and moments are float32 either way, so the state that is taken over is as large."""
+    states = re.findall(r"^in (\w+): [\d.]+ MiB, state ([\d.]+) MiB$", ran[1], re.MULTILINE)
+    assert [name for name, _ in states] == ["float32", "bfloat16"]
+    assert states[0][1] == states[1][1]
+
+
 @pytest.mark.parametrize("ran", ["sharded_transformer"], indirect=True)
 def test_each_device_keeps_its_share(ran: tuple[str, str, Path]):
     """Four devices share the state, from its birth to the end, but for what is small."""
@@ -97,6 +125,29 @@ def test_memory_is_in_one_event_file(ran: tuple[str, str, Path]):
     assert all(point.value > 0 for point in points)
     assert points[-1].step == STEPS[name] - 1
     assert (logdir / "memory.jsonl").stat().st_size > 0
+
+
+@pytest.mark.core
+def test_the_notebook_plans_trains_sees_an_event_and_reads_the_report(tmp_path: Path):
+    """Its cells in order, in one process, as a kernel runs them; kept without outputs, so that none can be out of date."""
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    script = tmp_path / "cells.py"
+    script.write_text(
+        f"world = {{}}\nfor n, cell in enumerate({cells!r}):\n    exec(compile(cell, f'cell {{n}}', 'exec'), world)\n"
+    )
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ON_CPU, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  ->  none .*no budget", done.stdout, re.MULTILINE)
+    assert "StepPolicy(remat='full'" in done.stdout, "the budget is less than the plain step needs"
+    first, last = re.findall(r"loss ([\d.]+) at first, ([\d.]+) at last", done.stdout)[0]
+    assert float(last) < 0.5 * float(first)
+    assert re.search(r"^recompilation\n  what: .* at step 59\. Changed: batch\['x'\]", done.stdout, re.MULTILINE)
+    assert (tmp_path / "runs" / "notebook" / "report.html").read_text().count("recompilation") > 0
+    assert list((tmp_path / "runs" / "notebook").glob("events.out.tfevents.*"))
 
 
 @pytest.mark.core
@@ -186,7 +237,7 @@ def test_a_pod_without_its_compiler_says_what_to_install(tmp_path: Path):
 
 def test_every_example_is_described():
     described = (EXAMPLES / "README.md").read_text()
-    for path in EXAMPLES.glob("*.py"):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")):
         assert f"({path.name})" in described, path.name
     for name in re.findall(r"`([\w.]+\.py)`|python examples/([\w.]+\.py)", described):
         assert (EXAMPLES / "".join(name)).exists(), name
