@@ -254,6 +254,8 @@ def test_every_extra_was_installed_from_the_wheel_on_both_jax_lines():
     for line in lines:
         assert {row["extra"] for row in rows if row["versions"]["jax"].startswith(f"{line}.")} == wanted
     assert {row["versions"]["jaxmem_callbacks"] for row in rows} == {jm.__version__}
+    assert len({row["python"].rpartition(".")[0] for row in rows}) == 3
+    assert "in clean environments: three Pythons, both JAX lines, each extra" in (ROOT / "README.md").read_text()
 
 
 def nearest_points(target: str) -> dict[tuple[str, str], tuple[float, float]]:
