@@ -57,8 +57,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 # Result files with names of their own -> the benchmark that writes them.
 NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64": "plan_examples"}
-# Checks that write a result file, commands of the Makefile with the same name -> files that they rest on. What they check is the
-# package as it was then, all of it, so that these say only whether the same was asked.
+# Benchmark or check -> its command, where that is not `make bench-` and its name.
+COMMANDS = {"check_wheel": "check-wheel"}
+# Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
+# these say only whether the same was asked.
 CHECKS: dict[str, tuple[str, ...]] = {
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
 }
@@ -198,18 +200,14 @@ def _words(result: Path, root: Path) -> str:
     if not any(old):
         return "fresh"
     share = f" in {sum(old)} of {len(old)} rows" if len(old) > 1 else ""
-    return f"stale{share}, its sources have changed; make {target(benchmark)}"
-
-
-def target(benchmark: str) -> str:
-    """The Makefile's target that writes a result file."""
-    return benchmark.replace("_", "-") if benchmark in CHECKS else f"bench-{command(benchmark)}"
+    return f"stale{share}, its sources have changed; make {command(benchmark)}"
 
 
 def command(benchmark: str) -> str:
-    """What the Makefile calls a benchmark: its first or its last word."""
+    """What the Makefile calls a benchmark: by its first or its last word, unless it has a name of its own."""
     first, _, last = benchmark.partition("_")
-    return last if first == "plan" and benchmark != ROWS_BENCHMARK else first
+    word = last if first == "plan" and benchmark != ROWS_BENCHMARK else first
+    return COMMANDS.get(benchmark, f"bench-{word}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from benchmarks.sources import (
     source_files,
     source_hash,
     stale,
-    target,
     told,
     write_result,
 )
@@ -89,7 +88,7 @@ def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tree, tmp_
             assert stale(written, tree), path
     written.write_text(json.dumps({"rows": [{"sources": source_hash(benchmark, tree)}, {"sources": "of long ago"}]}))
     assert told(tmp_path, tree) == [
-        f"{written.name}: stale in 1 of 2 rows, its sources have changed; make bench-{command(benchmark)}"
+        f"{written.name}: stale in 1 of 2 rows, its sources have changed; make {command(benchmark)}"
     ]
     written.write_text(json.dumps({"rows": [{}]}))
     assert stale(written, tree)
@@ -98,7 +97,7 @@ def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tree, tmp_
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_committed_result_says_its_sources_and_no_machines_paths(path):
     benchmark, content = benchmark_of(path), json.loads(path.read_text())
-    assert f"\n{target(benchmark)}:" in (ROOT / "Makefile").read_text()
+    assert f"\n{command(benchmark)}:" in (ROOT / "Makefile").read_text()
     names = ("source",) if benchmark == ROWS_BENCHMARK else ("sources",)
     assert benchmark in {*SOURCES, *CHECKS, ROWS_BENCHMARK}
     for part in [content] if "sources" in content else content["rows"]:
@@ -118,7 +117,7 @@ def test_a_checks_result_is_stale_once_what_it_asks_changes(check, tmp_path):
     for name in CHECKS[check]:
         with changed(tmp_path / name):
             (line,) = told(tmp_path, tmp_path)
-            assert line == f"{check}.json: stale, its sources have changed; make {target(check)}"
+            assert line == f"{check}.json: stale, its sources have changed; make {command(check)}"
 
 
 def test_what_a_benchmark_does_not_reach_makes_no_result_stale(tree, tmp_path):
@@ -405,7 +404,7 @@ def test_the_picture_of_the_simulator_is_drawn_from_a_case_of_the_package():
 def test_make_bench_promises_no_more_than_it_runs():
     (line,) = re.findall(r"^bench: (.*?) ## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     runs, promise = line
-    left_out = {"bench-plan", *(f"bench-{command(each)}" for each in SOURCES)} - set(runs.split())
+    left_out = {"bench-plan", *(command(each) for each in SOURCES)} - set(runs.split())
     assert left_out == set(re.findall(r"bench-\w+", promise.partition("; not ")[2]))
 
 
