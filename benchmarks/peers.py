@@ -43,14 +43,11 @@ def main() -> None:
         sys.exit("stormlog is not installed, and no result goes without it: make bench-peers")
     from stormlog.oom_flight_recorder import classify_oom_exception  # pyright: ignore[reportMissingImports]
 
-    write_result(
-        "peers",
-        stormlog=importlib.metadata.version("stormlog"),
-        failure_texts={
-            "stormlog": told(lambda text: classify_oom_exception(RuntimeError(text)).is_oom),
-            "jaxmem_callbacks": told(lambda text: jm.parse_oom(text) is not None),
-        },
-    )
+    texts = {
+        "stormlog": told(lambda text: classify_oom_exception(RuntimeError(text)).is_oom),
+        "jaxmem_callbacks": told(lambda text: jm.parse_oom(text) is not None),
+    }
+    write_result("peers", stormlog=importlib.metadata.version("stormlog"), failure_texts=texts)
 
 
 if __name__ == "__main__":

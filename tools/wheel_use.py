@@ -74,7 +74,7 @@ def plan(extra: str) -> dict[str, Any]:
         "target": target,
         "compiler": f"{compiler} {importlib.metadata.version(compiler)}",
         "compiles": found.compiles,
-        "plain_step_bytes": found.candidates[0].step_bytes,
+        "largest_candidate_bytes": found.candidates[0].step_bytes,
     }
 
 
