@@ -4,7 +4,7 @@
 
 Each row is one whole AdamW step: its bytes by the target's own compiler, its operations by count, what the compiler
 recomputes by itself, and the seconds it took. "ours" is what a plan compiles unasked; "ours as dots" is our step that keeps as
-much as it may without more operations than the policy `dots` by hand has: bytes at equal FLOPs.
+much as it may without more operations than the policy `dots` by hand has. Of both, the least bytes at equal FLOPs are told.
 results/plan_bench_jax_<version>.json is written row by row; a run goes on where the last one stopped, and measures again only
 what was made with other versions or another source.
 """
@@ -42,6 +42,7 @@ TARGETS = ("h100_sxm", "v5e")  # one device each: for several, a plan also divid
 NONE, OURS = "none", "ours"
 MATCHED = f"{OURS} as "
 AT_ONCE = 2
+EQUAL = 1.001  # operations are called equal up to here
 
 Row = dict[str, Any]
 
@@ -206,9 +207,19 @@ def told(rows: Sequence[Row]) -> list[str]:
 
 
 def at_equal_flops(here: Mapping[str, Row], hand: str) -> float | None:
-    """Our bytes over those of a policy by hand, with no more operations than it has; None where not measured."""
-    ours, theirs = here.get(MATCHED + hand, {}).get("step_bytes"), here[hand].get("step_bytes")
-    return None if ours is None or theirs is None else ours / theirs
+    """Our least bytes over those of a policy by hand, with no more operations than it has, to a part in a thousand.
+
+    Of all that was compiled: the frontier, and what was matched to this policy or another; None before this one was matched.
+    """
+    theirs = here[hand].get("step_bytes")
+    if MATCHED + hand not in here or theirs is None:
+        return None
+    matched = [row for policy, row in here.items() if policy.startswith(MATCHED)]
+    ours = [*here.get(OURS, {}).get("candidates", []), *matched]
+    fitting = [
+        row["step_bytes"] for row in ours if row.get("step_bytes") and row["flops"] <= EQUAL * here[hand]["flops"]
+    ]
+    return min(fitting) / theirs if fitting else None
 
 
 def summed_up(rows: Sequence[Row]) -> Iterator[str]:
