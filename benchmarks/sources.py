@@ -9,6 +9,7 @@ library, until the benchmark has run again. Rows say it themselves, one by one, 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -64,6 +65,7 @@ COMMANDS = {"check_wheel": "check-wheel"}
 CHECKS: dict[str, tuple[str, ...]] = {
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
 }
+_EXPORT = r"from (\S+) import (?:\w+ as )?(\w+)$"  # a public name, as the package's own `__init__` has it
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
 ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "planning", "transforms")
 
@@ -96,25 +98,30 @@ def _in_rooms(paths: Iterable[Path], rooms: Iterable[str], root: Path) -> list[P
 def _reached(starts: Iterable[Path], root: Path) -> list[Path]:
     """Files of this repository that some of its files name: by imports, by module names in strings, or as ``jm.name``."""
     public = root / "jaxmem_callbacks" / "__init__.py"
-    exported = re.findall(r"from (\S+) import (?:\w+ as )?(\w+)$", public.read_text("utf-8"), re.MULTILINE)
-    names = {name: f"{module}.{name}" for module, name in exported}
+    exports = public.read_text("utf-8")
     found: dict[Path, None] = {}
+    asked: set[str] = set()
     waiting = [path for path in starts if path.exists()]
     while waiting:
         path = waiting.pop()
         if path in found or path in {public, root / "benchmarks" / "sources.py"}:
             continue
         found[path] = None
-        waiting += [place for module in _named(path.read_text("utf-8"), names) for place in _files_of(module, root)]
+        modules = [module for module in _named(path.read_text("utf-8"), exports) if module not in asked]
+        asked.update(modules)
+        waiting += [place for module in modules for place in _files_of(module, root)]
     return list(found)
 
 
-def _named(text: str, names: Mapping[str, str]) -> Iterator[str]:
-    """Modules, and what may be one, that a file names."""
-    yield from re.findall(r"\b(?:jaxmem_callbacks|benchmarks|examples)(?:\.\w+)+", text)
+@functools.cache
+def _named(text: str, exports: str) -> tuple[str, ...]:
+    """Modules, and what may be one, that a file names; ``exports`` is the text of the package's own ``__init__``."""
+    public = {name: f"{module}.{name}" for module, name in re.findall(_EXPORT, exports, re.MULTILINE)}
+    named = re.findall(r"\b(?:jaxmem_callbacks|benchmarks|examples)(?:\.\w+)+", text)
     for module, several in re.findall(r"^\s*from (\S+) import (\([^)]*\)|.*)$", text, re.MULTILINE):
-        yield from (f"{module}.{name}" for name in re.findall(r"\w+", several))
-    yield from (names[name] for name in re.findall(r"\bjm\.(\w+)", text) if name in names)
+        named += [f"{module}.{name}" for name in re.findall(r"\w+", several)]
+    named += [public[name] for name in re.findall(r"\bjm\.(\w+)", text) if name in public]
+    return tuple(dict.fromkeys(named))
 
 
 def _files_of(module: str, root: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, set the way that overwrites nothing of the environment; the backend starts after this file."""
 
+import gc
 import os
 
 import jax
@@ -23,6 +24,13 @@ def browser():
     require()
     with Browser() as window:
         yield window
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_earlier_files():
+    """What earlier files left in cycles is gone, arrays among it; what they keep is not gone through by each collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

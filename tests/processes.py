@@ -18,7 +18,7 @@ def alive(process):
         return False
 
 
-def until(condition, *, seconds=20.0):
+def until(condition, *, seconds=60.0):
     """The condition's first true value; a failure where it has none in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -14,8 +14,6 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.plan import lines_to_train
 from tests import sample_plans as samples
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize(
     ("options", "told"),
@@ -101,6 +99,7 @@ def planned(policy: jm.StepPolicy, **record: Any) -> jm.Plan:
     return jm.Plan(dataclasses.replace(made, **record))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "policy",
     [
@@ -115,6 +114,7 @@ def test_the_line_to_paste_is_the_plans_policy(policy: jm.StepPolicy) -> None:
     assert eval(said, {"jm": jm}) == policy  # noqa: S307 - a line of ours that people run
 
 
+@pytest.mark.core
 def test_the_lines_to_paste_place_a_sharded_state() -> None:
     plan = planned(jm.StepPolicy(sharding="fsdp"), mesh={"fsdp": 8}, device_count=8)
     names: dict[str, Any] = {"jm": jm, "jax": jax, "state": {"w": jax.numpy.ones((512, 512))}}

@@ -10,8 +10,6 @@ import jaxmem_callbacks
 from jaxmem_callbacks.cli import main as cli
 from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_preset
 
-pytestmark = pytest.mark.core
-
 
 def typed(capsys, *argv):
     code = cli.main(argv)
@@ -75,6 +73,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     assert "presets" in err.partition("Commands:")[2]
 
 
+@pytest.mark.core
 def test_help_lists_every_command_of_the_table(capsys):
     code, out, _ = typed(capsys)
     assert code == 0
@@ -113,6 +112,7 @@ def loaded_after(call):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("argv", "loaded"), [(["presets"], ["rich"]), (["presets", "full_remat"], ["rich"]), ([], [])])
 def test_only_the_command_asked_for_is_imported_and_presets_need_no_jax(argv, loaded):
     assert loaded_after(f"from jaxmem_callbacks.cli.main import main\nmain({argv!r})") == loaded

@@ -20,8 +20,6 @@ from jaxmem_callbacks.records.errors import ComparisonError, RunFileError
 from tests import sample_plans
 from tests.sample_runs import MIB, write_run
 
-pytestmark = pytest.mark.core
-
 SCRIPT = """
 import sys
 import jax, jax.numpy as jnp
@@ -77,6 +75,7 @@ def saved(tmp_path_factory):
 # Saved step memories
 
 
+@pytest.mark.core
 def test_a_step_that_grew_fails_the_gate_and_says_by_what(saved, capsys):
     code, out, _ = compared(capsys, saved / "make.json", saved / "plain.json", "--max-regress", "2%")
     assert code == 1
@@ -174,6 +173,7 @@ def test_plans_of_different_rows_and_without_a_figure_are_refused(tmp_path, caps
     assert "2.json: the compiler refused the chosen step without a figure, so there is nothing to compare." in error
 
 
+@pytest.mark.core
 def test_what_the_device_must_hold_is_judged_too(tmp_path, capsys):
     for name, resident in (("a", 0), ("b", 50), ("c", 60)):
         plan = sample_plans.six()
@@ -192,6 +192,7 @@ def test_what_the_device_must_hold_is_judged_too(tmp_path, capsys):
 # Runs
 
 
+@pytest.mark.core
 def test_runs_are_compared_by_compiled_needs_and_measured_highs(tmp_path, capsys):
     before = write_run(tmp_path / "a")
     after = write_run(tmp_path / "b", temp=303 * MIB, peak=985 * MIB)

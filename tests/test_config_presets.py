@@ -12,8 +12,6 @@ from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.settings import MonitorSettings
 
-pytestmark = pytest.mark.core
-
 
 def written(tmp_path, text, name="my.yaml"):
     path = tmp_path / name
@@ -35,6 +33,7 @@ def test_without_arguments_the_step_stays_as_it_is():
     assert preset.said == ("policy.donate", "policy.remat")
 
 
+@pytest.mark.core
 def test_parts_compose_and_later_keys_win():
     preset = jm.load_preset("monitor_only", "full_remat", "tight_headroom")
     assert preset.name == "monitor_only+full_remat+tight_headroom"

@@ -14,7 +14,6 @@ from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
 
-pytestmark = pytest.mark.core
 NAMES = st.lists(
     st.text(max_size=8) | st.sampled_from(["off", "null", "1e3", "~", "yes", "1:30", "&a", "*a", "!x", "#", "- a"]),
     max_size=3,
@@ -84,6 +83,7 @@ RECOVERIES = st.builds(
 )
 
 
+@pytest.mark.core
 @settings(deadline=None, max_examples=150)
 @given(
     description=st.text(max_size=200),

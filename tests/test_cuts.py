@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from jaxmem_callbacks.transforms.cuts import SLACK, Landscape, choose_cuts
 
-pytestmark = pytest.mark.core
-
 
 @st.composite
 def landscapes(draw: st.DrawFn) -> Landscape:
@@ -109,6 +107,7 @@ def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: Landscape, 
             assert set(land.forced) <= set(exact)
 
 
+@pytest.mark.core
 def test_a_uniform_chain_is_cut_finer_towards_its_end() -> None:
     length = 64
     even = Landscape(

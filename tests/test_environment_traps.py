@@ -18,7 +18,6 @@ from jaxmem_callbacks.records.errors import EnvironmentSettingError, PresetError
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import EnvironmentSettings
 
-pytestmark = pytest.mark.core
 NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 ALLOCATOR, PREALLOCATE = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PREALLOCATE"
 POOL = "XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB"
@@ -105,6 +104,7 @@ FATAL = {"both fractions", "no fraction", "unknown allocator", "allocator of a l
 HERE = importlib.metadata.version("jaxlib")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("variables", "kind"), [(said, kind) for said, more, kind, *_ in TRAPS if said and not more.get("options")]
 )
@@ -118,6 +118,7 @@ def test_jax_itself_fails_where_we_say_so_and_nowhere_else(variables, kind, monk
     assert fails == bool(FATAL & {found.kind for found in settings_findings(seen(variables, jaxlib=HERE))})
 
 
+@pytest.mark.core
 def test_jax_itself_reads_what_a_preset_sets(monkeypatch):
     settings = EnvironmentSettings(
         allocator="cuda_async", preallocate=False, fraction=0.83, collective_pool_bytes=2**29
@@ -284,6 +285,7 @@ def test_applied_twice_changes_nothing_and_another_preset_never_overwrites(first
         assert {**variables, **done.set} == {**wanted_variables(first), **wanted}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("text", ["false", "False", "0", "FALSE", "no", "true", "True", "1", "off", " 0"])
 def test_what_counts_as_false_is_what_jax_counts(text, monkeypatch):
     monkeypatch.setenv(PREALLOCATE, text)

@@ -25,8 +25,6 @@ from jaxmem_callbacks.transforms.remat import cut_equations
 from tests.comparisons import CHECKPOINTS
 from tests.exact_plans import Chain, Made, Plan
 
-pytestmark = pytest.mark.core
-
 ROWS, START, STEPS, CHAINS = 16, 4, 7, 24
 WITHIN, COMPILES = 1.05, 6
 FULL = jm.StepPolicy(remat="full")
@@ -236,6 +234,7 @@ def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) ->
     assert np.mean([all(each) for each in found]) >= 0.75
 
 
+@pytest.mark.core
 def test_the_reference_counts_a_short_chain_as_one_does_by_hand() -> None:
     x, y, z = Made(100, 7, (), ()), Made(10, 20, (0,), (0,)), Made(100, 20, (1,), (1,))
     chain = Chain([x, y, z, Made(4, 1, (2,), ())])

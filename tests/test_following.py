@@ -14,7 +14,6 @@ from jaxmem_callbacks.recovery.moving.following import follow, keep_copy
 from jaxmem_callbacks.recovery.moving.pool_model import ALIGNMENT, PoolModel, rounded
 from jaxmem_callbacks.simulator.bfc import Bfc
 
-pytestmark = pytest.mark.core
 BASE = 0x7F00_0000_0000
 MIB = 2**20
 END = 3000
@@ -208,6 +207,7 @@ class SimulatedPool:
             self.live[key] = place, size
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("partitioned", [False, True])
 def test_the_simulated_allocators_largest_free_block_grows(partitioned):
     """Twenty traces: where the allocator reports its largest block it grows in many, and is never less in any."""

@@ -18,8 +18,6 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks import records
 
-pytestmark = pytest.mark.core
-
 # The table, written a second time on purpose: a name that users type neither comes nor goes unnoticed.
 PUBLIC = [
     "CollectingWriter",
@@ -56,6 +54,7 @@ MOST_NAMES = 40
 MODULES = ("linen", "nnx")  # public names that are modules; their own functions are held to the same rules
 
 
+@pytest.mark.core
 def test_the_public_names_are_the_agreed_ones():
     assert sorted(jm.__all__) == PUBLIC == jm.__all__ == list(jm._EXPORTS)
     assert len(jm.__all__) <= MOST_NAMES
@@ -99,6 +98,7 @@ def test_every_public_name_is_used_under_a_strict_type_checker():
     assert (Path(jm.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_loads_and_is_documented(name):
     value = getattr(jm, name)

@@ -169,7 +169,6 @@ def test_every_promise_has_its_mutants_and_every_line_is_there():
 # the GPU check
 
 
-@pytest.mark.core
 def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
     out = tmp_path / "answers.json"
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--preflight", "--out", str(out)]

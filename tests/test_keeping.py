@@ -23,8 +23,6 @@ from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
 from tests.comparisons import checkpoints, stored_bytes
 
-pytestmark = pytest.mark.core
-
 # The discount that separates values alike may cost this much of the true optimum.
 WITHIN = 1.06
 
@@ -127,6 +125,7 @@ def arguments() -> tuple[Any, Any]:
     return weights, jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("loss", [unrolled, scanned])
 def test_more_kept_is_less_computed_again_and_the_same_numbers(loss: Any) -> None:
     args = arguments()
@@ -163,6 +162,7 @@ def attention(weights: Any, x: Any) -> Any:
     return (jax.lax.scan(layer, x, stacked)[0] ** 2).mean()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("loss", [unrolled, scanned, attention])
 def test_the_survey_foretells_the_work_of_every_share(loss: Any) -> None:
     args = arguments()
@@ -191,6 +191,7 @@ def test_keeping_without_remat_is_refused() -> None:
         jm.StepPolicy(keep=0.5)
 
 
+@pytest.mark.core
 def test_every_process_keeps_several_results_of_one_equation_in_the_same_order() -> None:
     """A set's order differs from process to process; programs must not, or none is found again in the cache."""
 

@@ -5,6 +5,7 @@ And for a plan before anything is compiled: the cuts and the survey take no long
 
 from __future__ import annotations
 
+import functools
 import time
 
 import jax
@@ -14,18 +15,21 @@ from benchmarks.analytic import seconds_to_survey
 from benchmarks.lowering import equations, loop_of_layers, lowering_ratio, unrolled_llama
 
 LIMIT = 1.5
+llama = functools.cache(functools.partial(unrolled_llama, 72))
+PROBLEMS = {"loop": functools.partial(loop_of_layers, 640), "llama": llama}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("problem", [loop_of_layers(640), unrolled_llama(72)], ids=["loop", "llama"])
-def test_lowering_a_cut_loss_costs_at_most_half_more(problem) -> None:
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_lowering_a_cut_loss_costs_at_most_half_more(name) -> None:
+    problem = PROBLEMS[name]()
     assert equations(problem) >= 10_000
     # The best of each side over alternating rounds, never the best ratio: a slow plain round would flatter the cut.
     assert lowering_ratio(problem, 5, enough=LIMIT) <= LIMIT
 
 
 def test_cutting_and_surveying_takes_less_than_tracing_the_gradients() -> None:
-    loss, args = unrolled_llama(72)
+    loss, args = llama()
     traced = jax.make_jaxpr(loss)(*args)
     begun = time.process_time()
     jax.make_jaxpr(jax.grad(loss))(*args)

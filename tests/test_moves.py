@@ -13,7 +13,6 @@ from jaxmem_callbacks.records.defragment import MovePlan, PlacedBuffer
 from jaxmem_callbacks.recovery.moving.moves import FIXED, IN_PLACE, TOO_LARGE, plan_moves
 from jaxmem_callbacks.recovery.moving.pool_model import ALIGNMENT, rounded
 
-pytestmark = pytest.mark.core
 MIB = 2**20
 BASE = 0x7F00_0000_0000
 
@@ -127,6 +126,7 @@ def end_of(buffers: list[PlacedBuffer]) -> int:
     return max(each.address + rounded(each.bytes) for each in buffers)
 
 
+@pytest.mark.core
 def test_small_buffers_pinned_between_large_holes_are_moved_down_on_the_device():
     """Losses of a list, each left behind one program's temporaries."""
     buffers = laid_out([(0, 4, False)] + [(100, 1, True) for _ in range(8)])

@@ -20,7 +20,6 @@ from jaxmem_callbacks.records.oom_log import OomLog
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
 from jaxmem_callbacks.recovery.texts.log_words import sentence, tries, why
 
-pytestmark = pytest.mark.core
 GIB, MIB = 2**30, 2**20
 ROOT = Path(__file__).resolve().parent.parent
 STEP = "I0101 00:00:00.000000 123 train.py:7] step 41 loss 0.51, device memory 12.3GiB of 80GiB\n"
@@ -247,6 +246,7 @@ def test_fifty_megabytes_take_seconds_and_little_memory():
     assert peak < 2 * MIB
 
 
+@pytest.mark.core
 def test_the_command_prints_the_sentence_the_figures_and_what_can_be_tried(tmp_path, capsys):
     path = tmp_path / "train.log"
     path.write_text(GPU_LOG)
@@ -282,6 +282,7 @@ def test_a_log_without_a_failure_exits_1_and_one_that_is_not_there_2(tmp_path, c
     assert "jit_train_step" in capsys.readouterr().out
 
 
+@pytest.mark.core
 def test_the_command_starts_no_jax(tmp_path):
     path = tmp_path / "train.log"
     path.write_text(TPU_LOG)

@@ -21,8 +21,6 @@ from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate
 
-pytestmark = pytest.mark.core
-
 DEPTH, WIDTH, ROWS = 8, 32, 2048
 OPTIMIZER = optax.adam(1e-3)
 
@@ -68,6 +66,7 @@ def frontier() -> jm.Plan:
     return plan
 
 
+@pytest.mark.core
 def test_without_a_limit_the_plain_step_is_chosen_and_the_frontier_is_whole(frontier: jm.Plan) -> None:
     assert frontier.policy == jm.StepPolicy()
     assert 4 <= frontier.compiles == len(frontier.candidates) <= 6
@@ -80,6 +79,7 @@ def test_without_a_limit_the_plain_step_is_chosen_and_the_frontier_is_whole(fron
     assert "no limit" in str(frontier)
 
 
+@pytest.mark.core
 def test_a_candidates_bytes_are_those_of_the_step_itself(frontier: jm.Plan) -> None:
     for each in (frontier.candidates[0], frontier.candidates[-1]):
         memory = jm.step_memory(jm.jit_step(train_step, each.policy), *abstract())
@@ -88,6 +88,7 @@ def test_a_candidates_bytes_are_those_of_the_step_itself(frontier: jm.Plan) -> N
         assert each.alias_bytes == memory.alias_bytes
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("part", [0.25, 0.6])
 def test_within_a_budget_the_cheapest_step_that_fits(frontier: jm.Plan, part: float) -> None:
     most, least = frontier.candidates[0].step_bytes, frontier.candidates[-1].step_bytes
@@ -102,6 +103,7 @@ def test_within_a_budget_the_cheapest_step_that_fits(frontier: jm.Plan, part: fl
     assert "of those that fit" in str(plan)
 
 
+@pytest.mark.core
 def test_a_plan_can_be_run_and_changes_no_number(frontier: jm.Plan) -> None:
     plan = jm.plan(train_step, *abstract(), budget=int(frontier.candidates[-1].step_bytes * 1.3))
     assert plan.policy.remat == "full"
@@ -110,12 +112,14 @@ def test_a_plan_can_be_run_and_changes_no_number(frontier: jm.Plan) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
 
 
+@pytest.mark.core
 def test_a_budget_that_the_plain_step_keeps_needs_two_compiles(frontier: jm.Plan) -> None:
     plan = jm.plan(train_step, *abstract(), budget=frontier.candidates[0].step_bytes)
     assert plan.policy == jm.StepPolicy()
     assert plan.compiles == 2
 
 
+@pytest.mark.core
 def test_what_stays_beside_the_step_counts(frontier: jm.Plan) -> None:
     copy = abstract()[0]  # an exponential moving average of the parameters
     room = frontier.candidates[0].step_bytes
@@ -174,6 +178,7 @@ def test_what_a_progress_function_raises_ends_the_plan_and_leaves_no_thread() ->
     assert threading.active_count() <= before
 
 
+@pytest.mark.core
 def test_the_peak_is_told_by_group_on_the_attached_devices(frontier: jm.Plan) -> None:
     held = DEPTH * 3 * WIDTH * 4 * WIDTH * 4
     for each in frontier.candidates:
@@ -186,6 +191,7 @@ def test_the_peak_is_told_by_group_on_the_attached_devices(frontier: jm.Plan) ->
     assert str(frontier.peak).startswith("The peak of ")
 
 
+@pytest.mark.core
 def test_every_candidate_is_traced_under_the_settings_of_the_thread_that_asks() -> None:
     seen: list[tuple[Any, str | None]] = []
 
@@ -213,6 +219,7 @@ def test_a_plan_as_preset_as_json_as_html_and_as_a_picture(frontier: jm.Plan, tm
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.core
 def test_a_step_past_the_library_is_planned_as_it_is() -> None:
     def past(params: Any, batch: Any) -> Any:
         return jax.grad(loss_fn)(params, batch)
@@ -223,6 +230,7 @@ def test_a_step_past_the_library_is_planned_as_it_is() -> None:
     assert "Remat was not tried: The policy remat='full' would do nothing: past never calls" in str(plan)
 
 
+@pytest.mark.core
 def test_the_users_own_jit_and_progress() -> None:
     told: list[tuple[str, int, int]] = []
     plan = jm.plan(
@@ -250,6 +258,7 @@ def test_a_budget_that_makes_no_sense(budget: Any, words: str) -> None:
         jm.plan(train_step, *abstract(), budget=budget)
 
 
+@pytest.mark.core
 def test_what_is_under_a_policy_already_is_refused() -> None:
     step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
     with pytest.raises(

@@ -120,7 +120,6 @@ def test_every_family_and_every_policy_is_tested() -> None:
     assert [(name, remat) for name in FAMILIES for remat in tiny(name).hand] == HAND
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("name", "remat"), HAND)
 def test_remat_by_hand_is_there(name, remat) -> None:
     named, policies = names_and_policies(name, remat)
@@ -131,7 +130,6 @@ def test_remat_by_hand_is_there(name, remat) -> None:
 
 
 # The other rows differ from `full` in names and policy alone, which the test above reads; one of each framework is run.
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "remat"),
     [row for row in HAND if row[1] in {"full", "chunked"}]
@@ -146,7 +144,6 @@ def test_remat_by_hand_computes_the_same(name, remat) -> None:
     assert_same(run(name, remat), plain_result(name), 1e-5)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", TINY)
 def test_the_plain_step_has_no_hint_and_returns_what_it_takes(name) -> None:
     assert names_and_policies(name, "none") == (False, [])

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.offers import Offer, spread
 
-pytestmark = pytest.mark.core
-
 LEAST, PLAIN, CLOSE = 300, 1500, 1.01
 
 
@@ -62,6 +60,7 @@ def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count
     assert farthest(offered, sorted(found | known)) <= max(best, CLOSE) + 1e-3
 
 
+@pytest.mark.core
 def test_nothing_is_asked_for_without_compiles_or_without_a_range() -> None:
     only = Offer(jm.StepPolicy(remat="full"), 0, 10)
     more = Offer(jm.StepPolicy(remat="full", keep=1.0), 10, 0)

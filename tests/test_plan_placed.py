@@ -18,9 +18,8 @@ from jaxmem_callbacks.planning.spread import spread
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from tests.test_plan_search import OPTIMIZER, ROWS, abstract, forward, loss_fn, obeys, parameters, rows_of, train_step
 
-pytestmark = pytest.mark.core
 
-
+@pytest.mark.core
 def test_shardings_of_the_attached_devices_when_asked() -> None:
     search = {"sharding": ["replicate", "fsdp", "fsdp_tensor"], "remat": False}
     params = parameters()
@@ -40,6 +39,7 @@ def test_shardings_of_the_attached_devices_when_asked() -> None:
         jm.plan(train_step, *placed, search={"sharding": "fsdp"})
 
 
+@pytest.mark.core
 def test_a_batch_by_keyword_is_divided_and_what_lies_beside_it_is_not() -> None:
     def looked_up(params: Any, opt_state: Any, batch: Any, table: Any, key: Any) -> Any:
         noise = jax.random.uniform(jax.random.wrap_key_data(key), batch.shape)
@@ -54,6 +54,7 @@ def test_a_batch_by_keyword_is_divided_and_what_lies_beside_it_is_not() -> None:
     assert plan.chosen.argument_bytes == state + rows_of(ROWS).nbytes // 8 + table.nbytes + key.nbytes
 
 
+@pytest.mark.core
 def test_by_keyword_a_program_beside_finds_the_state_where_the_plan_places_it() -> None:
     params, opt_state, batch = abstract()
     plan = jm.plan(
@@ -91,6 +92,7 @@ def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
     assert plan.compiles <= 6
 
 
+@pytest.mark.core
 def test_what_would_split_nothing_is_noted() -> None:
     def without_optimizer(params: Any, batch: Any) -> Any:
         loss, grads = jm.value_and_grad(loss_fn)(params, batch)
@@ -102,6 +104,7 @@ def test_what_would_split_nothing_is_noted() -> None:
     assert plan.policy.sharding == "replicate"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("mesh", "search", "words"),
     [
@@ -175,6 +178,7 @@ def test_arrays_that_the_devices_do_not_divide_are_named() -> None:
         jm.plan(weighing, *given(1001, 7), **asked)
 
 
+@pytest.mark.core
 def test_the_steps_own_sharding_is_kept() -> None:
     """A plan of another program than the one that runs would be no plan."""
     params, batch = parameters(), rows_of(ROWS)
@@ -199,6 +203,7 @@ def test_the_steps_own_sharding_is_kept() -> None:
     assert (pinned.chosen.argument_bytes or 0) < whole / 2 + batch.nbytes
 
 
+@pytest.mark.core
 def test_a_sharding_that_contradicts_the_steps_own_is_refused() -> None:
     step = jm.jit_step(train_step, jm.StepPolicy(sharding="fsdp"))
     with pytest.raises(

@@ -16,8 +16,6 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.records.errors import PlanError
 
-pytestmark = pytest.mark.core
-
 DEPTH, WIDTH, ROWS = 4, 16, 1024
 OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 
@@ -90,6 +88,7 @@ def largest() -> jm.Plan:
     return jm.plan(train_step, *abstract(), budget="2500KiB", search={"batch": {"multiple_of": 32}})
 
 
+@pytest.mark.core
 def test_the_largest_batch_was_compiled_and_the_next_too(largest: jm.Plan) -> None:
     obeys(largest)
     assert largest.compiles == len(largest.candidates) <= 16
@@ -110,6 +109,7 @@ def test_the_largest_batch_was_compiled_and_the_next_too(largest: jm.Plan) -> No
     assert plain < chosen.batch_rows, "remat buys rows"
 
 
+@pytest.mark.core
 def test_a_plan_for_other_rows_says_which(largest: jm.Plan) -> None:
     rows = largest.chosen.batch_rows
     assert dict(largest.record.signature)["batch"] == f"float32[{rows},{WIDTH}]"
@@ -189,6 +189,7 @@ def accumulated() -> jm.Plan:
     )
 
 
+@pytest.mark.core
 def test_the_fewest_microbatches_that_fit_are_chosen(accumulated: jm.Plan) -> None:
     obeys(accumulated)
     chosen = accumulated.chosen
@@ -203,6 +204,7 @@ def test_the_fewest_microbatches_that_fit_are_chosen(accumulated: jm.Plan) -> No
     assert "was not checked" not in str(accumulated)
 
 
+@pytest.mark.core
 def test_an_accumulated_plan_is_a_preset_and_changes_no_number(accumulated: jm.Plan) -> None:
     preset = parse_preset(accumulated.to_yaml())
     assert preset.policy == accumulated.policy
@@ -231,6 +233,7 @@ def test_a_loss_that_nobody_could_check_is_told_and_one_that_fails_is_not_accumu
     assert refused.chosen.fits is False
 
 
+@pytest.mark.core
 def test_multi_steps_is_not_doubled() -> None:
     optimizer = optax.MultiSteps(OPTIMIZER, every_k_schedule=2)
 
@@ -261,6 +264,7 @@ def test_without_a_budget_every_number_of_microbatches_is_tried_with_what_compil
     assert plan.policy == jm.StepPolicy(), "there is no limit here"
 
 
+@pytest.mark.core
 def test_what_donating_would_save_is_compiled_and_the_users_word_stands() -> None:
     mine = jm.jit_step(train_step, donate_argnames=())
     state = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract()[:2]))
@@ -277,6 +281,7 @@ def test_what_donating_would_save_is_compiled_and_the_users_word_stands() -> Non
     assert parse_preset(asked.to_yaml()).policy == asked.policy
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("donated", "words"),
     [
@@ -300,6 +305,7 @@ def test_the_users_own_jit_keeps_its_donation_and_hears_what_to_write(
         assert "jax.jit(train_step, donate_argnames=('params', 'opt_state'))" in str(plan)
 
 
+@pytest.mark.core
 def test_a_program_beside_the_step_counts_with_the_state_it_does_not_take() -> None:
     params, opt_state, batch = abstract()
     resident = {"ema": abstract()[0]}
@@ -381,6 +387,7 @@ def users_step(state: Any, batch: Any, key: Any) -> Any:
     return {"params": params, "opt_state": opt_state, "ema": ema}, metrics
 
 
+@pytest.mark.core
 def test_a_step_as_users_write_it_is_planned_and_keeps_its_numbers() -> None:
     lora = {"a": jnp.ones((DEPTH, WIDTH, 2)) / 8, "b": jnp.ones((DEPTH, 2, 4 * WIDTH)) / 8}
     params = {**parameters(), "lora": lora}

@@ -19,9 +19,8 @@ from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import BesideProgram, Candidate
 from jaxmem_callbacks.records.policies import policy_words
 
-pytestmark = pytest.mark.core
 
-
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("said", "space"),
     [
@@ -97,6 +96,7 @@ def test_the_command_line_says_the_same() -> None:
         parse_search(search_of(["shard=fsdp"]))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("said", [[3], [(len,)], [(len, [1])], [("eval_step", ())], len])
 def test_programs_beside_are_pairs(said: Any) -> None:
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -103,16 +104,15 @@ def _merge(arrays: Any, static: Any) -> Any:
     return jax.tree.map(lambda a, s: s if a is None else a, arrays, static, is_leaf=lambda leaf: leaf is None)
 
 
-@pytest.fixture(scope="module")
-def plain_runs() -> dict[str, Any]:
-    return {}
+@functools.cache
+def plain_run(name: str) -> Any:
+    return train(SAMPLES[name](), jm.StepPolicy())
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_five_steps_under_full_remat_equal_the_plain_ones(name: str, plain_runs: dict[str, Any]) -> None:
+def test_five_steps_under_full_remat_equal_the_plain_ones(name: str) -> None:
     sample = SAMPLES[name]()
-    plain_runs[name] = train(sample, jm.StepPolicy())
-    assert_same_run(train(sample, jm.StepPolicy(remat="full")), plain_runs[name], sample.computes_in)
+    assert_same_run(train(sample, jm.StepPolicy(remat="full")), plain_run(name), sample.computes_in)
 
 
 @pytest.mark.parametrize("policy", [
@@ -122,8 +122,7 @@ def test_five_steps_under_full_remat_equal_the_plain_ones(name: str, plain_runs:
     jm.StepPolicy(remat="full", offload=("hidden",)), jm.StepPolicy(remat="offload_dots"),
 ], ids=lambda p: f"{p.remat}-{p.segments}-{p.levels}-{p.keep}-{p.save}-{p.offload}")  # fmt: skip
 def test_other_policies_equal_the_plain_step(policy: jm.StepPolicy) -> None:
-    sample = SAMPLES["named"]()
-    assert_same_run(train(sample, policy), train(sample, jm.StepPolicy()))
+    assert_same_run(train(SAMPLES["named"](), policy), plain_run("named"))
 
 
 def test_gradient_of_gradient_forward_over_reverse_and_vmap() -> None:

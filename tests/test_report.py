@@ -28,8 +28,6 @@ from jaxmem_callbacks.writers.report_words import duration_words, happened
 from tests import sample_plans
 from tests.sample_runs import HOSTILE, event, write_run
 
-pytestmark = pytest.mark.core
-
 TAGS = {
     *(
         "html",
@@ -192,6 +190,7 @@ def test_it_is_written_where_asked_and_refuses_what_it_cannot(tmp_path, capsys):
     assert "Traceback" not in error
 
 
+@pytest.mark.core
 def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     double = jm.CollectingWriter()
     settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, jsonl_part_bytes=2**13, on_error="raise")

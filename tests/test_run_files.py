@@ -33,8 +33,6 @@ from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from tests import sample_plans
 from tests.sample_records import COMPILED, EVENT, READING, TABLE, WINDOW
 
-pytestmark = pytest.mark.core
-
 TEXTS = st.text(max_size=30)
 NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**63), 2**63)
 BYTES = st.none() | st.integers(0, 2**60)
@@ -104,6 +102,7 @@ def records(lines: list[Line], run: str) -> list[object]:
     return [line.record for line in lines if line.run == run and not isinstance(line.record, RunStart)]
 
 
+@pytest.mark.core
 @given(record=RECORDS)
 def test_a_record_survives_its_line(record):
     fields = json.loads(json.dumps(fields_of(record, 1.0)))
@@ -214,6 +213,7 @@ while True:
 """
 
 
+@pytest.mark.core
 def test_kill_9_while_it_writes_and_rotates_loses_no_line(tmp_path: Path):
     path = tmp_path / "memory.jsonl"
     with subprocess.Popen(

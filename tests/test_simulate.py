@@ -32,8 +32,6 @@ from jaxmem_callbacks.writers.simulation_figure import simulation_figure
 from jaxmem_callbacks.writers.simulation_text import simulation_text
 from jaxmem_callbacks.writers.trace_file import write_trace
 
-pytestmark = pytest.mark.core
-
 GIB = 2**30
 NUMBERS, WORDS = st.integers(0, 2**60), st.text('ab[,]"\\é\n', max_size=12)
 EVENTS = st.one_of(
@@ -136,6 +134,7 @@ def test_a_folder_holds_one_trace_or_is_refused(kept, tmp_path):
 # settings in every form
 
 
+@pytest.mark.core
 def test_settings_come_as_a_preset_its_name_its_environment_or_whole(kept):
     ways = (
         "gpu_growth",

@@ -10,8 +10,6 @@ from jaxmem_callbacks.simulator.bfc import BINS, MOST_SLACK_BYTES, Bfc, bin_of
 from jaxmem_callbacks.simulator.pages import Pages
 from tests.naive_allocator import NaiveAllocator
 
-pytestmark = pytest.mark.core
-
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 # Small and large sizes, equal ones, and neighbours of the powers of two and of 256 at which rules change.
 SIZES = st.one_of(
@@ -59,6 +57,7 @@ def chunk_books(model):
     return sorted(free)
 
 
+@pytest.mark.core
 @settings(max_examples=120, deadline=None)
 @given(POOLS, ACTIONS)
 def test_it_gives_out_what_an_independent_allocator_gives_out(pool, actions):

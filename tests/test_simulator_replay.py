@@ -23,8 +23,6 @@ from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.simulator.checking import check_events, check_trace
 from jaxmem_callbacks.simulator.replay import replay
 
-pytestmark = pytest.mark.core
-
 MIB, GIB = 2**20, 2**30
 
 
@@ -54,6 +52,7 @@ def program(run, temp_bytes, *outputs, step=0, name="step"):
 # the three reports
 
 
+@pytest.mark.core
 def test_losses_in_a_list_fail_by_fragmentation_and_survive_defragmentation():
     case = CASES["losses_in_a_list"]()
     for settings in ({}, {"partitioned": False}):

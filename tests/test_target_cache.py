@@ -29,8 +29,6 @@ from jaxmem_callbacks.programs.targets.worker import worker_environment
 from tests import target_step as step_of_others
 from tests.target_step import shape
 
-pytestmark = pytest.mark.core
-
 # What is compiled: hash of the program, and of its source lines.
 
 STEP = """
@@ -57,6 +55,7 @@ def fingerprint(source=STEP, *, file="step.py", args=STEP_ARGS, platform="cuda")
     return program_fingerprint(export_program(flatten_program(names["step"], args, {}), platform).blob)
 
 
+@pytest.mark.core
 def test_moved_source_lines_are_the_same_program_with_other_lines():
     plain, again = [fingerprint() for _ in range(2)]
     assert again == plain
@@ -72,6 +71,7 @@ def test_moved_source_lines_are_the_same_program_with_other_lines():
     assert between.lines != plain.lines
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "changed",
     [
@@ -89,6 +89,7 @@ def test_another_program_has_another_hash(changed):
     assert fingerprint(**changed).program != fingerprint().program
 
 
+@pytest.mark.core
 def test_a_program_with_large_constants_is_hashed_as_it_is():
     table = np.random.default_rng(0).random(5 * 2**20, np.float32)
 
@@ -115,6 +116,7 @@ print(json.dumps([found.program, found.lines, found.stacks]))
 """
 
 
+@pytest.mark.core
 def test_every_process_finds_the_same_hashes():
     def elsewhere(seed):
         environment = os.environ | {"PYTHONPATH": worker_environment("")["PYTHONPATH"], "PYTHONHASHSEED": seed}
@@ -226,6 +228,7 @@ def loaded(entry, place, *, want_buffers=False):
     return entry.load(place, want_buffers=want_buffers)
 
 
+@pytest.mark.core
 def test_an_answer_comes_back_as_the_worker_left_it(tmp_path):
     entry = entry_in(tmp_path / "new" / "folder")
     assert loaded(entry, tmp_path / "none") is None
@@ -286,6 +289,7 @@ def test_a_refusal_is_an_answer_and_has_no_program(tmp_path):
     assert moved["error"] == 'RESOURCE_EXHAUSTED: (29.24G); %add, metadata={op_name="jit(step)/add"}'
 
 
+@pytest.mark.core
 def test_the_lines_of_a_real_program_go_and_its_names_stay():
     def step(x):
         with jax.named_scope("block"):

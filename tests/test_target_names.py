@@ -20,8 +20,6 @@ from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from tests.target_step import GIB, needs_compiler
 
-pytestmark = pytest.mark.core
-
 PYPROJECT = pathlib.Path(__file__).parents[1] / "pyproject.toml"
 
 
@@ -124,6 +122,7 @@ print(json.dumps({name: is_built(name, options) for name, options in wanted.item
 """
 
 
+@pytest.mark.core
 @pytest.mark.targets
 def test_the_compiler_itself_builds_what_is_accepted_and_nothing_that_is_refused():
     """Of every TPU kind, 1 to 6 chips along each of two dimensions."""
@@ -174,6 +173,7 @@ def test_a_missing_compiler_is_one_line_to_type(tmp_path, kind, line):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.core
 def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path, monkeypatch):
     def install(version):
         for package in ("jax_cuda12_plugin", "jax_cuda12_pjrt"):

@@ -220,6 +220,9 @@ def call(folder: Path, command: list[str]) -> int:
     variables = dict(os.environ, VIRTUAL_ENV=str(folder))
     variables["PATH"] = f"{folder / 'bin'}{os.pathsep}{variables.get('PATH', '')}"
     variables.pop("PYTHONHOME", None)
+    variables.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # else each of the suite's many interpreters compiles every module again
     if (folder / ".installed-targets").exists():
         variables.setdefault("JAXMEM_TARGET_PATH", str(targets_folder(folder)))
         variables.setdefault("JAXMEM_REQUIRE_TARGETS", "1")  # they are there, so no test may skip them
