@@ -29,6 +29,7 @@ from jaxmem_callbacks.probes.scripted import ScriptedProbe
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from tests.processes import bytes_of_others
 from tests.sample_devices import GIB, GPU, Card
 
 # As reported for a TPU in jax issue 1491, with reserved memory as in Enzyme-JAX issue 2422.
@@ -147,20 +148,22 @@ def test_live_arrays_are_counted_per_device():
 def test_a_state_that_is_gone_for_a_moment_is_looked_at_again_and_a_real_fall_is_believed():
     """As while a donating step is dispatched: the old state is deleted, the new one not there yet."""
     gc.collect()
-    probe, size = LiveArraysProbe(pauses_s=(0.01, 0.1, 0.3)), 16 * 2**20
+    pauses = [0.01] * 6000  # a minute at least, where the other thread is late
+    probe, count = LiveArraysProbe(pauses_s=pauses), 2**22 + bytes_of_others() // 8  # much beside what is held already
 
     def held() -> int:
         return sum(entry.live_array_bytes or 0 for entry in probe.read(0) if isinstance(entry, Reading))
 
-    kept = [jnp.ones((size // 4,), jnp.float32)]
+    kept = [jnp.ones((count,), jnp.float32)]
     usual = held()
     kept[0].delete()
-    again = threading.Timer(0.01, lambda: kept.append(jnp.ones((size // 4,), jnp.float32)))
+    again = threading.Timer(0.01, lambda: kept.append(jnp.ones((count,), jnp.float32)))
     again.start()
     assert held() == usual
     again.join()
     kept.clear()
-    assert held() == usual - size
+    del pauses[3:]
+    assert held() == usual - 4 * count
 
 
 @pytest.mark.core

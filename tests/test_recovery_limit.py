@@ -10,28 +10,17 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.timeout(900)  # minutes, where others take the processor
 ROOT = Path(__file__).parents[1]
 FAILS = 36  # the 37th of 60
-SCENARIOS = (
-    "unlimited",
-    "microbatches",
-    "remat",
-    "both_from_disk",
-    "resumed",
-    "refused",
-    "alive",
-    "other_batches",
-    "forgotten",
-    "no_ladder",
-)
+RUNGS = ("unlimited", "microbatches", "remat", "resumed")  # what XLA and JAX's errors decide, on both lines
+LIMITS = ("both_from_disk", "refused", "alive", "other_batches", "forgotten", "no_ladder")
 ACCUMULATED = 1e-4  # what docs/accumulation.md allows in float32; this loss is a sum of a million numbers
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What every scenario gave, and stderr."""
-    command = [sys.executable, "-m", "tests.recovering", str(tmp_path_factory.mktemp("runs")), *SCENARIOS]
+def runs(folder, scenarios):
+    """What each scenario gave, and stderr."""
+    command = [sys.executable, "-m", "tests.recovering", str(folder), *scenarios]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT, check=False)
@@ -39,22 +28,34 @@ def told(tmp_path_factory):
     return {**json.loads(done.stdout), "stderr": done.stderr}
 
 
-def apart(told, name):
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return runs(tmp_path_factory.mktemp("rungs"), RUNGS)
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory):
+    return runs(tmp_path_factory.mktemp("limits"), LIMITS)
+
+
+def apart(run, told):
     """The largest relative distance of a run's losses from the unlimited ones."""
     losses = told["unlimited"]["losses"]
-    return max(abs(value - losses[step]) / abs(losses[step]) for step, value in told[name]["losses"].items())
+    return max(abs(value - losses[step]) / abs(losses[step]) for step, value in run["losses"].items())
 
 
+@pytest.mark.core
 def test_a_run_that_runs_out_at_step_37_of_60_finishes_with_the_losses_of_an_unlimited_one(told):
     run = told["microbatches"]
     assert [int(step) for step in run["losses"]] == list(range(60)), "each step's metrics come once"
-    assert apart(told, "microbatches") <= ACCUMULATED
+    assert apart(run, told) <= ACCUMULATED
     ((step, rung, policy, begun, passed),) = run["moves"]
     assert (step, rung, begun) == (FAILS, "microbatches", 30)
     assert policy in ("none, 4 microbatches", "none, 8 microbatches"), "4 just fit on one of the two lines"
     assert "defragment: the CPU's memory is no pool that could be split" in passed
 
 
+@pytest.mark.core
 def test_under_stronger_remat_every_loss_is_the_same_to_the_last_bit(told):
     run = told["remat"]
     assert run["losses"] == told["unlimited"]["losses"], "with batches kept from memory that was overwritten since"
@@ -63,11 +64,11 @@ def test_under_stronger_remat_every_loss_is_the_same_to_the_last_bit(told):
     assert passed[0] == "remat: dots_saveable ran out too"
 
 
-def test_rungs_compose_and_snapshots_on_disk_do_as_well(told):
-    run = told["both_from_disk"]
+def test_rungs_compose_and_snapshots_on_disk_do_as_well(told, beside):
+    run = beside["both_from_disk"]
     ((_, rung, policy, begun, _),) = run["moves"]
     assert (rung, policy, begun) == ("remat", "dots_saveable, 2 microbatches", 30)
-    assert apart(told, "both_from_disk") <= ACCUMULATED
+    assert apart(run, told) <= ACCUMULATED
     assert len(run["losses"]) == 60
     kind, taken, size, seconds, _ = run["snapshots"]
     assert (kind, taken) == ("orbax", 6)
@@ -75,13 +76,15 @@ def test_rungs_compose_and_snapshots_on_disk_do_as_well(told):
     assert size == told["remat"]["snapshots"][2] - 8, "on disk the random key is not counted"
 
 
+@pytest.mark.core
 def test_what_snapshots_cost_is_told(told):
     kind, taken, size, seconds, buffered = told["remat"]["snapshots"]
     assert (kind, taken, size) == ("host", 6, 2 * 48 * 32 * 32 * 4 + 8 + 4)
-    assert 0 < seconds < 10
+    assert 0 < seconds < 60
     assert buffered == 10 * 2 * 256 * 32 * 4, "ten batches since the last one"
 
 
+@pytest.mark.core
 def test_an_exhausted_ladder_ends_with_the_failure_itself_and_a_checkpoint_to_go_on_from(told):
     ended, went_on = told["resumed"]["ended"], told["resumed"]["went_on"]
     name, text, frames, cause = ended["error"]
@@ -97,36 +100,37 @@ def test_an_exhausted_ladder_ends_with_the_failure_itself_and_a_checkpoint_to_go
     assert went_on["warned"] == [], "the restored state was donated, under the same conditions"
 
 
-def test_a_loss_that_is_no_mean_is_not_accumulated(told):
-    ((_, rung, _, _, passed),) = told["refused"]["moves"]
+def test_a_loss_that_is_no_mean_is_not_accumulated(beside):
+    ((_, rung, _, _, passed),) = beside["refused"]["moves"]
     assert rung == "remat"
     assert "microbatches=2 would change the numbers of squared" in passed[0]
     assert sum("microbatches" in each.partition(":")[0] for each in passed) == 1, "refused once, not once a number"
 
 
-def test_a_state_that_was_not_donated_is_not_fetched_back(told):
-    ((step, _, _, begun, _),) = told["alive"]["moves"]
+def test_a_state_that_was_not_donated_is_not_fetched_back(beside):
+    ((step, _, _, begun, _),) = beside["alive"]["moves"]
     assert step == begun == FAILS
 
 
-def test_a_replay_that_gives_other_metrics_ends_the_run(told):
-    name, text, _, cause = told["other_batches"]["error"]
+def test_a_replay_that_gives_other_metrics_ends_the_run(beside):
+    name, text, _, cause = beside["other_batches"]["error"]
     assert (name, cause) == ("RecoveryError", "JaxRuntimeError"), "and shows the failure that it began with"
     assert text.startswith("step 34 was repeated from its snapshot and gave loss ")
     assert "The run does not go on with other numbers." in text
 
 
-def test_a_buffer_that_let_go_of_a_batch_says_what_would_hold_it(told):
-    name, text, _, cause = told["forgotten"]["error"]
+def test_a_buffer_that_let_go_of_a_batch_says_what_would_hold_it(beside):
+    name, text, _, cause = beside["forgotten"]["error"]
     assert (name, cause) == ("RecoveryError", "JaxRuntimeError")
     assert text.startswith("step 34 cannot be repeated: the snapshot is of step 34, and batches of up to 8.0 MiB")
-    assert "recovery: a failure from step 36 on could not be repeated" in told["stderr"], "told before it was needed"
+    assert "recovery: a failure from step 36 on could not be repeated" in beside["stderr"], "told before it was needed"
 
 
-def test_each_failure_is_one_event_and_one_line(told):
+def test_each_failure_is_one_event_and_one_line(told, beside):
     for name in ("microbatches", "remat", "both_from_disk", "refused", "alive", "no_ladder"):
-        assert told[name]["events"].count("recovery") == 1, name
-    lines = [line for line in told["stderr"].splitlines() if "memory ran out in step" in line]
+        assert (told | beside)[name]["events"].count("recovery") == 1, name
+    said = (told["stderr"] + beside["stderr"]).splitlines()
+    lines = [line for line in said if "memory ran out in step" in line]
     assert len(lines) == 7
     assert sum("the ladder is exhausted" in line for line in lines) == 1
-    assert told["no_ladder"]["error"][0] == "JaxRuntimeError"
+    assert beside["no_ladder"]["error"][0] == "JaxRuntimeError"
