@@ -20,7 +20,7 @@ test: python ## everything that can be proved without an accelerator
 test-all: python ## the same on every supported Python found, both JAX lines
 	@$(ENVIRONMENT) each project,test,targets $(PYTEST) $(ARGS)
 
-core: python ## the marked core of the suite on the second JAX line
+core: python ## what can differ on the second JAX line, there
 	@$(ENVIRONMENT) other project,test $(PYTEST) -m "core and not targets and not browser" $(ARGS)
 
 lint: python ## ruff check

@@ -33,10 +33,17 @@ def nothing_of_earlier_files():
     gc.freeze()
 
 
+# Half a minute and more each, without compilers of absent hardware.
+LONG = {
+    *("test_lowering_cost.py", "test_recovery_limit.py", "test_recovery_processes.py", "test_remat_mathematics.py"),
+    *("test_sharding_steps.py", "test_tensorboard_page.py"),
+}
+
+
 def pytest_collection_modifyitems(items):
-    """Files that wait for compilers of absent hardware come first, so that no process waits for them alone at the end."""
+    """Files that wait for compilers of absent hardware come first, then the long ones: no process is left alone with one."""
     slow = {item.path for item in items if item.get_closest_marker("targets")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path.name not in LONG))
 
 
 def pytest_terminal_summary(terminalreporter):

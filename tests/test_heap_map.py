@@ -158,8 +158,12 @@ def test_arrays_that_are_still_computed_are_not_waited_for():
     began = time.perf_counter()
     jax.block_until_ready(slow(state, few))
     rounds = int(few * 0.5 / (time.perf_counter() - began)) + few
-    running = slow(state, rounds)
-    seen = fullest()
+    for _ in range(6):  # longer each time, where this thread was kept waiting by others
+        running = slow(state, rounds)
+        seen = fullest()
+        if not running.is_ready():
+            break
+        rounds *= 2
     assert not running.is_ready(), "it was not waited for"
     assert seen.left_out_count >= 1
     assert seen.left_out_bytes >= running.nbytes

@@ -66,14 +66,14 @@ def failed(tmp_path_factory):
         try:
             jax.block_until_ready(step(state, batch))
         finally:
-            began.append(time.monotonic())
+            began.append(time.thread_time())  # what others do on the machine does not count
 
     with jm.MemoryMonitor(logdir=place / "run") as monitor:
         monitor(7, {"loss": 0.5})
         monitor.flush()
         with pytest.raises(jax.errors.JaxRuntimeError) as caught, jm.oom_guard(monitor, plan_seconds=0):
             train()
-        took = time.monotonic() - began[0]
+        took = time.thread_time() - began[0]
     KEPT_IN_A_LIST.clear()
     (folder,) = reports(place / "run-oom")
     return folder, caught.value, took, step

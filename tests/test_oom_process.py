@@ -74,8 +74,13 @@ def explained(tmp_path_factory):
     return done, only_folder(outdir)
 
 
-def test_exit_code_and_stderr_are_those_of_a_run_without_the_guard(explained, tmp_path):
-    plain = run("nothing", tmp_path / "reports", "step")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The same failure with nothing around it."""
+    return run("nothing", tmp_path_factory.mktemp("plain") / "reports", "step")
+
+
+def test_exit_code_and_stderr_are_those_of_a_run_without_the_guard(explained, plain):
     done, folder = explained
     own, rest = without_own_line(done.stderr)
     assert done.returncode == plain.returncode == 1
@@ -165,8 +170,7 @@ def test_it_works_with_nothing_left(tmp_path):
     assert told["limits"][0]["name"] == "address space (RLIMIT_AS)"
 
 
-def test_a_monitor_that_nobody_closed_reports_at_the_end(tmp_path):
-    plain = run("nothing", tmp_path / "plain", "step")
+def test_a_monitor_that_nobody_closed_reports_at_the_end(plain, tmp_path):
     done = run("unclosed", tmp_path / "reports", "step")
     own, rest = without_own_line(done.stderr)
     assert done.returncode == plain.returncode == 1
