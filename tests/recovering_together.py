@@ -114,14 +114,14 @@ def main(rank, folder, name):
     if name == "in_a_collective":
         return train(folder, limited=rank == 1, mesh=mesh, ladder=ladder)
     if name == "dead":
-        limit_s = 20.0  # the first steps compile, on one sooner
+        limit_s = 15.0  # the first steps compile, on one sooner
         return train(folder, limited=False, dies=2 if rank == 1 else None, agree_s=limit_s)
     return over_devices(rank) if name == "over_devices" else moved_by_one(rank, mesh)
 
 
 if __name__ == "__main__":
     own = int(sys.argv[1])
-    missed = 100 if "dead" in sys.argv else 20  # JAX itself ends the other one after so many seconds
+    missed = 30 if "dead" in sys.argv else 20  # after so many seconds JAX itself ends the other one
     jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=own, heartbeat_timeout_seconds=missed)
     for scenario in sys.argv[4:]:
         began = time.monotonic()
