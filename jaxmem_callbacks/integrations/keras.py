@@ -1,0 +1,74 @@
+"""Keras 3 on the JAX backend: `MemoryCallback(monitor)` for `model.fit`. Keras is imported here, so only when this file is.
+
+Keras calls `on_train_batch_end` on threads of a pool, in any order, once the values are there. So a step is told at the beginning
+of the next one, on the thread that dispatches, where nothing waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, final
+
+import keras  # pyright: ignore[reportMissingImports] - not installed where types are checked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
+
+
+@final
+class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore[reportUntypedBaseClass]
+    """Tells a `MemoryMonitor` every step of `model.fit`, without a sync: neither the values nor the state are waited for.
+
+    Steps are counted over epochs and over calls of `fit`, where Keras begins anew; with ``steps_per_execution=4`` they are 3, 7
+    and so on, as Keras tells its batches. A step's metrics come with it where Keras knew them in time, an epoch's with its
+    last step. Validation and `evaluate` are no steps. The monitor stays the user's to close.
+
+    Args:
+        monitor: What is told.
+
+    Raises:
+        TypeError: ``monitor`` is none.
+        RuntimeError: Keras runs on another backend.
+    """
+
+    async_safe = True  # Keras asks this of callbacks with batch hooks; without it, it waits for the values of every step
+
+    def __init__(self, monitor: MemoryMonitor) -> None:
+        if not callable(monitor):
+            msg = (
+                f"{type(monitor).__name__} is no monitor. Expected a MemoryMonitor. "
+                "Write: MemoryCallback(jm.MemoryMonitor(logdir='runs/a'))."
+            )
+            raise TypeError(msg)
+        if keras.backend.backend() != "jax":
+            msg = (
+                f"Keras runs on the backend {keras.backend.backend()!r}, and the monitor sees the memory of JAX only. "
+                "Expected 'jax'. Set it before keras is imported: os.environ['KERAS_BACKEND'] = 'jax'."
+            )
+            raise RuntimeError(msg)
+        super().__init__()
+        self._monitor = monitor
+        self._before = 0  # batches of earlier epochs
+        self._lock = threading.Lock()
+        self._latest: tuple[int, Mapping[str, Any] | None] = (-1, None)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - Keras's signature
+        """Tell the step before, which has been dispatched."""
+        if batch > 0:
+            known, metrics = self._latest
+            self._monitor(self._before + batch - 1, metrics if known == batch - 1 else None)
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Keep what belongs to the latest batch; on any thread, in any order."""
+        with self._lock:
+            if batch > self._latest[0]:
+                self._latest = batch, logs
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - Keras's signature
+        """Tell the epoch's last step, with the epoch's metrics."""
+        last, _ = self._latest
+        if last >= 0:
+            self._monitor(self._before + last, logs)
+        self._before, self._latest = self._before + last + 1, (-1, None)
