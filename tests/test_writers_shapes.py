@@ -64,7 +64,7 @@ def test_clu():
     assert logger.scalars == [(7, SCALARS)]
     assert [list(texts) for _, texts in logger.texts] == [["memory/events"], ["memory/known_here"]]
     assert "Near out of memory" in logger.texts[0][1]["memory/events"]
-    assert logger.flushed == 1
+    assert logger.flushed == 0, "clu's flush lets no other thread write"
 
 
 def test_the_real_tensorboardx(tmp_path: Path):

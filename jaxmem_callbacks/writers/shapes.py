@@ -1,6 +1,7 @@
 """as_writer: the user's own logger enters, a Writer leaves; loggers are recognised by their methods, never imported.
 
-Calls come from the monitor's own thread, once a window. The logger stays the user's: it is flushed where it can be, never closed.
+Calls come from the monitor's own thread, once a window. The logger stays the user's: it is flushed where that harms no other
+thread, never closed.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ def _clu(obj: Any) -> Writer:
     def picture(drawn: Picture) -> None:
         obj.write_images(max(drawn.step, 0), {drawn.tag: pixels_of(drawn)[None]})
 
+    # Never flushed: clu 0.0.12 shuts its pool down while it flushes, and what the loop writes at that moment raises in the loop.
     return ForwardingWriter(
         lambda step, scalars: obj.write_scalars(max(step, 0), dict(scalars)),
         text=send_text,
         picture=None if images is None else picture,
-        flush=_flush_of(obj),
     )
 
 
