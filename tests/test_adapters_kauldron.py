@@ -6,48 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
-import optax
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.watching import NotingMonitor, assert_written
 
 pytestmark = [pytest.mark.adapters, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
-
-STEPS = 9  # Kauldron's num_train_steps of 8, and one more as it counts
-
-
-class Net(nn.Module):
-    """A model as Kauldron wants one: its inputs are named by where they are found."""
-
-    x: str = "batch.x"
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(4)(nn.tanh(nn.Dense(16)(x)))
-
-
-def rows() -> dict[str, np.ndarray]:
-    return {"x": np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)}
-
-
-def trainer(workdir: Path, profiler: Any) -> Any:
-    from kauldron import kd
-
-    return kd.train.Trainer(
-        workdir=workdir,
-        train_ds=kd.data.InMemoryPipeline(loader=rows, batch_size=8),
-        model=Net(),
-        num_train_steps=STEPS - 1,
-        log_metrics_every=2,
-        train_losses={"l2": kd.losses.L2(preds="preds", targets="batch.x")},
-        optimizer=optax.adam(1e-2),
-        profiler=profiler,
-    )
-
 
 def weights_after(run: Any) -> list[np.ndarray]:
     state, _ = run.train()
@@ -61,6 +27,7 @@ def losses_in(workdir: Path) -> list[tuple[int, float]]:
 
 def test_a_training_with_the_monitor_in_the_profilers_place_is_the_same(tmp_path: Path) -> None:
     from jaxmem_callbacks.integrations.kauldron import MemoryProfiler
+    from tests.kauldron_run import STEPS, trainer
 
     plain = weights_after(trainer(tmp_path / "plain", None))
     with NotingMonitor(tmp_path / "monitor") as monitor:
@@ -73,12 +40,12 @@ def test_a_training_with_the_monitor_in_the_profilers_place_is_the_same(tmp_path
 
 def test_it_makes_its_monitor_by_the_name_of_a_preset_in_the_folder_of_the_run(tmp_path: Path) -> None:
     from jaxmem_callbacks.integrations.kauldron import MemoryProfiler
+    from tests.kauldron_run import CALLED, STEPS, OwnProfiler, trainer
 
-    called: list[int] = []
-    run = trainer(tmp_path, MemoryProfiler(preset="monitor_only", profiler=called.append))
+    run = trainer(tmp_path, MemoryProfiler(preset="monitor_only", profiler=OwnProfiler()))
     run.train()
     run.profiler.watching.close()
     lines = [json.loads(line) for line in (tmp_path / "memory" / "memory.jsonl").read_text().splitlines()]
     assert lines[-1]["kind"] == "end"
     assert max(line.get("step", -1) for line in lines if line["kind"] == "reading") == STEPS - 1
-    assert called == list(range(STEPS)), "the place's own profiler goes on"
+    assert CALLED == list(range(STEPS)), "the place's own profiler goes on"

@@ -22,6 +22,7 @@ from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.callbacks.wanted import split_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Table
@@ -321,6 +322,7 @@ def sampler(look_s: float = 0.1) -> Sampler:
         MonitorSettings(),
         probes=(),
         programs=ProgramsProbe(),
+        saves=SavesProbe(),
         faults=Faults("raise"),
         look_s=look_s,
     )

@@ -12,6 +12,7 @@ from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.saves import SaveSpan
 from jaxmem_callbacks.records.traces import TraceEvent
 
 
@@ -54,6 +55,7 @@ class Observation:
         heaps: Heap maps that were taken, one a device.
         processes: What all processes of the run told, on process 0 and where a preset asks for it.
         trace: Allocations that were recorded.
+        saves: Checkpoint saves that ended since the look before, or run.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Observation:
     heaps: Sequence[HeapMap] = ()
     processes: AcrossProcesses | None = None
     trace: Sequence[TraceEvent] = ()
+    saves: Sequence[SaveSpan] = ()
 
 
 class Detector(Protocol):

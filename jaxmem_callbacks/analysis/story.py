@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -18,9 +19,11 @@ from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
+from jaxmem_callbacks.records.saves import CheckpointSave
 
 _WINDOW_S = 1.0
 _CHANGES = 20  # recompilations told of one program
+_SAVES = 1000  # checkpoint saves that are drawn, the latest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +111,7 @@ class Story:
         limit_bytes: The lowest limit that a device or the preset had, or None.
         history: The highest values by time, for the figure.
         known: Which figures were known, and why others were not.
+        saves: Checkpoint saves.
         heap: The last map of live arrays, of the device that held most, or None.
         remarks: What is worth knowing of its files, a sentence each.
     """
@@ -124,6 +128,7 @@ class Story:
     limit_bytes: int | None = None
     history: History = field(default_factory=History)
     known: KnownHere = field(default_factory=KnownHere)
+    saves: deque[CheckpointSave] = field(default_factory=lambda: deque[CheckpointSave](maxlen=_SAVES))
     heap: HeapMap | None = None
     remarks: list[str] = field(default_factory=list[str])
     _windows: Windows = field(default_factory=lambda: Windows(_WINDOW_S))
@@ -152,6 +157,8 @@ class Story:
                 self._measure(record.values)
             case MemoryEvent():
                 self.events.append(record)
+            case CheckpointSave():
+                self.saves.append(record)
             case PlanRecord():
                 self.plan = record
             case _:

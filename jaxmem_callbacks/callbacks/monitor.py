@@ -43,6 +43,7 @@ from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe
+from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import MonitorSettings
@@ -62,7 +63,7 @@ class MemoryMonitor:
     steps at most. A part that fails is named once on stderr and switched off.
 
     Tags: ``memory/..._gib`` (mean of a window; ``/min`` and ``/max`` where there were several values or devices),
-    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/over_time``, ``memory/heap_map``; of a plan
+    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``, ``memory/heap_map``; of a plan
     ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``. docs/figures.md
     tells of each.
 
@@ -104,11 +105,12 @@ class MemoryMonitor:
         folder: Path | None = folder_of(logdir)
         self._faults = Faults(settings.on_error)
         look_s = min(_LOOK_S, settings.scan_s, settings.window_s)
-        self._programs = ProgramsProbe()
+        self._programs, self._saves = ProgramsProbe(), SavesProbe()
         self._sampler = Sampler(
             settings,
             probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()) if probes is None else probes,
             programs=self._programs,
+            saves=self._saves,
             faults=self._faults,
             look_s=look_s,
         )
@@ -132,8 +134,9 @@ class MemoryMonitor:
         self._attend: Callable[[int, int, float, Any], None] = self._first_attend
         self._usual_attend = self._attend
         self._due_s = [0.0]
-        self._programs.start()
-        weakref.finalize(self, self._programs.stop)
+        for listener in (self._programs, self._saves):
+            listener.start()
+            weakref.finalize(self, listener.stop)
 
     def __call__(self, step: Any, metrics: Any = None) -> None:
         """Say that a step was dispatched.
@@ -315,6 +318,7 @@ class MemoryMonitor:
     def _finish(self, *, wait: bool = True) -> None:
         self._switch_off()
         self._programs.stop()
+        self._saves.stop()
         if not self._has_thread:
             self._running = False
             return

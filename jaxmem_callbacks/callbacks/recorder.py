@@ -5,6 +5,7 @@ Runs on the monitor's own thread only. A writer that raises is switched off by i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, valu
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
+from jaxmem_callbacks.analysis.saves import Saves
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.arrays import ArrayCensus, changed_groups
@@ -22,6 +24,7 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.traces import TracePart
 from jaxmem_callbacks.records.units import GIB
@@ -30,8 +33,10 @@ from jaxmem_callbacks.writers.heap_figure import draw_heap
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
+from jaxmem_callbacks.writers.saves_table import saves_table
 
 KNOWN_TAG = "memory/known_here"
+_SAVES = 1000  # that are drawn
 
 
 @final
@@ -63,6 +68,8 @@ class Recorder:
         # A window closes at the look nearest to its end; waiting for the next one would put two scans into some windows.
         self._windows = Windows(settings.window_s - look_s / 2)
         self._history = History()
+        self._saves = Saves()
+        self._saved: deque[CheckpointSave] = deque(maxlen=_SAVES)
         self._known = KnownHere(settings.limit_bytes, plan)
         self._known_shape: object = None
         self._unavailable: set[Unavailable] = set()
@@ -78,13 +85,18 @@ class Recorder:
 
     def record(self, observation: Observation, events: Sequence[MemoryEvent], *, last: bool = False) -> None:
         """Take in one observation; ``last`` closes the open window and draws the figure."""
+        ended = self._saves.learn(observation)
+        events = [self._saves.labelled(event) for event in events]
         self.events += tuple(events)
         self._learn(observation)
         if self._unwritten_plan is not None:
             self._faults.attempt("the plan's page", self._write_plan, self._unwritten_plan, observation, default=None)
             self._unwritten_plan = None
-        for record in (*self._raw(observation), *events):
+        for record in (*self._raw(observation), *events, *ended):
             self._write(record)
+        if ended:
+            self._saved.extend(ended)
+            self._write(saves_table(tuple(self._saved)))
         if observation.trace:
             self._write(TracePart(events=tuple(observation.trace)))
         window = self._windows.close(observation.step, observation.time_s, force=last)
@@ -232,7 +244,9 @@ class Recorder:
             self._write(picture)
 
     def _draw(self) -> Record | None:
-        return draw_over_time(self._history.points, self.events, limit_bytes=self._limit, needs=self._needs)
+        return draw_over_time(
+            self._history.points, self.events, limit_bytes=self._limit, needs=self._needs, saves=self._saved
+        )
 
     def _opened(self) -> list[Writer]:
         if self._writers is None:

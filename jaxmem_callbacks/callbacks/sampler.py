@@ -21,9 +21,11 @@ from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
+from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.saves import SaveSpan
 from jaxmem_callbacks.records.settings import MonitorSettings
 
 _RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
@@ -48,6 +50,7 @@ class Sampler:
         settings: Cadences.
         probes: Read on the monitor's thread when a scan is due; an ``AllocatorProbe`` among them on the training thread.
         programs: Where compiles are learnt from.
+        saves: Where checkpoint saves are learnt from.
         faults: Told of probes that raise.
         look_s: Seconds between two calls of ``collect``.
     """
@@ -58,6 +61,7 @@ class Sampler:
         *,
         probes: Sequence[Probe],
         programs: ProgramsProbe,
+        saves: SavesProbe,
         faults: Faults,
         look_s: float,
     ) -> None:
@@ -69,6 +73,7 @@ class Sampler:
         self._next_s: dict[Probe, float] = {}
         self._resting: dict[Probe, float] = {}  # those that took long, and until when they are not read
         self._programs = programs
+        self._saves = saves
         self._faults = faults
         self._look_s = look_s
         self.ring: deque[Stamp] = deque(maxlen=_RING)
@@ -125,6 +130,8 @@ class Sampler:
         if scan or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + self._settings.scan_s
             seen.extend(self._scan(whole=scan))
+        elif self._saves.running:
+            seen.extend(self._during_save())
         return Observation(
             step=self._step,
             time_s=time.time(),
@@ -134,6 +141,7 @@ class Sampler:
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
             metrics=self._ready_metrics(),
             dropped=self._dropped,
+            saves=self._heard_saves(),
         )
 
     def latest_step(self) -> int:
@@ -178,6 +186,17 @@ class Sampler:
                 seen.extend(self._read(probe))
         return seen
 
+    def _during_save(self) -> list[Seen]:
+        """While a checkpoint is saved, what costs microseconds is read at every look: the training thread may not come by."""
+        hosts = [probe for probe in self._probes if isinstance(probe, HostProbe)]
+        return [*self.now(), *(each for host in hosts for each in self._read(host))]
+
+    def _heard_saves(self) -> list[SaveSpan]:
+        return [
+            SaveSpan(began_s=began_s, ended_s=ended_s, first_step=self._step_before(began_s), background=background)
+            for began_s, ended_s, background in self._saves.drain()
+        ]
+
     def _is_due(self, probe: Probe) -> bool:
         """Whether a probe is read at this scan: one with a cadence of its own when that is over, and none that rests."""
         now, every_s = time.monotonic(), self._cadences.get(type(probe), 0.0)
@@ -221,6 +240,10 @@ class Sampler:
             return self._step
         at = bisect.bisect_left(self._marks, (time_s, -1))
         return self._marks[at][1] if at < len(self._marks) else self._step
+
+    def _step_before(self, time_s: float) -> int:
+        at = bisect.bisect_left(self._marks, (time_s, -1))
+        return self._marks[at - 1][1] if at else -1
 
     def _ready_metrics(self) -> list[Metrics]:
         found: list[Metrics] = []

@@ -20,6 +20,7 @@ from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
+from jaxmem_callbacks.records.saves import CheckpointSave
 
 RunRecord = (
     RunStart
@@ -31,6 +32,7 @@ RunRecord = (
     | Compilation
     | Metrics
     | MemoryEvent
+    | CheckpointSave
     | PlanRecord
     | RunEnd
 )
@@ -54,6 +56,7 @@ KINDS: dict[str, type[Any]] = {
     "compilation": Compilation,
     "metrics": Metrics,
     "event": MemoryEvent,
+    "checkpoint_save": CheckpointSave,
     "plan": PlanRecord,
     "end": RunEnd,
 }

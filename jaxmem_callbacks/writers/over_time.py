@@ -6,11 +6,13 @@ matplotlib is imported when the first figure is drawn; each drawing has its own 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.analysis.saves import DURING
 from jaxmem_callbacks.records.events import EventKind, MemoryEvent
+from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.units import GIB, MIB
 from jaxmem_callbacks.writers.markdown import EVENT_TITLES
 from jaxmem_callbacks.writers.protocol import Picture
@@ -43,6 +45,7 @@ def draw_over_time(
     *,
     limit_bytes: int | None = None,
     needs: Mapping[str, int] | None = None,
+    saves: Iterable[CheckpointSave] = (),
 ) -> Picture | None:
     """Draw device memory above host memory, by step.
 
@@ -51,6 +54,7 @@ def draw_over_time(
         events: Marked at their steps.
         limit_bytes: Drawn as a line, in bytes.
         needs: Program name -> bytes of one step by its compiler; drawn as lines.
+        saves: Shaded.
 
     Returns:
         The picture, or None when there is nothing to draw.
@@ -65,6 +69,7 @@ def draw_over_time(
     device, host = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _draw_device(device, points, limit_bytes, needs or {})
     _draw_line(host, points, HOST, GIB, label="host, resident", color="#7f7f7f")
+    _shade(device, host, saves)
     _mark_events(device, host, events)
     _name_axes(figure, device, host)
     several = "; of several devices the highest is named" if any(point.places for point in points) else ""
@@ -105,6 +110,14 @@ def _draw_line(axes: Any, points: Sequence[Point], tag: str, unit: int, **style:
 
 def _told(events: Sequence[MemoryEvent]) -> str:
     return f"{len(events)} event{'' if len(events) == 1 else 's'}" if events else "no event"
+
+
+def _shade(device: Any, host: Any, saves: Iterable[CheckpointSave]) -> None:
+    for number, save in enumerate(saves):
+        span = max(save.first_step, 0), max(save.step, 0)
+        for axes in (device, host):
+            label = DURING if number == 0 and axes is device else None
+            axes.axvspan(*span, label=label, facecolor="#ffd54f", edgecolor="#ffd54f", alpha=0.4, linewidth=1.5)
 
 
 def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:

@@ -6,11 +6,13 @@ Colours are the page's, by class, so that it is readable on light, dark and pape
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.analysis.saves import DURING
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.markdown import event_title
@@ -45,6 +47,7 @@ def chart_html(
     *,
     limit_bytes: int | None = None,
     needs: Mapping[str, int] | None = None,
+    saves: Collection[CheckpointSave] = (),
 ) -> str:
     """Device memory above host memory, by step, with its legend; an empty text where there is nothing to draw.
 
@@ -53,6 +56,7 @@ def chart_html(
         events: Marked at their steps, by their number from 1.
         limit_bytes: Drawn as a line.
         needs: Program name -> bytes of one step by its compiler; drawn as lines.
+        saves: Shaded.
     """
     if not points:
         return ""
@@ -65,6 +69,7 @@ def chart_html(
         max((point.highs.get(HOST, 0.0) * GIB for point in points), default=0.0), _TOP + _DEVICE + _GAP, _HOST
     )
     marks = [
+        *_saves(saves, across),
         *_axis(device, "device", _TICKS),
         *_axis(host, "host", _FEW_TICKS),
         *_steps(across),
@@ -74,7 +79,7 @@ def chart_html(
     ]
     label = "Highest device memory and host memory by step, with limit, needs of programs and events"
     head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
-    return f'<figure class="chart">{head}{"".join(marks)}</svg>{_legend(points, limit_bytes, shown, events)}</figure>'
+    return f'<figure class="chart">{head}{"".join(marks)}</svg>{_legend(points, limit_bytes, shown, events, saves)}</figure>'
 
 
 def _upwards(highest: float, top: float, height: float) -> _Scale:
@@ -142,6 +147,15 @@ def _levels(device: _Scale, limit_bytes: int | None, needs: Mapping[str, int]) -
             yield f'<text class="{style}-name" {place}>{escape(words)}</text>'
 
 
+def _saves(saves: Collection[CheckpointSave], across: _Scale) -> Iterator[str]:
+    for save in saves:
+        first, last = (min(max(step, across.low), across.high) for step in (save.first_step, save.step))
+        x, width = across.at(first) - 1, max(across.at(last) - across.at(first), 2)
+        words = f"{DURING}, {save.time_s - save.began_s:.1f} s after step {save.first_step}"
+        place = f'x="{x:.1f}" y="{_TOP}" width="{width:.1f}" height="{_HEIGHT - _BOTTOM - _TOP}"'
+        yield f'<rect class="save" {place}><title>{words}</title></rect>'
+
+
 def _events(events: Sequence[MemoryEvent], across: _Scale) -> Iterator[str]:
     last = -math.inf
     for number, event in enumerate(events, start=1):
@@ -155,7 +169,11 @@ def _events(events: Sequence[MemoryEvent], across: _Scale) -> Iterator[str]:
 
 
 def _legend(
-    points: Sequence[Point], limit_bytes: int | None, needs: Mapping[str, int], events: Sequence[MemoryEvent]
+    points: Sequence[Point],
+    limit_bytes: int | None,
+    needs: Mapping[str, int],
+    events: Sequence[MemoryEvent],
+    saves: Collection[CheckpointSave],
 ) -> str:
     def known(tag: str) -> bool:
         return any(tag in point.highs for point in points)
@@ -164,6 +182,7 @@ def _legend(
     rows += [("line-host", "host, resident")] * known(HOST)
     rows += [("limit", f"limit, {format_bytes(limit_bytes)}")] * (limit_bytes is not None)
     rows += [("need", f"{name} needs {format_bytes(need)}, by its compiler") for name, need in needs.items()]
+    rows += [("save", DURING)] * bool(saves)
     rows += [("event", "events, by their number below")] * bool(events)
     key: Callable[[str], str] = (
         '<svg class="key" viewBox="0 0 24 10"><line class="{}" x1="0" x2="24" y1="5" y2="5"/></svg>'.format

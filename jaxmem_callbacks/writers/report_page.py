@@ -102,7 +102,9 @@ def _began(story: Story) -> str:
 
 
 def _figure(story: Story) -> str:
-    drawn = chart_html(story.history.points, story.events, limit_bytes=story.limit_bytes, needs=story.needs)
+    drawn = chart_html(
+        story.history.points, story.events, limit_bytes=story.limit_bytes, needs=story.needs, saves=story.saves
+    )
     return drawn or "<p>There is no figure, since no memory was read.</p>"
 
 

@@ -38,6 +38,7 @@ polyline { fill: none; stroke-width: 2; stroke-linejoin: round; } .key line { st
 .line-host { stroke: var(--host); } .dot { stroke-width: 3; }
 .need { stroke: var(--need); stroke-width: 1.6; stroke-dasharray: 2 4; }
 .limit { stroke: var(--limit); stroke-width: 1.6; stroke-dasharray: 8 5; }
+.save { fill: var(--act-edge); stroke: var(--act-edge); stroke-width: 1; opacity: 0.25; }
 .event { stroke: var(--event); stroke-width: 1.4; }
 .limit-name { fill: var(--limit); font-size: 11.5px; } .need-name { fill: var(--need); font-size: 11.5px; }
 .event-number { fill: var(--event); font-size: 12px; font-weight: 600; }
