@@ -26,6 +26,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "accumulation": ("_compat", "transforms", "programs/steps"),
     "analytic": ("_compat", "transforms", "planning"),
     "adapters": ("callbacks", "writers"),
+    "frameworks": (
+        *(f"jaxmem_callbacks/integrations/{name}.py" for name in ("keras", "kauldron", "tunix")),
+        "jaxmem_callbacks/transforms/prefetch.py",
+        *(f"tests/test_adapters_{name}.py" for name in ("clu", "docs", "grain", "kauldron", "keras", "tunix")),
+    ),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms"),
@@ -59,7 +64,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 # Result files with names of their own -> the benchmark that writes them.
 NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64": "plan_examples"}
 # Benchmark or check -> its command, where that is not `make bench-` and its name.
-COMMANDS = {"check_wheel": "check-wheel"}
+COMMANDS = {"check_wheel": "check-wheel", "frameworks": "test-adapters"}
 # Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
 # these say only whether the same was asked.
 CHECKS: dict[str, tuple[str, ...]] = {

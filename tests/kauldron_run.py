@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from kauldron import kd, kontext
+from kauldron import kd, konfig, kontext
 from kauldron.inspect.profile_utils import NoopProfiler
 
 STEPS = 9  # Kauldron's num_train_steps of 8, and one more as it counts
@@ -35,6 +35,23 @@ class OwnProfiler(NoopProfiler):
 
 def rows() -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)}
+
+
+def config(workdir: str) -> Any:
+    """The same as a konfig, in which everything is a name."""
+    with konfig.imports():
+        import optax
+        from kauldron import kd
+
+        from tests import kauldron_run
+    return kd.train.Trainer(
+        workdir=workdir,
+        train_ds=kd.data.InMemoryPipeline(loader=kauldron_run.rows, batch_size=8),
+        model=kauldron_run.Net(),
+        num_train_steps=STEPS - 1,
+        train_losses={"l2": kd.losses.L2(preds="preds", targets="batch.x")},
+        optimizer=optax.adam(1e-2),
+    )
 
 
 def trainer(workdir: Path, profiler: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxmem_callbacks as jm
-from tests.watching import SETTINGS, NotingMonitor, assert_written
+from tests.watching import SETTINGS, NotingMonitor, assert_written, tensors
 
 pytestmark = [pytest.mark.adapters, pytest.mark.filterwarnings("default")]
 
@@ -59,7 +59,7 @@ def test_the_monitor_is_one_hook_among_periodic_actions(tmp_path: Path) -> None:
                 found = trained(writer, hooks)
             assert_written(monitor, range(1, STEPS + 1))
         writer.close()
-        seen.append((found, beats, own_of(tmp_path / name)))
+        seen.append((found, beats, tensors(tmp_path / name, "own_loss")))
     (plain, beats, written), (watched, watched_beats, watched_written) = seen
     assert all(map(np.array_equal, plain, watched))
     assert beats == watched_beats == [4, 8, 12, 16, 20]
@@ -76,15 +76,6 @@ def test_it_writes_into_the_loops_own_writer(tmp_path: Path) -> None:
     writer.close()
     tags = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload().Tags()["tensors"]
     assert {"own_loss", "memory/host_gib"} <= set(tags)
-
-
-def own_of(folder: Path) -> list[tuple[int, float]]:
-    page = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
-    return [(each.step, float(np.frombuffer(each.tensor_proto.tensor_content or _floats(each), np.float32)[0])) for each in page.Tensors("own_loss")]
-
-
-def _floats(each: Any) -> bytes:
-    return np.asarray(each.tensor_proto.float_val, np.float32).tobytes()
 
 
 def test_the_package_never_imports_clu() -> None:

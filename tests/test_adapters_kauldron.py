@@ -9,20 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.watching import NotingMonitor, assert_written
+from tests.watching import NotingMonitor, assert_written, tensors
 
 pytestmark = [pytest.mark.adapters, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+
 
 def weights_after(run: Any) -> list[np.ndarray]:
     state, _ = run.train()
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
-
-
-def losses_in(workdir: Path) -> list[tuple[int, float]]:
-    page = EventAccumulator(str(workdir / "train"), size_guidance={"tensors": 0}).Reload()
-    return [(each.step, float(each.tensor_proto.float_val[0])) for each in page.Tensors("losses/total")]
 
 
 def test_a_training_with_the_monitor_in_the_profilers_place_is_the_same(tmp_path: Path) -> None:
@@ -33,8 +28,10 @@ def test_a_training_with_the_monitor_in_the_profilers_place_is_the_same(tmp_path
     with NotingMonitor(tmp_path / "monitor") as monitor:
         watched = weights_after(trainer(tmp_path / "watched", MemoryProfiler(monitor=monitor, profiler=None)))
     assert all(map(np.array_equal, plain, watched))
-    assert losses_in(tmp_path / "plain") == losses_in(tmp_path / "watched")
-    assert [step for step, _ in losses_in(tmp_path / "watched")] == list(range(0, STEPS, 2))
+    assert tensors(tmp_path / "plain" / "train", "losses/total") == tensors(
+        tmp_path / "watched" / "train", "losses/total"
+    )
+    assert [step for step, _ in tensors(tmp_path / "watched" / "train", "losses/total")] == list(range(0, STEPS, 2))
     assert_written(monitor, range(STEPS))
 
 
@@ -48,4 +45,4 @@ def test_it_makes_its_monitor_by_the_name_of_a_preset_in_the_folder_of_the_run(t
     lines = [json.loads(line) for line in (tmp_path / "memory" / "memory.jsonl").read_text().splitlines()]
     assert lines[-1]["kind"] == "end"
     assert max(line.get("step", -1) for line in lines if line["kind"] == "reading") == STEPS - 1
-    assert CALLED == list(range(STEPS)), "the place's own profiler goes on"
+    assert list(range(STEPS)) == CALLED, "the place's own profiler goes on"

@@ -31,7 +31,13 @@ class Trained:
         keras.utils.set_random_seed(0)
         layers = keras.layers
         self.model = keras.Sequential(
-            [layers.Input((8,)), layers.Dense(16, "relu"), layers.BatchNormalization(), layers.Dropout(0.1), layers.Dense(1)]
+            [
+                layers.Input((8,)),
+                layers.Dense(16, "relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.1),
+                layers.Dense(1),
+            ]
         )
         self.model.compile("adam", "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
         self.syncs, self._sync = 0, self.model.jax_state_sync
@@ -104,7 +110,11 @@ def test_no_other_thread_calls_the_monitor_and_none_waits_for_values() -> None:
     Trained(callback)
     assert set(told) == {threading.get_ident()}
     assert len(told) == EPOCHS * STEPS
-    mine = [each for each in vars(adapters).values() if isinstance(each, type) and issubclass(each, keras.callbacks.Callback)]
+    mine = [
+        each
+        for each in vars(adapters).values()
+        if isinstance(each, type) and issubclass(each, keras.callbacks.Callback)
+    ]
     assert mine == [adapters.MemoryCallback]
 
 

@@ -122,7 +122,9 @@ def test_a_device_that_is_nearly_full_while_a_checkpoint_is_saved_is_told_so(sav
     assert event.message.endswith(f"It was {DURING}.") == saving
     assert event.figures.get("when") == (DURING if saving else None)
     saves = double.of(CheckpointSave)
-    assert [(save.before, save.highs) for save in saves] == [({"live_array_bytes": 100}, {"live_array_bytes": 980})] * saving
+    assert [(save.before, save.highs) for save in saves] == [
+        ({"live_array_bytes": 100}, {"live_array_bytes": 980})
+    ] * saving
     tables = [table for table in double.of(Table) if table.tag == "memory/checkpoint_saves"]
     assert [table.rows[0][3] for table in tables] == ["980 B (100 B before)"] * saving
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.settings import MonitorSettings
@@ -26,14 +27,25 @@ class NotingMonitor(jm.MemoryMonitor):
         super().__call__(step, metrics)
 
 
+def assert_read_back(folder: Path) -> EventAccumulator:
+    """A closed monitor's files: one event file with figures, and lines to the last."""
+    (file,) = folder.glob("events.out.tfevents.*")
+    page = EventAccumulator(str(file)).Reload()
+    assert all(0 < point.value < 1024 for point in page.Scalars("memory/host_gib"))
+    lines = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
+    assert lines[-1]["kind"] == "end"
+    return page
+
+
+def tensors(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Steps and values of a curve that TensorFlow wrote."""
+    page = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    return [(each.step, float(make_ndarray(each.tensor_proto))) for each in page.Tensors(tag)]
+
+
 def assert_written(monitor: NotingMonitor, steps: range, *metrics: str) -> None:
     """Every step was told once, in order, and the files of the closed monitor tell of all of them."""
     assert monitor.steps == list(steps)
-    (file,) = monitor.logdir.glob("events.out.tfevents.*")
-    page = EventAccumulator(str(file)).Reload()
-    shown = page.Scalars("memory/host_gib")
-    assert shown[-1].step == steps[-1]
-    assert all(0 < point.value < 1024 for point in shown)
+    page = assert_read_back(monitor.logdir)
+    assert page.Scalars("memory/host_gib")[-1].step == steps[-1]
     assert {f"train/{name}" for name in metrics} <= set(page.Tags()["scalars"])
-    lines = [json.loads(line) for line in (monitor.logdir / "memory.jsonl").read_text().splitlines()]
-    assert lines[-1]["kind"] == "end"

@@ -8,6 +8,7 @@ too, so that they get a sentence instead of a traceback.
     python3 tools/environments.py run  PARTS COMMAND...      # in .venv, made from the python3 that runs this file
     python3 tools/environments.py each PARTS COMMAND...      # once for every supported Python found
     python3 tools/environments.py other PARTS COMMAND...     # on the JAX line that .venv does not have
+    python3 tools/environments.py apart PARTS COMMAND...     # in .venv-3.12-apart, for what COMMAND installs itself
 PARTS is a comma list of: project, demo, test, targets, compared, adapters, lint.
 """
 
@@ -279,7 +280,7 @@ def main(arguments: list[str]) -> int:
         for minor, path in sorted(interpreters().items()):
             print(f"Python {minor} (JAX line {jax_line(minor)}): {path}")
         return 0
-    if len(arguments) < 3 or arguments[0] not in ("run", "each", "other"):  # noqa: PLR2004 - verb, parts, command
+    if len(arguments) < 3 or arguments[0] not in ("run", "each", "other", "apart"):  # noqa: PLR2004 - verb, parts, command
         print(__doc__)
         return 2
     verb, parts, command = arguments[0], arguments[1].split(","), arguments[2:]
@@ -291,6 +292,9 @@ def main(arguments: list[str]) -> int:
         return run_each(parts, command)
     if verb == "other":
         return run_other(parts, command)
+    if verb == "apart":
+        minor, interpreter = default_interpreter()
+        return run_in(ROOT / f".venv-{minor}-apart", minor, interpreter, parts, command)
     return run_in(ROOT / ".venv", *default_interpreter(), parts, command)
 
 

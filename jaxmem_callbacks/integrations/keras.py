@@ -33,7 +33,9 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore[reportUntyped
         RuntimeError: Keras runs on another backend.
     """
 
-    async_safe = True  # Keras asks this of callbacks with batch hooks; without it, it waits for the values of every step
+    async_safe = (
+        True  # Keras asks this of callbacks with batch hooks; without it, it waits for the values of every step
+    )
 
     def __init__(self, monitor: MemoryMonitor) -> None:
         if not callable(monitor):

@@ -1,0 +1,128 @@
+"""Training frameworks, each trained with the monitor in its place. Writes results/frameworks_jax_<version>.json.
+
+    python -m benchmarks.frameworks [NAME ...]
+
+Each is installed beside this project, by pip and within the project's own ranges, and its suite (marked `adapters`) is run. The
+file has the version and how it went, or why it cannot be had here. `make test-adapters` does it in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.sources import ROOT, write_result
+
+TENSORFLOW = (
+    "tensorflow-cpu>=2.20"  # Keras's and clu's writers and data are TensorFlow's; by itself pip would take the GPU's
+)
+
+
+class Framework(NamedTuple):
+    """A framework to try.
+
+    Attributes:
+        package: Whose version is told.
+        requirements: What pip is asked for.
+        suite: The file of its tests, or empty where no adapter is shipped because it has never been installable.
+    """
+
+    package: str
+    requirements: tuple[str, ...]
+    suite: str
+
+
+FRAMEWORKS: dict[str, Framework] = {
+    "keras": Framework("keras", ("keras>=3.15", TENSORFLOW), "tests/test_adapters_keras.py"),
+    "clu": Framework("clu", ("clu>=0.0.12", TENSORFLOW), "tests/test_adapters_clu.py"),
+    "grain": Framework("grain", ("grain>=0.2.18",), "tests/test_adapters_grain.py"),
+    "tunix": Framework("google-tunix", ("google-tunix>=0.1.7",), "tests/test_adapters_tunix.py"),
+    "kauldron": Framework(
+        "kauldron",
+        # The last three only spare pip a quarter of an hour of trying older versions of what xmanager brings.
+        (
+            *("kauldron>=1.4.4", TENSORFLOW),
+            *("protobuf>=6.33,<7", "grpcio-status>=1.85", "google-cloud-aiplatform>=2.7"),
+        ),
+        "tests/test_adapters_kauldron.py",
+    ),
+    # One version: of its hundreds of nightly ones pip would try all before it says no.
+    "levanter": Framework("marin-levanter", ("marin-levanter==0.2.227.dev40316220070",), ""),
+}
+
+
+def installed(requirements: tuple[str, ...]) -> str:
+    """Why pip refuses, or nothing where it does not."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--editable",
+        str(ROOT),
+    ]
+    done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    told = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    return " ".join(told[:2]) or f"pip ended with {done.returncode}"
+
+
+def tested(name: str, suite: str) -> dict[str, int | str]:
+    """The numbers of its tests, and the first failure."""
+    variables = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-p", "no:cacheprovider", "-m", "adapters", "-k", name, f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *options, suite, "tests/test_adapters_docs.py"]
+        subprocess.run(command, cwd=ROOT, env=variables, check=False)
+        cases = list(ET.parse(report).getroot().iter("testcase")) if report.exists() else []
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    found: dict[str, int | str] = {"passed": len(cases) - len(failed) - len(skipped), "failed": len(failed)}
+    good = cases and not failed and not skipped
+    first = next((case.get("name") for case in failed + skipped), "no test ran")
+    return {"outcome": "passed" if good else f"failed: {first}", **found}
+
+
+def tried(name: str, framework: Framework) -> dict[str, int | str]:
+    """One framework: installed, and its suite run."""
+    print(f"{name}: installing {', '.join(framework.requirements)}", flush=True)
+    refused = installed(framework.requirements)
+    if refused:
+        return {"version": framework.requirements[0], "outcome": f"not installable: {without_urls(refused)}"}
+    version = importlib.metadata.version(framework.package)
+    if not framework.suite:
+        return {"version": version, "outcome": "failed: it can be installed by now, so it wants an adapter and a suite"}
+    return {"version": version, **tested(name, framework.suite)}
+
+
+def without_urls(text: str) -> str:
+    """Pip's words without where it looked."""
+    return re.sub(r"\s*(?:;? for help visit )?https?://\S+", "", text).strip()
+
+
+def main(names: list[str]) -> int:
+    """Try each, print, write the result file; 1 when one failed."""
+    unknown = sorted(set(names) - set(FRAMEWORKS))
+    if unknown:
+        sys.exit(f"Unknown framework {unknown[0]!r}. Expected some of: {', '.join(FRAMEWORKS)}.")
+    frameworks = {name: tried(name, each) for name, each in FRAMEWORKS.items() if not names or name in names}
+    for name, each in frameworks.items():
+        print(f"  {name:10} {each['version']:44} {each['outcome']}")
+    if not names:  # a part of them says nothing of the others
+        write_result("frameworks", frameworks=frameworks)
+    return int(any(str(each["outcome"]).startswith("failed") for each in frameworks.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
