@@ -1,7 +1,9 @@
-"""The real Keras 3 on JAX: `model.fit` with the callback gives the history and the weights of one without it, and syncs no more."""
+"""The real Keras 3 on JAX: `model.fit` with the callback gives the history and the weights of one without, and syncs no more."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,20 @@ def test_what_is_no_monitor_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"str is no monitor\. Expected a MemoryMonitor\. Write: MemoryCallback"):
         MemoryCallback("runs/a")  # type: ignore[arg-type]
+
+
+def test_nothing_of_the_package_imports_keras_before_it_is_asked_for() -> None:
+    code = """
+import sys
+import jaxmem_callbacks as jm
+for name in jm.__all__:
+    getattr(jm, name)
+print({"keras", "clu", "tunix", "kauldron", "tensorflow"} & set(sys.modules))
+import jaxmem_callbacks.integrations.keras
+print("keras" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["set()", "True"]
 
 
 def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import jaxmem_callbacks as jm
+from benchmarks.frameworks import FRAMEWORKS
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES
 from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
@@ -27,6 +28,7 @@ from jaxmem_callbacks.writers.over_time import TAG as OVER_TIME
 from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
 from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG
+from jaxmem_callbacks.writers.saves_table import TAG as SAVES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tasks").glob("*.md"))]
@@ -140,6 +142,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "figures.md",
         "find_a_leak.md",
         "fit_a_bigger_model.md",
+        "frameworks.md",
         "gate.md",
         "gate_memory_in_ci.md",
         "gpu_and_tpu.md",
@@ -158,6 +161,12 @@ def test_blocks_are_found_and_can_fail() -> None:
     assert not [line for text in bare for line in re.findall(r"^ {4}.*\bjm\..*", text, flags=re.MULTILINE)], (
         "code without a fence"
     )
+
+
+def test_no_python_of_a_document_is_run_by_nobody() -> None:
+    """Blocks for a framework that needs an environment of its own name it; test_adapters_docs.py runs these there."""
+    named = [(path.name, name) for path in DOCUMENTS for name in re.findall(r"^ *```python +(.*)$", path.read_text(), re.MULTILINE)]
+    assert sorted(named) == sorted(("frameworks.md", name) for name, each in FRAMEWORKS.items() if each.suite)
 
 
 def command_lines() -> list[list[str]]:
@@ -205,7 +214,7 @@ def test_every_tag_of_the_monitor_is_told_with_unit_source_window_backends_and_c
         assert row[2] == units[figure.unit], figure.tag
     known = {figure.tag for figure in (*FIGURES, *DERIVED, *NAMED)} | {"train/", PROCESSES}
     assert {tag.partition("<")[0] for tag in told} == known, "no other"
-    written = {EVENTS_TAG, KNOWN_TAG, HEAP_MAP, OVER_TIME, FRONTIER, CANDIDATES_TAG, SOURCES_TAG}
+    written = {EVENTS_TAG, KNOWN_TAG, SAVES, HEAP_MAP, OVER_TIME, FRONTIER, CANDIDATES_TAG, SOURCES_TAG}
     assert written == {tag for row in rows if len(row) == 3 for tag in re.findall(r"`((?:memory|plan)/\w+)`", row[0])}
 
 

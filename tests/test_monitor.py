@@ -22,7 +22,6 @@ from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.callbacks.wanted import split_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
-from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Table
@@ -322,7 +321,6 @@ def sampler(look_s: float = 0.1) -> Sampler:
         MonitorSettings(),
         probes=(),
         programs=ProgramsProbe(),
-        saves=SavesProbe(),
         faults=Faults("raise"),
         look_s=look_s,
     )

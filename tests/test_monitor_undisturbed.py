@@ -21,7 +21,6 @@ from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
-from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.settings import MonitorSettings
 from tests.stamping import stamp
 
@@ -69,7 +68,6 @@ def test_looks_do_not_wait_for_metrics_that_are_not_ready(rounds: jax.Array):
         EAGER,
         probes=(AllocatorProbe(),),
         programs=ProgramsProbe(),
-        saves=SavesProbe(),
         faults=Faults("raise"),
         look_s=0.1,
     )

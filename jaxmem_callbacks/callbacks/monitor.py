@@ -63,9 +63,9 @@ class MemoryMonitor:
     steps at most. A part that fails is named once on stderr and switched off.
 
     Tags: ``memory/..._gib`` (mean of a window; ``/min`` and ``/max`` where there were several values or devices),
-    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``, ``memory/heap_map``; of a plan
-    ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``. docs/figures.md
-    tells of each.
+    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``,
+    ``memory/heap_map``; of a plan ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``,
+    ``memory/planned_gib/<step>``. docs/figures.md tells of each.
 
     Args:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
@@ -110,7 +110,6 @@ class MemoryMonitor:
             settings,
             probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()) if probes is None else probes,
             programs=self._programs,
-            saves=self._saves,
             faults=self._faults,
             look_s=look_s,
         )
@@ -301,11 +300,12 @@ class MemoryMonitor:
         if self._unverified is not None:  # only the first time: the backend has started by now
             preset, self._unverified = self._unverified, None
             self._faults.attempt("verifying the environment", tell_of_environment, preset, self._faults, default=None)
-        observation = self._sampler.collect(scan=scan or last)
+        observation = self._sampler.collect(scan=scan or last, saving=self._saves.running)
         heaps, why = self._heaps.collect()
         unavailable = [*observation.unavailable, *why]
+        saves = self._sampler.saves(self._saves.drain())
         observation = dataclasses.replace(
-            observation, heaps=heaps, unavailable=unavailable, trace=self._traces.collect()
+            observation, heaps=heaps, unavailable=unavailable, trace=self._traces.collect(), saves=saves
         )
         observation = self._exchange.turn(observation, wait=scan or last)
         events = [self._told.popleft() for _ in range(len(self._told))]

@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
@@ -21,7 +21,7 @@ from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
-from jaxmem_callbacks.probes.saves import SavesProbe
+from jaxmem_callbacks.probes.saves import HeardSave
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
@@ -50,7 +50,6 @@ class Sampler:
         settings: Cadences.
         probes: Read on the monitor's thread when a scan is due; an ``AllocatorProbe`` among them on the training thread.
         programs: Where compiles are learnt from.
-        saves: Where checkpoint saves are learnt from.
         faults: Told of probes that raise.
         look_s: Seconds between two calls of ``collect``.
     """
@@ -61,7 +60,6 @@ class Sampler:
         *,
         probes: Sequence[Probe],
         programs: ProgramsProbe,
-        saves: SavesProbe,
         faults: Faults,
         look_s: float,
     ) -> None:
@@ -73,7 +71,6 @@ class Sampler:
         self._next_s: dict[Probe, float] = {}
         self._resting: dict[Probe, float] = {}  # those that took long, and until when they are not read
         self._programs = programs
-        self._saves = saves
         self._faults = faults
         self._look_s = look_s
         self.ring: deque[Stamp] = deque(maxlen=_RING)
@@ -119,8 +116,11 @@ class Sampler:
             return (self.ring[-1][1] if self.ring else self._step) + 1
         return int(step)
 
-    def collect(self, *, scan: bool = False) -> Observation:
-        """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
+    def collect(self, *, scan: bool = False, saving: bool = False) -> Observation:
+        """Everything since the last look; the dearer probes are read when due, or now with ``scan``.
+
+        ``saving`` is while a checkpoint is saved: what costs microseconds is read then, as the training thread may not come by.
+        """
         stamps = self._drain()
         self._hold_from_s, self.due_s[0] = _hold_from(stamps, self._look_s), 0.0
         seen: list[Seen] = []
@@ -130,8 +130,8 @@ class Sampler:
         if scan or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + self._settings.scan_s
             seen.extend(self._scan(whole=scan))
-        elif self._saves.running:
-            seen.extend(self._during_save())
+        elif saving:
+            seen.extend(self._cheap())
         return Observation(
             step=self._step,
             time_s=time.time(),
@@ -141,8 +141,16 @@ class Sampler:
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
             metrics=self._ready_metrics(),
             dropped=self._dropped,
-            saves=self._heard_saves(),
         )
+
+    def saves(self, heard: Iterable[HeardSave]) -> list[SaveSpan]:
+        """Saves with the step that was the latest when each began."""
+        found: list[SaveSpan] = []
+        for began_s, ended_s, background in heard:
+            at = bisect.bisect_left(self._marks, (began_s, -1))
+            step = self._marks[at - 1][1] if at else -1
+            found.append(SaveSpan(began_s=began_s, ended_s=ended_s, first_step=step, background=background))
+        return found
 
     def latest_step(self) -> int:
         """The latest step that was stamped, or -1."""
@@ -186,16 +194,9 @@ class Sampler:
                 seen.extend(self._read(probe))
         return seen
 
-    def _during_save(self) -> list[Seen]:
-        """While a checkpoint is saved, what costs microseconds is read at every look: the training thread may not come by."""
+    def _cheap(self) -> list[Seen]:
         hosts = [probe for probe in self._probes if isinstance(probe, HostProbe)]
         return [*self.now(), *(each for host in hosts for each in self._read(host))]
-
-    def _heard_saves(self) -> list[SaveSpan]:
-        return [
-            SaveSpan(began_s=began_s, ended_s=ended_s, first_step=self._step_before(began_s), background=background)
-            for began_s, ended_s, background in self._saves.drain()
-        ]
 
     def _is_due(self, probe: Probe) -> bool:
         """Whether a probe is read at this scan: one with a cadence of its own when that is over, and none that rests."""
@@ -240,10 +241,6 @@ class Sampler:
             return self._step
         at = bisect.bisect_left(self._marks, (time_s, -1))
         return self._marks[at][1] if at < len(self._marks) else self._step
-
-    def _step_before(self, time_s: float) -> int:
-        at = bisect.bisect_left(self._marks, (time_s, -1))
-        return self._marks[at - 1][1] if at else -1
 
     def _ready_metrics(self) -> list[Metrics]:
         found: list[Metrics] = []

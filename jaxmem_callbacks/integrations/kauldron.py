@@ -1,5 +1,6 @@
-"""Kauldron: `MemoryProfiler` for `trainer.profiler`, the one place that it calls at every step. Kauldron is imported here, so only
-when this file is.
+"""Kauldron: `MemoryProfiler` for `trainer.profiler`, the one place that it calls at every step.
+
+Kauldron is imported here, so only when this file is.
 """
 
 from __future__ import annotations

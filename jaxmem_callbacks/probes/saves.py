@@ -1,8 +1,8 @@
 """Checkpoint saves, as Orbax tells them through `jax.monitoring`; Orbax itself is not imported.
 
 Measured: when a save began and ended, its background part included. Backends: all; in a run of several processes Orbax tells
-process 0 only. Cost: nothing per step; JAX calls the listeners some thirty times a save. A save that fails never tells its end: it
-counts as running until a later one ends.
+process 0 only. Cost: nothing per step; JAX calls the listeners some thirty times a save. A save that fails never tells its
+end: it counts as running until a later one ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.monitoring
 # Both interfaces of Orbax 0.12, old and v1, tell these two of a save that blocks and of one that does not.
 _BEGAN = {"/jax/orbax/write/start": False, "/jax/orbax/write/async/start": True}
 _ENDED = {"/jax/orbax/write/total_duration_secs", "/jax/orbax/write/async/total_duration_secs"}
+HeardSave = tuple[float, float | None, bool]  # begin, end or None while it runs, whether it is in the background
 _KEPT = 100  # saves between two looks
 _AT_ONCE = 2  # a save may begin while the one before it is still being written
 
@@ -46,8 +47,8 @@ class SavesProbe:
         """Whether one runs now."""
         return bool(self._running)
 
-    def drain(self) -> list[tuple[float, float | None, bool]]:
-        """Begin, end and whether it is in the background: of those that ended since the last call, and of those that run."""
+    def drain(self) -> list[HeardSave]:
+        """Those that ended since the last call, and those that run."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         return [*ended, *((began_s, None, background) for began_s, background in tuple(self._running))]
 
