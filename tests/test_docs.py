@@ -165,7 +165,8 @@ def test_blocks_are_found_and_can_fail() -> None:
 
 def test_no_python_of_a_document_is_run_by_nobody() -> None:
     """Blocks for a framework that needs an environment of its own name it; test_adapters_docs.py runs these there."""
-    named = [(path.name, name) for path in DOCUMENTS for name in re.findall(r"^ *```python +(.*)$", path.read_text(), re.MULTILINE)]
+    fence = re.compile(r"^ *```python +(.*)$", re.MULTILINE)
+    named = [(path.name, name) for path in DOCUMENTS for name in fence.findall(path.read_text())]
     assert sorted(named) == sorted(("frameworks.md", name) for name, each in FRAMEWORKS.items() if each.suite)
 
 

@@ -17,7 +17,20 @@ ORDER = [
     *("records", "config", "environment", "simulator", "_compat", "transforms", "programs", "planning", "probes"),
     *("analysis", "readers", "writers", "recovery", "callbacks", "integrations", "answers", "cli"),
 ]
-FRAMEWORKS = {"flax", "keras", "orbax", "equinox", "tensorflow", "haiku", "penzai", "pytest", "clu", "grain", "tunix", "kauldron"}
+FRAMEWORKS = {
+    "flax",
+    "keras",
+    "orbax",
+    "equinox",
+    "tensorflow",
+    "haiku",
+    "penzai",
+    "pytest",
+    "clu",
+    "grain",
+    "tunix",
+    "kauldron",
+}
 JAX = {"jax", "jaxlib"}
 # Rooms that may import these third parties and no others; the rest of the rooms choose freely beside the frameworks.
 ONLY = {"records": set(), "environment": set(), "simulator": set(), "analysis": {"numpy"}, "readers": set()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, final
 
-import keras  # pyright: ignore[reportMissingImports] - not installed where types are checked
+import keras
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @final
-class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore[reportUntypedBaseClass]
+class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `keras` for this file
     """Tells a `MemoryMonitor` every step of `model.fit`, without a sync: neither the values nor the state are waited for.
 
     Steps are counted over epochs and over calls of `fit`, where Keras begins anew; with ``steps_per_execution=4`` they are 3, 7
@@ -33,9 +33,7 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore[reportUntyped
         RuntimeError: Keras runs on another backend.
     """
 
-    async_safe = (
-        True  # Keras asks this of callbacks with batch hooks; without it, it waits for the values of every step
-    )
+    async_safe = True  # without it Keras waits for the values of every step, since there are hooks of batches
 
     def __init__(self, monitor: MemoryMonitor) -> None:
         if not callable(monitor):
@@ -44,9 +42,10 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore[reportUntyped
                 "Write: MemoryCallback(jm.MemoryMonitor(logdir='runs/a'))."
             )
             raise TypeError(msg)
-        if keras.backend.backend() != "jax":
+        backend = keras.backend.backend()  # pyright: ignore - likewise
+        if backend != "jax":
             msg = (
-                f"Keras runs on the backend {keras.backend.backend()!r}, and the monitor sees the memory of JAX only. "
+                f"Keras runs on the backend {backend!r}, and the monitor sees the memory of JAX only. "
                 "Expected 'jax'. Set it before keras is imported: os.environ['KERAS_BACKEND'] = 'jax'."
             )
             raise RuntimeError(msg)
