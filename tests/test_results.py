@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import jaxmem_callbacks as jm
+from benchmarks.frameworks import FRAMEWORKS
 from benchmarks.plan_bench import closest
 from benchmarks.plan_examples import without_machine
 from benchmarks.plan_picture import PICTURE, plan_of
@@ -345,6 +346,45 @@ def test_the_loggers_that_were_tried_are_those_of_the_file():
     names = {"flax.metrics.tensorboard": "Flax", "wandb": "Weights & Biases"}
     for name, each in loggers.items():
         assert f"{names.get(name, name)} {each['version']}" in text
+
+
+FRAMEWORK_NAMES = {"keras": "Keras 3 on JAX", "grain": "Grain, or any iterator"}
+
+
+def framework_cell(tried: dict[str, str | int]) -> str:
+    """How docs/frameworks.md tells of one framework with one Python."""
+    if tried["outcome"] == "passed":
+        return f"{tried['version']}, {tried['passed']} tests"
+    return "not installable"
+
+
+def test_the_frameworks_that_were_tried_are_those_of_the_files():
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    files = sorted(RESULTS.glob("frameworks_jax_*.json"), reverse=True)
+    contents = [json.loads(path.read_text()) for path in files]
+    assert all(list(content["frameworks"]) == list(FRAMEWORKS) for content in contents)
+    lines = [
+        f"Python {each['versions']['python'].rpartition('.')[0]}, jax {each['versions']['jax']}" for each in contents
+    ]
+    assert f"| framework | what you add | {' | '.join(lines)} |" in text
+    for name, framework in FRAMEWORKS.items():
+        tried = [content["frameworks"][name] for content in contents]
+        cells = " | ".join(map(framework_cell, tried))
+        assert re.search(
+            rf"^\| {FRAMEWORK_NAMES.get(name, name.capitalize())} \|.*\| {re.escape(cells)} \|$",
+            text,
+            re.MULTILINE | re.IGNORECASE,
+        ), name
+        reasons = [str(each["outcome"]) for each in tried if each["outcome"] != "passed"]
+        assert all(each.startswith("not installable: ") for each in reasons), name
+        assert all(each.removeprefix("not installable: ") in text for each in reasons), name
+        assert framework.suite or len(reasons) == len(tried), "no suite, no adapter, no claim"
+
+
+def test_no_adapter_is_shipped_for_a_framework_without_a_suite():
+    files = {path.stem for path in (ROOT / "jaxmem_callbacks" / "integrations").glob("*.py")}
+    assert {"keras", "kauldron", "tunix"} == files & set(FRAMEWORKS)
+    assert all((ROOT / each.suite).exists() for each in FRAMEWORKS.values() if each.suite)
 
 
 def test_figures_of_the_simulator_are_those_of_the_file():
