@@ -48,7 +48,7 @@ FRAMEWORKS: dict[str, Framework] = {
         "kauldron",
         # The last three only spare pip a quarter of an hour of trying older versions of what xmanager brings.
         (
-            *("kauldron>=1.4.4", TENSORFLOW),
+            *("kauldron>=1.4", TENSORFLOW),
             *("protobuf>=6.33,<7", "grpcio-status>=1.85", "google-cloud-aiplatform>=2.7"),
         ),
         "tests/test_adapters_kauldron.py",
@@ -60,21 +60,20 @@ FRAMEWORKS: dict[str, Framework] = {
 
 def installed(requirements: tuple[str, ...]) -> str:
     """Why pip refuses, or nothing where it does not."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--editable",
-        str(ROOT),
-    ]
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--editable", str(ROOT)]
     done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)  # noqa: S603 - as written above
-    if done.returncode == 0:
-        return ""
-    told = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    return " ".join(told[:2]) or f"pip ended with {done.returncode}"
+    return why(done.stdout + done.stderr) if done.returncode else ""
+
+
+def why(told: str) -> str:
+    """Of what pip tells: the requirements that contradict each other, or the other Python that it wants, or its last words."""
+    conflict = re.search(r"The conflict is caused by:\n((?: {4}\S.*\n)+)", told)
+    if conflict:
+        return "; ".join(line.strip() for line in conflict[1].splitlines())
+    other_python = re.findall(r"([\w.]+) Requires-Python (\S+)", told)
+    if other_python:
+        return "version {} wants Python {}".format(*other_python[-1])
+    return next((line for line in reversed(told.splitlines()) if line.startswith("ERROR: ")), "pip failed")
 
 
 def tested(name: str, suite: str) -> dict[str, int | str]:
@@ -99,16 +98,11 @@ def tried(name: str, framework: Framework) -> dict[str, int | str]:
     print(f"{name}: installing {', '.join(framework.requirements)}", flush=True)
     refused = installed(framework.requirements)
     if refused:
-        return {"version": framework.requirements[0], "outcome": f"not installable: {without_urls(refused)}"}
+        return {"version": framework.requirements[0], "outcome": f"not installable: {refused}"}
     version = importlib.metadata.version(framework.package)
     if not framework.suite:
         return {"version": version, "outcome": "failed: it can be installed by now, so it wants an adapter and a suite"}
     return {"version": version, **tested(name, framework.suite)}
-
-
-def without_urls(text: str) -> str:
-    """Pip's words without where it looked."""
-    return re.sub(r"\s*(?:;? for help visit )?https?://\S+", "", text).strip()
 
 
 def main(names: list[str]) -> int:

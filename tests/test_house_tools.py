@@ -82,6 +82,14 @@ def test_without_a_python_the_message_says_what_to_install(tmp_path):
     assert "apt-get install python3 python3-venv" in answer.stderr
 
 
+def test_what_a_command_installs_itself_has_an_environment_of_its_own(monkeypatch):
+    called = []
+    monkeypatch.setattr(environments, "run_in", lambda *arguments: called.append(arguments) or 0)
+    assert environments.main(["apart", "project,test", "true"]) == 0
+    ((folder, minor, _, parts, command),) = called
+    assert (folder.name, parts, command) == (f".venv-{minor}-apart", ["project", "test"], ["true"])
+
+
 def test_a_fresh_stamp_installs_nothing_and_a_failed_install_leaves_none(tmp_path, capsys):
     stamp = tmp_path / ".installed-test"
     wanted = environments.hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import jaxmem_callbacks as jm
-from benchmarks.frameworks import FRAMEWORKS
+from benchmarks.frameworks import FRAMEWORKS, why
 from benchmarks.plan_bench import closest
 from benchmarks.plan_examples import without_machine
 from benchmarks.plan_picture import PICTURE, plan_of
@@ -379,6 +379,25 @@ def test_the_frameworks_that_were_tried_are_those_of_the_files():
         assert all(each.startswith("not installable: ") for each in reasons), name
         assert all(each.removeprefix("not installable: ") in text for each in reasons), name
         assert framework.suite or len(reasons) == len(tried), "no suite, no adapter, no claim"
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (
+            "x\nThe conflict is caused by:\n    a 1 depends on c>=2\n    b 1 depends on c<2\n\nTo fix this\nERROR: no\n",
+            "a 1 depends on c>=2; b 1 depends on c<2",
+        ),
+        (
+            "ERROR: Ignored the following versions: 1.3 Requires-Python >=3.12; 1.4 Requires-Python >=3.12\nERROR: none\n",
+            "version 1.4 wants Python >=3.12",
+        ),
+        ("words\nERROR: No matching distribution found for a\nmore", "ERROR: No matching distribution found for a"),
+        ("", "pip failed"),
+    ],
+)
+def test_the_reason_why_a_framework_cannot_be_had_is_taken_from_pips_words(told, reason):
+    assert why(told) == reason
 
 
 def test_no_adapter_is_shipped_for_a_framework_without_a_suite():
