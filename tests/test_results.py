@@ -56,7 +56,7 @@ def result(benchmark: str) -> dict:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources in a tree of their own."""
     root = tmp_path_factory.mktemp("tree")
-    for folder in ("jaxmem_callbacks", "benchmarks", "examples"):
+    for folder in ("jaxmem_callbacks", "benchmarks", "examples", "tests"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return root
 
