@@ -26,6 +26,7 @@ from tests import oom_steps
 
 pytestmark = pytest.mark.core
 KEPT_IN_A_LIST = []
+QUICK_S = 2.0
 HUGE = 2**47  # bytes; more than a process can address
 
 
@@ -53,6 +54,21 @@ def facts(folder: Path):
     return json.loads((folder / "facts.json").read_text())
 
 
+def fail(guard, step, state, batch):
+    """The failure of a step as it left a guard, and how many seconds it was held up."""
+    began = []
+
+    def train():
+        try:
+            jax.block_until_ready(step(state, batch))
+        finally:
+            began.append(time.monotonic())
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught, guard:
+        train()
+    return caught.value, time.monotonic() - began[0]
+
+
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
     """A real step that ran out of memory under a guard and a monitor: folder, exception and how long the guard took."""
@@ -60,30 +76,25 @@ def failed(tmp_path_factory):
     state, batch = oom_steps.new_state(), oom_steps.new_batch()
     KEPT_IN_A_LIST.extend(jnp.ones((256, 256)) for _ in range(40))
     step = jm.jit_step(oom_steps.train_step, donate_argnames=("state",))
-    began = []
-
-    def train():
-        try:
-            jax.block_until_ready(step(state, batch))
-        finally:
-            began.append(time.thread_time())  # what others do on the machine does not count
-
     with jm.MemoryMonitor(logdir=place / "run") as monitor:
         monitor(7, {"loss": 0.5})
         monitor.flush()
-        with pytest.raises(jax.errors.JaxRuntimeError) as caught, jm.oom_guard(monitor, plan_seconds=0):
-            train()
-        took = time.thread_time() - began[0]
+        error, took_s = fail(jm.oom_guard(monitor, plan_seconds=0), step, state, batch)
+        again = jm.oom_guard(monitor, outdir=place / "again", plan_seconds=0)
+        # Others may take turns with it on a busy machine, but a guard that waits for something does so every time.
+        for _ in range(3):
+            if took_s >= QUICK_S:
+                took_s = fail(again, step, state, batch)[1]
     KEPT_IN_A_LIST.clear()
     (folder,) = reports(place / "run-oom")
-    return folder, caught.value, took, step
+    return folder, error, took_s, step
 
 
 def test_it_is_quick_and_says_in_one_sentence_what_happened(failed):
     folder, error, took, step = failed
     asked = re.search(r"allocating (\d+) bytes", str(error))[1]
     told = facts(folder)
-    assert took < 2
+    assert took < QUICK_S
     assert told["sentence"].startswith("The program train_step asked for ")
     assert told["sentence"].endswith("it did not fit for capacity, since more was asked for than was there.")
     assert told["facts"]["requested_bytes"] == int(asked)
