@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
@@ -255,6 +255,7 @@ def test_many_events_are_counted_and_few_named():
 # The figure
 
 
+@settings(deadline=None)
 @given(high=st.floats(1e-9, 1e15), count=st.integers(1, 10))
 def test_ticks_are_round_and_within(high, count):
     ticks = nice_ticks(high, count)
@@ -264,6 +265,7 @@ def test_ticks_are_round_and_within(high, count):
     assert len({f"{tick:.12e}" for tick in ticks}) == len(ticks)
 
 
+@settings(deadline=None)
 @given(
     highs=st.lists(st.tuples(st.integers(-1, 10**9), st.floats(0, 1e6), st.floats(0, 1e3)), min_size=1, max_size=20),
     limit=st.none() | st.integers(1, 2**50),

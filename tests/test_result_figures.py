@@ -1,0 +1,354 @@
+"""Figures in documents are those of the result files, and pictures are drawn from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+import jaxmem_callbacks as jm
+from benchmarks.frameworks import FRAMEWORKS, why
+from benchmarks.plan_bench import at_equal_flops, closest
+from benchmarks.plan_picture import PICTURE, plan_of
+from benchmarks.simulator_picture import CASE
+from benchmarks.simulator_picture import PICTURE as SIMULATED
+from benchmarks.sources import (
+    COMMANDS,
+    RESULTS,
+    ROOT,
+    ROWS_BENCHMARK,
+    SOURCES,
+    benchmark_of,
+    command,
+)
+from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.simulation_text import simulation_text
+
+MIB = 2**20
+
+
+def result(benchmark: str) -> dict:
+    (path,) = (path for path in RESULTS.glob("*.json") if benchmark_of(path) == benchmark)
+    return json.loads(path.read_text())
+
+
+def row_of(plan: jm.Plan, candidate: Candidate) -> re.Pattern[str]:
+    """How docs/plan.md tells a candidate: its policy, its bytes and its extra operations."""
+    policy = candidate.policy
+    words = ", ".join(
+        f"`{word}`" for word in (policy.sharding, policy_words(replace(policy, sharding=None, donate=None))) if word
+    )
+    chosen = r" \(chosen\)" if candidate is plan.chosen and len(plan.record.mesh) else ""
+    share = f"+{(candidate.extra_share or 0) * 100:.1f} %" if candidate.extra_flops else "0"
+    return re.compile(
+        rf"^\| {re.escape(words)}{chosen} \| {format_bytes(candidate.step_bytes)}[^|]* \| {re.escape(share)}[ ,|]",
+        re.MULTILINE,
+    )
+
+
+@pytest.mark.parametrize(("file", "quoted"), [("plan_pod_*", 5), ("plan_nnx_transformer_*", 6)])
+def test_tables_of_plans_are_those_of_the_files(file, quoted):
+    (path,) = RESULTS.glob(f"{file}.json")
+    plan = plan_of(path)
+    text = (ROOT / "docs" / "plan.md").read_text()
+    told = [each for each in plan.candidates if row_of(plan, each).search(text)]
+    assert len(told) == quoted
+    assert plan.chosen in told
+
+
+def test_the_picture_of_a_plan_is_drawn_from_the_figures_of_the_document():
+    (path,) = RESULTS.glob("plan_pod_*.json")
+    plan = plan_of(path)
+    (axes,) = plan.figure().axes
+    assert len([label for label in axes.texts if ":" in label.get_text()]) == len(plan.candidates)
+    assert PICTURE.read_bytes()[:4] == b"\x89PNG"
+    assert f"images/{PICTURE.name})" in (ROOT / "docs" / "plan.md").read_text()
+
+
+def test_figures_of_accumulation_are_those_of_the_file():
+    text = " ".join((ROOT / "docs" / "accumulation.md").read_text().split())
+    content = result("accumulation")
+    whole, four, sixteen, rematted = (
+        f"{number / MIB:.1f} MiB" for number in content["temp_bytes"]["in_a_scan"].values()
+    )
+    assert (
+        f"{whole} whole, {four} with 4 microbatches, {sixteen} with 16, and {rematted} with 4 and `remat: full`" in text
+    )
+    masked, contrastive = (f"{100 * share:.0f} %" for share in content["mean_is_off_by"].values())
+    assert f"masked mean over 32 rows comes out {masked} wrong and an in-batch contrastive loss {contrastive}" in text
+
+
+NAMES = {
+    "linen_transformer": "Linen transformer, unrolled",
+    "nnx_transformer": "NNX transformer, scanned",
+    "dropout_transformer": "dropout, tied embeddings, bf16 casts",
+    "mixture": "mixture of experts",
+    "vit": "ViT",
+    "resnet": "ResNet with BatchNorm",
+    "unet": "U-Net",
+    "lstm": "LSTM over time",
+    "equinox_transformer": "Equinox transformer",
+    "mixer": "MLP-mixer, plain JAX",
+    "encoder_decoder": "encoder-decoder",
+}
+
+
+def test_every_extra_was_installed_from_the_wheel_on_both_jax_lines():
+    rows = result("check_wheel")["rows"]
+    wanted = {None, *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+    lines = {".".join(row["versions"]["jax"].split(".")[:2]) for row in rows}
+    assert lines == {"0.10", "0.12"}
+    for line in lines:
+        assert {row["extra"] for row in rows if row["versions"]["jax"].startswith(f"{line}.")} == wanted
+    assert {row["versions"]["jaxmem_callbacks"] for row in rows} == {jm.__version__}
+    assert len({row["python"].rpartition(".")[0] for row in rows}) == 3
+    assert "in clean environments: three Pythons, both JAX lines, each extra" in (ROOT / "README.md").read_text()
+
+
+POLICIES = ("full", "dots", "dots_no_batch", "names", "chunked")
+
+
+def nearest_points(target: str) -> dict[tuple[str, str], tuple[float, float]]:
+    """Model and policy by hand -> bytes and operations of the frontier's nearest point, over those of the hand."""
+    rows = [row for row in result(ROWS_BENCHMARK)["rows"] if row["target"] == target]
+    ours = {row["model"]: row["candidates"] for row in rows if row["policy"] == "ours"}
+    by_hand = [row for row in rows if row["policy"] != "none" and not row["policy"].startswith("ours")]
+    return {
+        (row["model"], row["policy"]): closest(ours[row["model"]], row)
+        for row in by_hand
+        if row["model"] in ours and row.get("step_bytes")
+    }
+
+
+@pytest.mark.parametrize("target", ["h100_sxm", "v5e"])
+def test_figures_of_plans_against_remat_by_hand_are_those_of_the_file(target):
+    text = (ROOT / "docs" / "plan.md").read_text().partition("## Against remat by hand")[2]
+    first, _, second = text.partition("For a v5e")
+    lines = (first if target == "h100_sxm" else second).splitlines()
+    points = nearest_points(target)
+    for (model, policy), (memory, work) in points.items():
+        (line,) = (line for line in lines if line.startswith(f"| {NAMES[model]} |"))
+        cells = [cell.strip() for cell in line.split("|")[2:]]
+        assert cells[POLICIES.index(policy)] == f"{memory:.2f} at {work:.2f}", (model, policy)
+    assert sum(line.startswith("| ") and " at " in line for line in lines) == len({model for model, _ in points})
+    far = sorted(max(both) for both in points.values())
+    near, within = sum(each <= 1.05 for each in far), sum(each <= 1.02 for each in far)
+    below, fewer = (sum(test(both) for both in points.values()) for test in (lambda b: max(b) < 1, lambda b: b[0] < 1))
+    readme = (ROOT / "README.md").read_text()
+    mean, asked = at_equal_operations(target)
+    if target == "v5e":
+        assert (
+            f"Of these {len(far)} policies {near} have a point within 1.05 of their bytes and FLOPs, {within} within 1.02"
+            in second
+        )
+        assert f"{within} within 1.02, {below} one below both, and {fewer} one with fewer bytes" in second
+        assert f"The farthest, {far[-1]:.3f}, is" in second
+        assert far[-2] <= 1.05
+        assert (
+            f"are {mean:.3f} of the hand's for a v5e (geometric mean of {asked} policies that were asked for)" in second
+        )
+        told = f"of {len(far)} policies in eight models, within 1.05 for {near} (the farthest {far[-1]:.3f})"
+        assert f"{told}, within 1.02 for {within}, below both for {below}, with fewer bytes for {fewer}" in readme
+        return
+    assert far[-1] <= 1.05
+    told = f"(the farthest is {far[-1]:.3f}), {within} within 1.02, {below} one\nbelow both, and {fewer} one with fewer bytes"
+    assert f"Of the {len(far)} policies by hand all have a point" in first
+    assert told in first
+    assert f"and\n{mean:.3f} for an H100 (of {asked})" in second
+    all_of_them = f"for all {len(far)} (the farthest {far[-1]:.3f})"
+    assert f"{all_of_them}, within 1.02 for {within}, below both for {below}, with fewer bytes for {fewer}" in readme
+
+
+def at_equal_operations(target: str) -> tuple[float, int]:
+    """Our bytes over those of the policies by hand that were asked for at equal operations: geometric mean, and of how many."""
+    ratios = []
+    for model in NAMES:
+        here = {
+            row["policy"]: row
+            for row in result(ROWS_BENCHMARK)["rows"]
+            if (row["model"], row["target"]) == (model, target)
+        }
+        ratios += [
+            ratio for policy in here if policy in POLICIES and (ratio := at_equal_flops(here, policy)) is not None
+        ]
+    return statistics.geometric_mean(ratios), len(ratios)
+
+
+def test_figures_of_padding_are_those_of_the_file():
+    rows = result("padding")["rows"]
+    text = (ROOT / "docs" / "gpu_and_tpu.md").read_text()
+    for row in rows:
+        if row["target"] == "h100_sxm":
+            assert row["device_bytes"] == row["own_bytes"]
+            continue
+        own, device = row["own_bytes"], row["device_bytes"]
+        assert (
+            f"| `{row['array']}` | {own:,} | {device:,} | {device / own:.2f} | `{row['layout']}` | {own:,} |" in text
+        ), row
+    assert len({row["array"] for row in rows}) == text.count("`{")
+
+
+def test_figures_of_the_hook_are_those_of_the_file():
+    readme = (ROOT / "README.md").read_text()
+    content = result("hook_cost")
+    one, eight = (content["by_devices"][count]["monitor, everything on"] for count in ("1", "8"))
+    assert (
+        f"{one['hook_median_us']:.1f} microseconds in the median on one device and {eight['hook_median_us']:.1f} on eight"
+        in readme
+    )
+    assert f"Called in a row {content['hook_in_a_row_us']}" in readme
+    above, mean, p99 = (
+        f"{one[name]:.{digits}f} and {eight[name]:.{digits}f} (goal {goal})"
+        for name, digits, goal in (
+            ("hook_above_bare_median_us", 1, 10),
+            ("whole_step_mean_ratio", 3, 1.01),
+            ("whole_step_p99_ratio", 3, 1.05),
+        )
+    )
+    assert above in readme
+    assert f"mean {mean}, p99 {p99}" in readme
+    beside = [content["by_devices"][count].get("stormlog tracker") for count in ("1", "8")]
+    told = [f"{each['whole_step_mean_ratio']:.3f}" for each in beside if each]
+    assert (f"stormlog's tracker {' and '.join(told)}" if told else "stormlog was not in this run") in readme
+
+
+def test_the_loggers_that_were_tried_are_those_of_the_file():
+    text = " ".join((ROOT / "docs" / "figures.md").read_text().split())
+    loggers = result("adapters")["loggers"]
+    assert {each["outcome"] for each in loggers.values()} == {"passed"}
+    names = {"flax.metrics.tensorboard": "Flax", "wandb": "Weights & Biases"}
+    for name, each in loggers.items():
+        assert f"{names.get(name, name)} {each['version']}" in text
+
+
+FRAMEWORK_NAMES = {"keras": "Keras 3 on JAX", "grain": "Grain, or any iterator"}
+
+
+def framework_cell(tried: dict[str, str | int]) -> str:
+    """How docs/frameworks.md tells of one framework with one Python."""
+    if tried["outcome"] == "passed":
+        return f"{tried['version']}, {tried['passed']} tests"
+    return "not installable"
+
+
+def test_the_frameworks_that_were_tried_are_those_of_the_files():
+    text = (ROOT / "docs" / "frameworks.md").read_text()
+    files = sorted(RESULTS.glob("frameworks_jax_*.json"), reverse=True)
+    contents = [json.loads(path.read_text()) for path in files]
+    assert all(list(content["frameworks"]) == list(FRAMEWORKS) for content in contents)
+    lines = [
+        f"Python {each['versions']['python'].rpartition('.')[0]}, jax {each['versions']['jax']}" for each in contents
+    ]
+    assert f"| framework | what you add | {' | '.join(lines)} |" in text
+    for name, framework in FRAMEWORKS.items():
+        tried = [content["frameworks"][name] for content in contents]
+        cells = " | ".join(map(framework_cell, tried))
+        assert re.search(
+            rf"^\| {FRAMEWORK_NAMES.get(name, name.capitalize())} \|.*\| {re.escape(cells)} \|$",
+            text,
+            re.MULTILINE | re.IGNORECASE,
+        ), name
+        reasons = [str(each["outcome"]) for each in tried if each["outcome"] != "passed"]
+        assert all(each.startswith("not installable: ") for each in reasons), name
+        assert all(each.removeprefix("not installable: ") in text for each in reasons), name
+        assert framework.suite or len(reasons) == len(tried), "no suite, no adapter, no claim"
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (
+            "x\nThe conflict is caused by:\n    a 1 depends on c>=2\n    b 1 depends on c<2\n\nTo fix this\nERROR: no\n",
+            "a 1 depends on c>=2; b 1 depends on c<2",
+        ),
+        (
+            "ERROR: Ignored the following versions: 1.3 Requires-Python >=3.12; 1.4 Requires-Python >=3.12\nERROR: none\n",
+            "version 1.4 wants Python >=3.12",
+        ),
+        ("words\nERROR: No matching distribution found for a\nmore", "ERROR: No matching distribution found for a"),
+        ("", "pip failed"),
+    ],
+)
+def test_the_reason_why_a_framework_cannot_be_had_is_taken_from_pips_words(told, reason):
+    assert why(told) == reason
+
+
+def test_no_adapter_is_shipped_for_a_framework_without_a_suite():
+    files = {path.stem for path in (ROOT / "jaxmem_callbacks" / "integrations").glob("*.py")}
+    assert {"keras", "kauldron", "tunix"} == files & set(FRAMEWORKS)
+    assert all((ROOT / each.suite).exists() for each in FRAMEWORKS.values() if each.suite)
+
+
+def test_figures_of_the_simulator_are_those_of_the_file():
+    content = result("simulator")
+    pool, replay = (
+        min(row["median_a_second"] for row in content[part].values()) // 1000 * 1000
+        for part in ("pool_alone", "replay")
+    )
+    assert min(pool, replay) >= 100_000
+    few, many, most = (row["median_us"] / 1000 for row in content["recording_a_call"])
+    for document in ("README.md", "docs/simulate.md"):
+        text = " ".join((ROOT / document).read_text().split())
+        assert f"at least {pool:,} allocations a second of processor time, a whole replay {replay:,}" in text
+        assert (
+            f"takes {few:.1f} ms of processor time at 100 live arrays, {many:.1f} at 1,000 and {most:.1f} at 5,000"
+            in text
+        )
+
+
+def test_costs_of_recovery_are_those_of_the_file():
+    content = result("recovery_cost")
+    steps, rows = content["steps"], content["snapshots"]
+    idle, busy = steps["host_idle"]["recovery_over_waited"], steps["host_busy"]["recovery_over_dispatched"]
+    assert all(row[kind]["bytes"] == row["state_bytes"] for row in rows for kind in ("host", "orbax"))
+    large, small = (
+        [round(row[kind]["over_a_memory_copy"], 1) for kind in ("host", "orbax", "back_from_host")]
+        for row in (rows[-1], rows[0])
+    )
+    text = " ".join((ROOT / "docs" / "recovery.md").read_text().split())
+    assert (
+        f"`recovery.step` takes {idle:.2f} times as long as a step of `jm.jit_step` whose result is waited for" in text
+    )
+    between = f"Where the host needs {steps['host_ms']:.0f} ms between two steps"
+    assert f"{between}, it takes {busy:.2f} times as long as steps that are not waited for" in text
+    sizes = [f"{row['state_bytes'] // MIB} MiB" for row in (rows[-1], rows[0])]
+    told = f"host copy of {sizes[0]} takes {large[0]} times as long, a checkpoint on disk {large[1]}, the way back from the host"
+    assert f"{told} {large[2]}; of {sizes[1]} {small[0]}, {small[1]} and {small[2]}" in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"a step by `jm.Recovery` over one that is waited for: {idle:.2f}; a host copy of a state of {sizes[0]}"
+        in readme
+    )
+    assert f"over a copy of its bytes by NumPy: {large[0]}, a checkpoint on disk: {large[1]}" in readme
+
+
+def test_the_picture_of_the_simulator_is_drawn_from_a_case_of_the_package():
+    text = (ROOT / "docs" / "simulate.md").read_text()
+    assert SIMULATED.read_bytes()[:4] == b"\x89PNG"
+    assert f"images/{SIMULATED.name})" in text
+    trace = trace_of(CASE)
+    found = simulate_ways(trace, device_bytes_of(None, trace))
+    told = simulation_text(found).splitlines()
+    quoted = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(quoted) > 8
+    assert [line for line in quoted if line not in told and line != "  ..."] == []
+
+
+def test_make_bench_promises_no_more_than_it_runs():
+    (line,) = re.findall(r"^bench: (.*?) ## (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    runs, promise = line
+    left_out = {"bench-plan", *(command(each) for each in SOURCES)} - {*COMMANDS.values(), *runs.split()}
+    assert left_out == set(re.findall(r"bench-\w+", promise.partition("; not ")[2]))
+
+
+def test_documents_on_remat_give_no_bytes_that_no_file_holds():
+    """Sizes of programs come from results; what is left are words, and sizes that are asked for."""
+    text = (ROOT / "docs" / "remat.md").read_text()
+    assert not re.findall(r"\b\d[\d.]* [KMGT]i?B\b(?!/s)", text)
