@@ -8,9 +8,9 @@ import optax
 
 import jaxmem_callbacks as jm
 
-LAYERS, WIDTH, ROWS = 24, 64, 8
+LAYERS, WIDTH, ROWS = 24, 64, 2**14  # a batch of 4 MiB, among the largest arrays of any process of tests
 # Of each row, made inside the step: 24 layers of 2**21 rows of 256 bytes, twice, are 24 GiB.
-COPIES = 2**18
+COPIES = 2**7
 OPTIMIZER = optax.adam(1e-3)
 
 

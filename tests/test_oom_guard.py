@@ -130,7 +130,7 @@ def test_the_report_has_its_parts_in_their_order(failed):
 def test_holders_are_named_by_argument_and_variable_with_their_site(failed):
     rows = {row["name"]: row for row in facts(failed[0])["holders"]}
     (batch,) = [row for name, row in rows.items() if name.startswith("batch['x']")]
-    assert (batch["type_text"], batch["kind"]) == ("float32[8,64]", "batch")
+    assert (batch["type_text"], batch["kind"]) == ("float32[16384,64]", "batch")
     assert batch["site"].startswith("oom_steps.py:")
     (several,) = [row for name, row in rows.items() if name.startswith("KEPT_IN_A_LIST")]
     assert (several["count"], several["bytes"]) == (40, 40 * 256 * 256 * 4)
