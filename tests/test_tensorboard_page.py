@@ -27,7 +27,7 @@ from tests.processes import until
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
 
-Look = Callable[[str, str], str]
+Look = Callable[..., str]
 
 
 class Run(NamedTuple):
@@ -97,11 +97,13 @@ def browser(address: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def look(browser: Browser, address: str) -> Look:
-    """Open a part of the page, wait until it shows a text, keep a picture if wanted, return all its text."""
+    """Open a part of the page, wait until it shows all the texts, keep a picture if wanted, return all its text."""
 
-    def at(part: str, until: str) -> str:
+    def at(part: str, *texts: str) -> str:
         browser.open(f"{address}/#{part}")
-        browser.wait_for(lambda: until in browser.text())
+        browser.wait_for(
+            lambda: all(text in shown for shown in [browser.text()] for text in texts)
+        )  # they come one by one
         browser.wait_for(lambda: browser.run(_DRAWN), seconds=10)
         if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
             time.sleep(2)  # lines are animated
@@ -136,7 +138,7 @@ def test_the_scalars_have_at_least_a_hundred_points(look: Look, browser: Browser
 
 
 def test_the_text_page_tells_both_events_and_what_is_known(look: Look):
-    text = look("text", "memory/known_here/text_summary")
+    text = look("text", "memory/known_here/text_summary", "Recompilation", "unknown, because JAX's CPU client keeps no")
     assert "Near out of memory" in text
     assert "page_step alone needs" in text
     assert "Recompilation" in text
@@ -146,7 +148,7 @@ def test_the_text_page_tells_both_events_and_what_is_known(look: Look):
 
 
 def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser, run: Run):
-    text = look("images", "memory/over_time")
+    text = look("images", "memory/over_time", "memory/heap_map", f"step\n{run.last_step}")
     assert f"step\n{run.last_step}" in text
     widths = browser.wait_for(lambda: browser.run(_WIDTHS))
     assert sorted(widths) == [840, 840, 1008, 1008], "all loaded: memory over time, heap map, and both plans' frontiers"
@@ -185,7 +187,13 @@ def test_the_custom_scalars_page_has_titled_charts_with_data(look: Look, browser
 
 def test_the_text_page_shows_the_plans(look: Look):
     """The run's own and the one that is a run by itself, each with its candidates and where figures come from."""
-    text = look("text", "plan/where_figures_come_from/text_summary")
+    text = look(
+        "text",
+        "plan/where_figures_come_from/text_summary",
+        "full, keep 0.341",
+        "1.0 TiB (1,099,511,627,776 B)",
+        "predicted",
+    )
     cells = text[text.index("plan/candidates/text_summary") :]
     assert "\n->\nfull, keep 0.341\n71.6 MiB\nunknown\n99%\n+9.8%\nunknown\n0\n" in cells
     assert "71.6 MiB (75,078,042 B)\nthe compiler for h100_sxm: arguments + results" in cells
