@@ -99,11 +99,13 @@ def browser(address: str) -> Iterator[Browser]:
 def look(browser: Browser, address: str) -> Look:
     """Open a part of the page, wait until it shows all the texts, keep a picture if wanted, return all its text."""
 
+    def shows_all(texts: tuple[str, ...]) -> bool:  # they come one by one
+        shown = browser.text()
+        return all(text in shown for text in texts)
+
     def at(part: str, *texts: str) -> str:
         browser.open(f"{address}/#{part}")
-        browser.wait_for(
-            lambda: all(text in shown for shown in [browser.text()] for text in texts)
-        )  # they come one by one
+        browser.wait_for(lambda: shows_all(texts))
         browser.wait_for(lambda: browser.run(_DRAWN), seconds=10)
         if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
             time.sleep(2)  # lines are animated
