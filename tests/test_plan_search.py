@@ -2,85 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.records.errors import PlanError
-
-DEPTH, WIDTH, ROWS = 4, 16, 1024
-OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
-
-
-def forward(params: Any, batch: Any) -> Any:
-    def layer(x: Any, weight: Any) -> Any:
-        return x + jnp.tanh(x @ weight["up"]) @ weight["down"], None
-
-    return jax.lax.scan(layer, batch, params)[0]
-
-
-def loss_fn(params: Any, batch: Any) -> Any:
-    return (forward(params, batch) ** 2).mean()
-
-
-def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-    loss, grads = jm.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
-
-
-def eval_step(params: Any, batch: Any) -> Any:
-    """Keeps every layer's input and result: more than a step under remat."""
-    outputs = [forward(params, batch * scale) for scale in range(1, 9)]
-    return jnp.stack([jnp.repeat(output, 8, axis=0) for output in outputs])
-
-
-def abstract(rows: int = ROWS) -> Any:
-    params = {
-        "up": jax.ShapeDtypeStruct((DEPTH, WIDTH, 4 * WIDTH), jnp.float32),
-        "down": jax.ShapeDtypeStruct((DEPTH, 4 * WIDTH, WIDTH), jnp.float32),
-    }
-    return params, jax.eval_shape(OPTIMIZER.init, params), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
-
-
-@functools.cache
-def parameters() -> Any:
-    keys = iter(jax.random.split(jax.random.key(0), 2))
-    return jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 8, abstract()[0])
-
-
-def rows_of(count: int) -> Any:
-    return jax.random.normal(jax.random.key(1), (count, WIDTH))
-
-
-def same(got: Any, wanted: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
-
-
-def obeys(plan: jm.Plan) -> None:
-    """What holds of every plan with a budget, whatever was searched."""
-    record = plan.record
-    assert record.budget_bytes is not None
-    for each in plan.candidates:
-        assert each.need_bytes is not None
-        assert each.need_bytes >= (each.step_bytes or 0) + record.resident_bytes
-        assert each.fits == (each.need_bytes <= record.budget_bytes)
-    fitting = [each for each in plan.candidates if each.fits]
-    assert plan.chosen in (fitting or plan.candidates)
-    most = max((each.batch_rows or 0 for each in fitting), default=0)
-    best = [each for each in fitting if (each.batch_rows or 0) == most]
-    assert plan.chosen.extra_flops == min((each.extra_flops for each in best), default=plan.chosen.extra_flops)
-    assert len({(each.policy, each.batch_rows) for each in plan.candidates}) == len(plan.candidates), (
-        "one compiled twice"
-    )
+from tests.searched_steps import (
+    OPTIMIZER,
+    ROWS,
+    WIDTH,
+    abstract,
+    eval_step,
+    forward,
+    loss_fn,
+    obeys,
+    parameters,
+    rows_of,
+    same,
+    train_step,
+)
 
 
 @pytest.fixture(scope="module")
@@ -357,50 +303,3 @@ def test_ctrl_c_gives_the_best_of_a_wide_search() -> None:
     assert len(plan.candidates) == 2
     assert "Interrupted: this is the best of what was compiled so far." in str(plan)
     assert plan.chosen.fits is True
-
-
-def frozen_or_trained(params: Any) -> Any:
-    return {name: "train" if name == "lora" else "freeze" for name in params}
-
-
-LORA = optax.multi_transform({"train": optax.sgd(1e-2, momentum=0.9), "freeze": optax.set_to_zero()}, frozen_or_trained)
-CONFIG = {"rate": 0.1, "decay": 0.99}
-
-
-def users_step(state: Any, batch: Any, key: Any) -> Any:
-    """As users write it: a closure over optimizer and config, LoRA on frozen weights, dropout, metrics, an average."""
-
-    def loss(params: Any, batch: Any, key: Any) -> Any:
-        weights = {
-            "up": params["up"] + params["lora"]["a"] @ params["lora"]["b"],
-            "down": params["down"],
-        }
-        hidden = forward(weights, batch["x"])
-        kept = jax.random.bernoulli(key, 1 - CONFIG["rate"], hidden.shape)
-        error = ((jnp.where(kept, hidden, 0) - batch["y"]) ** 2).mean()
-        return error, {"error": error, "largest": jnp.abs(hidden).max()}
-
-    (_, metrics), grads = jm.value_and_grad(loss, has_aux=True)(state["params"], batch, key)
-    updates, opt_state = LORA.update(grads, state["opt_state"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    ema = jax.tree.map(lambda e, p: CONFIG["decay"] * e + (1 - CONFIG["decay"]) * p, state["ema"], params)
-    return {"params": params, "opt_state": opt_state, "ema": ema}, metrics
-
-
-@pytest.mark.core
-def test_a_step_as_users_write_it_is_planned_and_keeps_its_numbers() -> None:
-    lora = {"a": jnp.ones((DEPTH, WIDTH, 2)) / 8, "b": jnp.ones((DEPTH, 2, 4 * WIDTH)) / 8}
-    params = {**parameters(), "lora": lora}
-    state = {"params": params, "opt_state": LORA.init(params), "ema": params}
-    batch = {"x": rows_of(ROWS), "y": rows_of(ROWS) / 2}
-    arguments = state, batch, jax.random.key(3)
-    shapes = jax.eval_shape(lambda *values: values, *arguments)
-    plan = jm.plan(users_step, *shapes, budget="1200KiB", search={"remat": True})
-    obeys(plan)
-    assert plan.policy.remat == "full"
-    assert plan.chosen.fits
-    wanted = jax.jit(users_step)(*arguments)
-    # A copy for each argument: the average begins as the parameters themselves, and one buffer is donated once.
-    got = jm.jit_step(users_step, plan.policy)(jax.tree.map(jnp.copy, state), batch, jax.random.key(3))
-    same(got, wanted)
-    same(got[0]["params"]["up"], params["up"])
