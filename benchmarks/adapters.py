@@ -61,13 +61,17 @@ def assert_shown(shown: set[str], *wanted: str) -> None:
     assert not missing, f"not shown: {missing}, of {sorted(shown)}"
 
 
+def assert_all_shown(folder: Path) -> None:
+    """Event files with scalars, texts and pictures."""
+    tags = tensorboard_tags(folder)
+    assert_shown({tag for several in tags.values() for tag in several}, HOST, LOSS, EVENTS, KNOWN, PICTURE)
+
+
 def tensorboardx(folder: Path) -> None:
     """tensorboardX.SummaryWriter."""
     with importlib.import_module("tensorboardX").SummaryWriter(str(folder)) as logger:
         watched(logger)
-    assert_shown(
-        {tag for tags in tensorboard_tags(folder).values() for tag in tags}, HOST, LOSS, EVENTS, KNOWN, PICTURE
-    )
+    assert_all_shown(folder)
 
 
 def clu(folder: Path) -> None:
@@ -75,9 +79,7 @@ def clu(folder: Path) -> None:
     logger = importlib.import_module("clu.metric_writers").create_default_writer(str(folder))
     watched(logger)
     logger.close()
-    assert_shown(
-        {tag for tags in tensorboard_tags(folder).values() for tag in tags}, HOST, LOSS, EVENTS, KNOWN, PICTURE
-    )
+    assert_all_shown(folder)
 
 
 def flax(folder: Path) -> None:
@@ -85,9 +87,7 @@ def flax(folder: Path) -> None:
     logger = importlib.import_module("flax.metrics.tensorboard").SummaryWriter(str(folder))
     watched(logger)
     logger.close()
-    assert_shown(
-        {tag for tags in tensorboard_tags(folder).values() for tag in tags}, HOST, LOSS, EVENTS, KNOWN, PICTURE
-    )
+    assert_all_shown(folder)
 
 
 def metrax(folder: Path) -> None:
