@@ -15,6 +15,7 @@ from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Record, Writer
+from tests.watching import told
 
 FAST = MonitorSettings(window_s=0.01, scan_s=0.01)
 
@@ -42,7 +43,7 @@ def drive(monitor: jm.MemoryMonitor, steps: int = 5) -> None:
 def test_a_probe_that_raises_is_named_once_and_the_others_go_on(capfd):
     double = jm.CollectingWriter()
     drive(jm.MemoryMonitor(FAST, writer=double, probes=[BrokenProbe(), HostProbe()]))
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert line.startswith(
         "jaxmem: the probe BrokenProbe is switched off for the rest of the run: OSError: driver gone at step"
     )
@@ -52,7 +53,7 @@ def test_a_probe_that_raises_is_named_once_and_the_others_go_on(capfd):
 def test_a_writer_that_raises_is_named_once_and_the_others_go_on(capfd):
     double = jm.CollectingWriter()
     drive(jm.MemoryMonitor(FAST, writer=[BrokenWriter(), double]))
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert line == "jaxmem: writer 1 (BrokenWriter) is switched off for the rest of the run: OSError: disk full"
     assert double.of(Window)
     assert double.closed
@@ -68,7 +69,7 @@ def test_a_hook_that_fails_is_switched_off_and_training_goes_on(capfd):
     with jm.MemoryMonitor(FAST, probes=[]) as monitor:
         monitor("twelve")
         monitor(1)
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert line.startswith("jaxmem: the hook is switched off for the rest of the run: ValueError: invalid literal")
 
 
@@ -78,7 +79,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path, capfd):
     full = Reading(source="allocator", device="gpu:0", step=0, time_s=0.0, in_use_bytes=99, limit_bytes=100)
     monitor = jm.MemoryMonitor(FAST, logdir=blocked / "run", probes=[jm.ScriptedProbe([full])])
     drive(monitor)
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert line.startswith(f"jaxmem: writing to {blocked / 'run'} is switched off for the rest of the run: ")
     assert [event.device for event in monitor.events] == ["gpu:0"], "it still watches"
 
@@ -89,7 +90,7 @@ def test_two_monitors_on_one_folder_do_not_mix(tmp_path: Path, capfd):
         first.flush()
         drive(jm.MemoryMonitor(FAST, logdir=tmp_path))
         first(1)
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert (
         "another monitor writes to this folder; close it first (monitor.close()) or give this one another logdir"
         in line
@@ -97,7 +98,7 @@ def test_two_monitors_on_one_folder_do_not_mix(tmp_path: Path, capfd):
     assert len(list(tmp_path.glob("events.*"))) == 1
     drive(jm.MemoryMonitor(FAST, logdir=tmp_path))
     assert len(list(tmp_path.glob("events.*"))) == 2, "closed, it is free again"
-    assert capfd.readouterr().err == ""
+    assert told(capfd) == []
 
 
 def test_what_is_no_scalar_is_said_once_and_not_held(capfd):
@@ -108,7 +109,7 @@ def test_what_is_no_scalar_is_said_once_and_not_held(capfd):
             monitor(step, {"loss": 1.0, "logits": jnp.ones((4, 4))})
             monitor(step, [1, 2])
             monitor.flush()
-    lines = capfd.readouterr().err.splitlines()
+    lines = told(capfd)
     assert sorted(lines) == [
         "jaxmem: the metric list (expected a mapping of names to scalars) is not shown: only scalars are kept.",
         "jaxmem: the metric logits is not shown: only scalars are kept.",
@@ -122,7 +123,7 @@ def test_a_step_on_the_device_is_never_read(capfd):
             monitor(jnp.int32(100 + step))
         monitor.flush()
     assert double.of(Window)[-1].step == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert "the monitor counts calls instead. Give it a Python int: monitor(i, metrics)." in line
 
 
@@ -135,7 +136,7 @@ def test_a_metric_deleted_meanwhile_is_left_out(capfd):
         monitor.flush()
     assert "train/gone" not in double.of(Window)[0].spreads
     assert double.of(Window)[0].spreads["train/kept"].mean == 2.0
-    assert capfd.readouterr().err == ""
+    assert told(capfd) == []
 
 
 def test_a_users_exception_passes_unchanged(tmp_path, monkeypatch):
@@ -162,7 +163,7 @@ def test_an_environment_that_does_not_hold_after_the_start_is_told_once(capfd):
         monitor.flush()
         monitor(1)
         monitor.flush()
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "obey" in line]
+    (line,) = [line for line in told(capfd) if "obey" in line]
     assert line == (
         "jaxmem: tpu_default: the backend does not obey its environment. platform: JAX runs on cpu:0, and the preset is for tpu. "
         "`jaxmem doctor --start` says more."

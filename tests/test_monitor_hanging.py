@@ -16,6 +16,7 @@ from jaxmem_callbacks.callbacks import ticker
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Record, Writer
 from tests.processes import until
+from tests.watching import told
 
 FAST = MonitorSettings(window_s=0.01, scan_s=0.01)
 
@@ -45,7 +46,7 @@ def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.Mo
     monitor.sample(1)
     monitor.close()
     assert not writer.left, "nobody waited for it"
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert line == "jaxmem: writer 1 (Hanging) hangs and is left behind: what it did not take is not written."
     writer.go.set()
 
@@ -82,7 +83,7 @@ def test_a_folder_that_is_removed_is_told(tmp_path: Path, capfd):
         shutil.rmtree(tmp_path / "run")
         monitor(1)
         monitor.flush()
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = told(capfd)
     assert "FileNotFoundError: the folder was removed or replaced while the run went on" in line
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -25,6 +26,12 @@ class NotingMonitor(jm.MemoryMonitor):
     def __call__(self, step: Any, metrics: Any = None) -> None:
         self.steps.append(step)
         super().__call__(step, metrics)
+
+
+def told(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines printed, but for those on how long a probe takes: that depends on the machine and on other tests' arrays."""
+    printed = capfd.readouterr()
+    return [line for line in (printed.out + printed.err).splitlines() if " is read every " not in line]
 
 
 def assert_read_back(folder: Path) -> EventAccumulator:
