@@ -8,12 +8,19 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # also for what is made before a file's first test
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiles_of_this_run(tmp_path_factory):
     """Compiles for absent hardware are kept for this run only: the user's cache is neither read nor filled."""
     os.environ["JAXMEM_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiles"))
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles(request):
+    """Machine code is not optimised: what is computed and kept is decided before, and compiles are most of the suite's time."""
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
 
 
 @pytest.fixture(scope="module")

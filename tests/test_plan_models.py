@@ -43,8 +43,6 @@ HAND = [
         ["full", "dots", "dots_no_batch", "names"]
     )
 ]  # fmt: skip
-# What remat must not change holds at every level of optimisation; the lowest compiles fastest.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
@@ -78,7 +76,7 @@ def traced(name: str, remat: str):
 
 
 def run(name: str, remat: str):
-    return traced(name, remat).lower().compile(compiler_options=QUICK)(*arguments_of(name))
+    return traced(name, remat).lower().compile()(*arguments_of(name))
 
 
 @functools.cache

@@ -109,7 +109,13 @@ def plain_run(name: str) -> Any:
     return train(SAMPLES[name](), jm.StepPolicy())
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+# Their gradients are small differences: only the programs that users run are as near to each other as the table says.
+DIFFERENCES = {"reversed_scan", "scan_with_constants"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.optimised] * (name in DIFFERENCES)) for name in SAMPLES]
+)
 def test_five_steps_under_full_remat_equal_the_plain_ones(name: str) -> None:
     sample = SAMPLES[name]()
     assert_same_run(train(sample, jm.StepPolicy(remat="full")), plain_run(name), sample.computes_in)

@@ -43,7 +43,7 @@ def streams(weights: Any, x: Any) -> Any:
     return (x**2).mean()
 
 
-@pytest.mark.parametrize("loss", [exponents, slices, factors, streams])
+@pytest.mark.parametrize("loss", [pytest.param(exponents, marks=pytest.mark.optimised), slices, factors, streams])
 def test_layers_that_differ_in_a_number_stay_apart(loss):
     ours, theirs = (jax.jit(jax.value_and_grad(f))(WEIGHTS, INPUTS) for f in (jm.remat(loss, segments=6), loss))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
