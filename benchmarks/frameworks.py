@@ -31,7 +31,7 @@ class Framework(NamedTuple):
     Attributes:
         package: Whose version is told.
         requirements: What pip is asked for.
-        suite: The file of its tests, or empty where no adapter is shipped because it has never been installable.
+        suite: The file of its tests.
     """
 
     package: str
@@ -53,14 +53,17 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         "tests/test_adapters_kauldron.py",
     ),
-    # One version: of its hundreds of nightly ones pip would try all before it says no.
-    "levanter": Framework("marin-levanter", ("marin-levanter==0.2.227.dev40316220070",), ""),
+    # One version: of its hundreds of nightly ones pip would try all before it says no. Last: it takes an older JAX.
+    "levanter": Framework(
+        "marin-levanter", ("marin-levanter==0.2.227.dev40316220070",), "tests/test_adapters_levanter.py"
+    ),
 }
 
 
 def installed(requirements: tuple[str, ...]) -> str:
     """Why pip refuses, or nothing where it does not."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--editable", str(ROOT)]
+    command += ["--upgrade", "jax", "optax"]  # the newest that this framework allows, whatever the one before it took
     done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)  # noqa: S603 - as written above
     return why(done.stdout + done.stderr) if done.returncode else ""
 
@@ -99,10 +102,8 @@ def tried(name: str, framework: Framework) -> dict[str, int | str]:
     refused = installed(framework.requirements)
     if refused:
         return {"version": framework.requirements[0], "outcome": f"not installable: {refused}"}
-    version = importlib.metadata.version(framework.package)
-    if not framework.suite:
-        return {"version": version, "outcome": "failed: it can be installed by now, so it wants an adapter and a suite"}
-    return {"version": version, **tested(name, framework.suite)}
+    versions = {"version": importlib.metadata.version(framework.package), "jax": importlib.metadata.version("jax")}
+    return {**versions, **tested(name, framework.suite)}
 
 
 def main(names: list[str]) -> int:
@@ -110,7 +111,10 @@ def main(names: list[str]) -> int:
     unknown = sorted(set(names) - set(FRAMEWORKS))
     if unknown:
         sys.exit(f"Unknown framework {unknown[0]!r}. Expected some of: {', '.join(FRAMEWORKS)}.")
-    frameworks = {name: tried(name, each) for name, each in FRAMEWORKS.items() if not names or name in names}
+    wanted = [name for name in FRAMEWORKS if not names or name in names]
+    # Backwards, so that the newest JAX is there at the end: the file is named by it.
+    outcomes = {name: tried(name, FRAMEWORKS[name]) for name in reversed(wanted)}
+    frameworks = {name: outcomes[name] for name in wanted}
     for name, each in frameworks.items():
         print(f"  {name:10} {each['version']:44} {each['outcome']}")
     if not names:  # a part of them says nothing of the others

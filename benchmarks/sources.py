@@ -29,7 +29,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "frameworks": (
         *(f"jaxmem_callbacks/integrations/{name}.py" for name in ("keras", "kauldron", "tunix")),
         "jaxmem_callbacks/transforms/prefetch.py",
-        *(f"tests/test_adapters_{name}.py" for name in ("clu", "docs", "grain", "kauldron", "keras", "tunix")),
+        *(
+            f"tests/test_adapters_{name}.py"
+            for name in ("clu", "docs", "grain", "kauldron", "keras", "levanter", "tunix")
+        ),
     ),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),

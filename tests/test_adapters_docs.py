@@ -44,6 +44,14 @@ trainer = PeftTrainer(nnx.Linear(8, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), Traini
 trainer.with_loss_fn(lambda model, x: (model(x) ** 2).mean())
 train_ds = [{"x": jnp.ones((4, 8))}] * 3
 """,
+    "levanter": """
+import contextlib
+from pathlib import Path
+from tests import test_adapters_levanter as levanter
+own = contextlib.ExitStack()
+trainer = own.enter_context(levanter.trainer_of(levanter.config(Path("."))))
+state, train_loader = levanter.state_and_batches(trainer)
+""",
     "kauldron": """
 from kauldron import konfig
 from tests import kauldron_run
@@ -51,16 +59,17 @@ cfg = kauldron_run.config("runs")
 """,
 }
 AFTER = {
+    "levanter": "own.close()",
     "kauldron": """
 trainer = konfig.resolve(cfg)
 trainer.train()
 trainer.profiler.watching.close()
 """,
 }
-WRITTEN = {"keras": "runs/a", "clu": "runs/a", "tunix": "runs/a", "kauldron": "runs/memory"}
+WRITTEN = {"keras": "runs/a", "clu": "runs/a", "tunix": "runs/a", "levanter": "runs/a", "kauldron": "runs/memory"}
 
 
-@pytest.mark.parametrize("name", [name for name, each in FRAMEWORKS.items() if each.suite])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_lines_of_the_document_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(os.environ, "KERAS_BACKEND", "jax")

@@ -167,7 +167,18 @@ def test_no_python_of_a_document_is_run_by_nobody() -> None:
     """Blocks for a framework that needs an environment of its own name it; test_adapters_docs.py runs these there."""
     fence = re.compile(r"^ *```python +(.*)$", re.MULTILINE)
     named = [(path.name, name) for path in DOCUMENTS for name in fence.findall(path.read_text())]
-    assert sorted(named) == sorted(("frameworks.md", name) for name, each in FRAMEWORKS.items() if each.suite)
+    assert sorted(named) == sorted(("frameworks.md", name) for name in FRAMEWORKS)
+
+
+def test_no_framework_asks_for_more_than_three_lines() -> None:
+    """Lines with a name of this library in them are those that a user adds; the others are the user's own."""
+    fences = re.findall(
+        r"^```python(.*)\n(.*?)^```$", (ROOT / "docs" / "frameworks.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    ours = re.compile(r"jaxmem_callbacks|\bjm\.|\bmonitor\b|\bmemory\.")
+    added = {name.strip(): sum(bool(ours.search(line)) for line in body.splitlines()) for name, body in fences}
+    assert added.keys() == {"", *FRAMEWORKS}
+    assert all(0 < count <= 3 for count in added.values()), added
 
 
 def command_lines() -> list[list[str]]:

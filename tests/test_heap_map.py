@@ -148,6 +148,18 @@ def test_a_map_keeps_nothing_alive_and_steps_donate_as_before():
 
 
 @pytest.mark.core
+def test_an_array_that_lost_one_of_its_parts_is_mapped_by_the_others():
+    """A loop that takes the part of one device out of a replicated array, and donates it."""
+    whole = jax.device_put(jnp.ones(983), NamedSharding(Mesh(jax.devices(), ("data",)), P()))
+    part = jax.block_until_ready(whole).addressable_shards[1].data
+    part.delete()
+    maps = [each for each in HeapProbe().read(0) if isinstance(each, HeapMap)]
+    assert ["float32[983]" in [buffer.label for buffer in each.buffers] for each in maps] == [
+        device != jax.devices()[1] for device in jax.local_devices()
+    ]
+
+
+@pytest.mark.core
 def test_arrays_that_are_still_computed_are_not_waited_for():
     @jax.jit
     def slow(state: jax.Array, rounds: int) -> jax.Array:

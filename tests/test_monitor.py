@@ -181,6 +181,9 @@ def test_levanters_shape():
     double = jm.CollectingWriter()
     with jm.MemoryMonitor(RARE, writer=double) as monitor:
         monitor.on_step(SimpleNamespace(step=4, loss=jnp.float32(2.0)))
+        monitor.on_step(
+            SimpleNamespace(step=4, loss=3.0), force=True
+        )  # as Levanter calls every hook once more at the end
         monitor.on_step(SimpleNamespace(step=5), force=True)
         monitor.flush()
     assert [(each.step, each.values) for each in double.of(Metrics)] == [(4, {"loss": 2.0})]

@@ -247,7 +247,7 @@ def test_the_frameworks_that_were_tried_are_those_of_the_files():
         f"Python {each['versions']['python'].rpartition('.')[0]}, jax {each['versions']['jax']}" for each in contents
     ]
     assert f"| framework | what you add | {' | '.join(lines)} |" in text
-    for name, framework in FRAMEWORKS.items():
+    for name in FRAMEWORKS:
         tried = [content["frameworks"][name] for content in contents]
         cells = " | ".join(map(framework_cell, tried))
         assert re.search(
@@ -258,7 +258,6 @@ def test_the_frameworks_that_were_tried_are_those_of_the_files():
         reasons = [str(each["outcome"]) for each in tried if each["outcome"] != "passed"]
         assert all(each.startswith("not installable: ") for each in reasons), name
         assert all(each.removeprefix("not installable: ") in text for each in reasons), name
-        assert framework.suite or len(reasons) == len(tried), "no suite, no adapter, no claim"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_the_reason_why_a_framework_cannot_be_had_is_taken_from_pips_words(told,
 def test_no_adapter_is_shipped_for_a_framework_without_a_suite():
     files = {path.stem for path in (ROOT / "jaxmem_callbacks" / "integrations").glob("*.py")}
     assert {"keras", "kauldron", "tunix"} == files & set(FRAMEWORKS)
-    assert all((ROOT / each.suite).exists() for each in FRAMEWORKS.values() if each.suite)
+    assert all((ROOT / each.suite).is_file() for each in FRAMEWORKS.values())
 
 
 def test_figures_of_the_simulator_are_those_of_the_file():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import v1
@@ -30,10 +31,12 @@ from jaxmem_callbacks.writers.protocol import Table
 from jaxmem_callbacks.writers.report_chart import chart_html
 from jaxmem_callbacks.writers.saves_table import SHOWN, saves_table
 from tests.sample_records import points
+from tests.watching import NotingMonitor, assert_written
 
 pytestmark = pytest.mark.core
 
 MIB = 2**20
+STEPS, SAVED = 12, (3, 7, 11)
 SETTINGS = MonitorSettings(window_s=0.02, scan_s=0.02, on_error="raise")
 STARTED, ENDED = "/jax/orbax/write/start", "/jax/orbax/write/total_duration_secs"
 
@@ -88,6 +91,32 @@ def test_saves_are_in_the_files_of_the_run(run: Run) -> None:
     assert text.startswith(f"| {DURING} | seconds |")
     assert "| after step 9 to " in text
     assert text.index("after step 24") < text.index("after step 9"), "newest first"
+
+
+def trained(folder: Path, hook: Any) -> list[np.ndarray]:
+    """Losses, checkpoints as they are restored, and the last weights of a training that saves in the background."""
+    step = jax.jit(lambda w, batch: (w - 0.1 * jnp.tanh(batch @ w), {"loss": (w**2).mean()}))
+    manager, w, losses = ocp.CheckpointManager(folder), jnp.full((16, 16), 0.5), []
+    for number, batch in enumerate(jax.random.normal(jax.random.key(0), (STEPS, 16, 16))):
+        w, metrics = step(w, batch)
+        hook(number, metrics)
+        losses.append(metrics["loss"])
+        if number in SAVED:
+            manager.save(number, args=ocp.args.StandardSave({"w": w}))
+    manager.wait_until_finished()
+    restored = [manager.restore(number, args=ocp.args.StandardRestore({"w": w}))["w"] for number in SAVED]
+    return [np.asarray(each) for each in (*losses, *restored, w)]
+
+
+def test_a_training_that_saves_is_the_same_and_every_step_is_told_once(tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", lambda number, metrics: None)
+    with NotingMonitor(tmp_path / "run") as monitor:
+        watched = trained(tmp_path / "watched", monitor)
+    assert [np.array_equal(one, other) for one, other in zip(plain, watched, strict=True)] == [True] * len(plain)
+    assert not np.array_equal(plain[0], plain[STEPS - 1]), "it trained"
+    assert_written(monitor, range(STEPS), "loss")
+    (story,) = stories_of(tmp_path / "run")
+    assert [(save.first_step, save.background) for save in story.saves] == [(number, True) for number in SAVED]
 
 
 class Held:

@@ -159,10 +159,16 @@ class MemoryMonitor:
             self._faults.report("the hook", error)
             self._faults.raise_pending()
 
-    def on_step(self, info: Any, force: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - Levanter's hook signature
-        """The hook for loops that hand over an object with ``step`` and perhaps ``loss`` (Levanter)."""
+    def on_step(self, info: Any, force: bool = False) -> None:  # noqa: FBT001, FBT002 - Levanter's hook signature
+        """The hook for loops that hand over an object with ``step`` and perhaps ``loss`` (Levanter).
+
+        At the end of a training Levanter calls every hook once more, by ``force``: a step that was told is not told again.
+        """
+        step = info.step
+        if force and step == self._sampler.latest_step():
+            return
         loss = getattr(info, "loss", None)
-        self(info.step, None if loss is None else {"loss": loss})
+        self(step, None if loss is None else {"loss": loss})
 
     def sample(self, step: int) -> dict[str, float]:
         """Say that a step was dispatched and return what is known, for a logger of the caller's.
