@@ -231,10 +231,11 @@ def test_the_loggers_that_were_tried_are_those_of_the_file():
 FRAMEWORK_NAMES = {"keras": "Keras 3 on JAX", "grain": "Grain, or any iterator"}
 
 
-def framework_cell(tried: dict[str, str | int]) -> str:
-    """How docs/frameworks.md tells of one framework with one Python."""
+def framework_cell(tried: dict[str, str | int], jax: str) -> str:
+    """How docs/frameworks.md tells of one framework with one Python, in a column of one JAX."""
     if tried["outcome"] == "passed":
-        return f"{tried['version']}, {tried['passed']} tests"
+        other = "" if tried.get("jax", jax) == jax else f" on jax {tried['jax']}"
+        return f"{tried['version']}{other}, {tried['passed']} tests"
     return "not installable"
 
 
@@ -249,7 +250,7 @@ def test_the_frameworks_that_were_tried_are_those_of_the_files():
     assert f"| framework | what you add | {' | '.join(lines)} |" in text
     for name in FRAMEWORKS:
         tried = [content["frameworks"][name] for content in contents]
-        cells = " | ".join(map(framework_cell, tried))
+        cells = " | ".join(map(framework_cell, tried, (content["versions"]["jax"] for content in contents)))
         assert re.search(
             rf"^\| {FRAMEWORK_NAMES.get(name, name.capitalize())} \|.*\| {re.escape(cells)} \|$",
             text,
