@@ -81,7 +81,8 @@ def _add(array: Any, parts: dict[Device, list[LiveBuffer]], left_out: dict[Devic
     size = array.on_device_size_in_bytes() // len(array.sharding.device_set)
     asked = parts_of(array) if size and array.is_ready() else ()
     for part in asked:
-        if part.is_deleted():  # of an array whose parts were handed on one by one, and one was donated
+        # Parts can be handed on one by one, and one of them be donated.
+        if part.is_deleted():
             continue
         (device,) = part.devices()
         label = f"{part.dtype}[{','.join(map(str, part.shape))}]"
