@@ -142,6 +142,15 @@ def test_where_a_log_is_cut_makes_no_difference(piece):
     assert read(text, piece) == one(text)
 
 
+@pytest.mark.parametrize(
+    "head", ["[rank3]: ", "(TrainWorker pid=917, ip=10.0.0.1) ", "\x1b[36m2026-01-11 00:02:21\x1b[0m "]
+)
+@pytest.mark.parametrize("piece", [37, 2**20])
+def test_what_stands_at_the_head_of_every_line_changes_nothing(head, piece):
+    text = "".join(head + line for line in GPU_LOG.splitlines(keepends=True))
+    assert read(text, piece) == one(GPU_LOG)
+
+
 def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told():
     driver = "E failed to allocate 18.00GiB (19327352832 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory\n"
     second = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.\n"

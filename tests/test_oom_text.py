@@ -102,6 +102,42 @@ def test_in_a_long_log_the_same_is_found():
     assert [line for row in found for line in wrong(row, f"{around}{row['text']}\n{around}")] == []
 
 
+HEADS = {
+    "a launcher": "[rank3]: ",
+    "Open MPI": "[1,2]<stderr>:",
+    "Ray": "(TrainWorker pid=917, ip=10.0.0.1) ",
+    "srun": "12: ",
+    "docker compose": "trainer-1  | ",
+    "containerd": "2026-01-11T00:02:21.219090123Z stderr F ",
+    "a clock and a launcher": "2026-01-11 00:02:21,219 [0] ",
+    "an exception group": "    | ",
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_what_stands_at_the_head_of_every_line_breaks_no_message(head):
+    whole = [row for row in (*SEEN, *MADE) if not row["text"].startswith((" ", "\n"))]
+    assert [line for row in whole for line in wrong(row, head + row["text"].replace("\n", f"\n{head}"))] == []
+    group = f"{head}Traceback (most recent call last):\n{head}MemoryError\n"
+    assert jm.parse_oom(group) == OomFacts(platform="host")
+
+
+@pytest.mark.parametrize(
+    "written", [json.dumps, repr, lambda text: json.dumps({"log": json.dumps(text)})], ids=["json", "repr", "twice"]
+)
+def test_a_log_in_json_is_read_like_its_messages(written):
+    # A bare word is an error's name at a line's start only.
+    whole = [row for row in (*SEEN, *MADE) if not row["text"].endswith("\nMemoryError")]
+    assert [line for row in whole for line in wrong(row, written(row["text"]))] == []
+
+
+def test_colours_stand_in_no_wordings_way():
+    def coloured(text: str) -> str:
+        return "".join(f"\x1b[1;31m{word}\x1b[0m " for word in text.split(" "))
+
+    assert [line for row in (*SEEN, *MADE) for line in wrong(row, coloured(row["text"]))] == []
+
+
 @pytest.mark.core
 def test_an_exception_is_read_with_its_causes_notes_and_members():
     inner = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB.")

@@ -65,11 +65,12 @@ def details(text: str, *, platform: OomPlatform | None, requested: int | None) -
     tuning = _TUNING.search(text) if gpu else None
     allocator = _ALLOCATOR.search(text) if platform in ("gpu", "host", None) else None
     program, fragmented = _PROGRAM.search(text), _says_fragmented(text, requested)
+    bounded = stats if stats and int(stats["limit"]) else None  # 0 is no limit: the driver's pool has none of its own
     found = {
         "phase": tuning,
         "free_bytes": summary or cuda,
         "largest_free_bytes": summary,
-        "limit_bytes": stats or summary or cuda,
+        "limit_bytes": bounded or summary or cuda,
         "used_bytes": stats,
         "fragmentation": fragmented,
         "allocator": allocator,

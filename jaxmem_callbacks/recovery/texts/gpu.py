@@ -6,6 +6,8 @@ from jaxmem_callbacks.recovery.texts.rule import Rule, rule
 
 # bfc_allocator.cc of xla/tsl/framework: words of a failed try after which the caller goes on with less.
 _GOES_ON = r".{0,200}?[Cc]aller indicates that this is not a failure"
+# gpu_conv_algorithm_picker.cc: a convolution could not be tuned, and is taken as it is.
+_UNTUNED = r".{0,200}?[Cc]onvolution performance may be suboptimal"
 _STATUS = r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted|INTERNAL|UNKNOWN|Internal)"
 
 STATUSES: tuple[Rule, ...] = (
@@ -16,6 +18,7 @@ STATUSES: tuple[Rule, ...] = (
         r"(?:\.? with allocator (?P<allocator>[\w./-]{1,80}?)(?: on device \d{1,5})?(?=[.,;:]?(?:\s|$)))?",
         phase="run",
         platform="gpu",
+        unless=_UNTUNED,
     ),
     # The same with is_host_mem: pinned memory beside the GPU.
     rule("host allocation", r"Out of host memory while trying to allocate <requested>", phase="run", platform="host"),
@@ -25,6 +28,7 @@ STATUSES: tuple[Rule, ...] = (
         r"[Ff]ailed to allocate request for <requested>(?: \(<requested_exact>\))?(?: on device ordinal \d{1,5})?",
         phase="run",
         platform="gpu",
+        unless=_UNTUNED,
     ),
     # device_address_vmm_allocator.cc: physical memory counted against a budget; two wordings of the same refusal.
     rule(
@@ -42,7 +46,12 @@ STATUSES: tuple[Rule, ...] = (
         platform="gpu",
     ),
     # redzone_allocator.cc and the scratch allocators of convolutions and Fourier transforms: a limit on one buffer.
-    rule("scratch limit", r"Allocating <requested> exceeds the memory limit of <limit>", platform="gpu"),
+    rule(
+        "scratch limit",
+        r"Allocating <requested> exceeds the memory limit of <limit>",
+        platform="gpu",
+        unless=_UNTUNED,
+    ),
     # gpu_executor: constants of a program, and scratch and work areas of libraries.
     rule("constant", r"[Ff]ailed to allocate <requested> for (?:a )?new constant", platform="gpu"),
     rule(
@@ -69,7 +78,15 @@ STATUSES: tuple[Rule, ...] = (
     ),
     # NCCL's debug.h and RCCL's: buffers of collectives, which lie outside the pool.
     rule("collective", r"(?:Cuda|HIP|CUDA) failure (?:\d{1,4} )?'out of memory'", phase="run", platform="gpu"),
-    # PyTorch's allocator, where its programs and JAX's share a log: two wordings of what was free.
+    rule("collective", r"Failed to CUDA (?:malloc|calloc)(?: async)? <requested>", phase="run", platform="gpu"),
+    # PyTorch's allocator, where its programs and JAX's share a log: three wordings of what was free.
+    rule(
+        "PyTorch",
+        r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested> \(GPU \d{1,4}; <limit> total capacity;"
+        r"(?:.{0,80}?; <free> free)?",
+        phase="run",
+        platform="gpu",
+    ),
     rule(
         "PyTorch",
         r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested>\.?"
@@ -86,6 +103,15 @@ STATUSES: tuple[Rule, ...] = (
 )
 
 LINES: tuple[Rule, ...] = (
+    # The pool of pinned memory has the same allocator, by a name that says so.
+    rule(
+        "host pool",
+        r"Allocator \((?P<allocator>[\w.-]{0,40}host[\w.-]{0,40})\) ran out of memory trying to allocate <requested>"
+        r"(?!\.?\s+with freed_by)",
+        platform="host",
+        strength="log",
+        unless=_GOES_ON,
+    ),
     # bfc_allocator.cc, AllocateRaw: three wordings over the years; "(rounded to N)" is the bin's size, not the request.
     rule(
         "pool",
@@ -125,6 +151,7 @@ LINES: tuple[Rule, ...] = (
     rule(
         "library handle",
         r"(?:(?:CU|HIP|ROC)?(?:BLAS|SOLVER|DNN|FFT|SPARSE|RAND)\w{0,20}_ALLOC_FAILED"
+        r"|\b(?:cu|hip|roc)(?:Blas|BLAS|Solver|SOLVER|Sparse|SPARSE|Dnn|DNN|Fft|FFT|Rand|RAND) allocation failed"
         r"|(?:cublas|cusolver|cudnn|cufft|cusparse|rocblas|hipblas|handle).{0,160}?the resource allocation failed)",
         platform="gpu",
         strength="log",

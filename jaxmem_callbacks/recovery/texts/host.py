@@ -47,15 +47,24 @@ HOST: tuple[Rule, ...] = (
         phase="run",
         platform="host",
     ),
-    # NumPy's _ArrayMemoryError, and Python's own.
-    rule("NumPy array", r"[Uu]nable to allocate <requested> for an array with shape", platform="host"),
+    # NCCL's alloc.h, pinned and plain.
+    rule("collective", r"Failed to (?:CUDA host alloc|malloc) <requested>", platform="host"),
+    # NumPy's _ArrayMemoryError, which told no size until 1.19, and Python's own.
+    rule("NumPy array", r"[Uu]nable to allocate (?:<requested> for an )?array with shape", platform="host"),
     rule("C++ allocation", r"\bstd::bad_alloc\b", platform="host"),
     rule("Python object", r"(?:^|(?<=\n))(?:\w{1,40}\.){0,5}MemoryError(?=:|\s|$)", platform="host", vague=True),
-    # The kernel's and the batch system's killers.
+    # ENOMEM, as Python words it; and LLVM, which then ends the process.
+    rule("system call", r"\[Errno 12\] (?:Cannot allocate memory|Not enough space)", platform="host"),
+    rule("compiler", r"LLVM ERROR: out of memory", platform="host"),
+    # The kernel's killer, and those of Slurm, Kubernetes and Ray.
     rule("killed", r"Out of memory: Kill(?:ed)? process \d{1,10}", platform="host"),
     rule(
         "killed",
-        r"(?:[Dd]etected \d{1,6} oom[-_]kill event|oom-kill:constraint=|Memory cgroup out of memory)",
+        r"(?:[Dd]etected \d{1,6} oom[-_]kill event|oom-kill:constraint=|Memory cgroup out of memory|\binvoked oom-killer:"
+        r"|[Rr]eason\W{1,40}OOMKilled|OOMKilled\W{1,40}true|\d/\d{1,3}\s{1,40}OOMKilled|\bState: OUT_OF_MEMORY"
+        r"|[Ee]xceeded (?:step|job) memory limit"
+        r"|exceeded memory limit \(\d{1,19} > \d{1,19}\), being killed"
+        r"|node running low on memory)",
         platform="host",
     ),
 )

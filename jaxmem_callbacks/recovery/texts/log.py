@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
 from jaxmem_callbacks.recovery.texts.parsing import continues, facts_of, failures, joined, places_of
+from jaxmem_callbacks.recovery.texts.plain import plain_pieces
 from jaxmem_callbacks.recovery.texts.statements import Budget, Statement, statements
 from jaxmem_callbacks.recovery.texts.tables import Chunk, Entry, chunks, entries
 
@@ -32,7 +33,7 @@ def read_oom_log(pieces: Iterable[str]) -> OomLog | None:
         What it says, or None where it tells of no failure.
     """
     reader = _Reader()
-    for piece in pieces:
+    for piece in plain_pieces(pieces):
         reader.feed(piece)
     return reader.finish()
 

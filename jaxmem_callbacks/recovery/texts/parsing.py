@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.recovery.texts.details import Around, details
+from jaxmem_callbacks.recovery.texts.plain import plain
 from jaxmem_callbacks.recovery.texts.statements import Statement, statements
 from jaxmem_callbacks.recovery.texts.text import text_of
 
@@ -33,7 +34,7 @@ def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None
     Returns:
         The first failure's facts, None in each field that the text does not say; or None where no memory ran out.
     """
-    text = text_of(exception_or_text)
+    text = plain(text_of(exception_or_text))
     failure = first_failure(failures(statements(text)))
     return None if failure is None else facts_of(text, failure)
 
@@ -78,7 +79,9 @@ def facts_of(text: str, failure: Sequence[Statement]) -> OomFacts:
     elif phase is None and facts.program is not None:
         # An executable that is named is being loaded or run.
         phase = "run"
-    facts = dataclasses.replace(facts, phase=phase)
+    # Until 2025 the status was the same for pinned memory, and only the allocator's name told.
+    in_host = facts.platform == "gpu" and "host" in (facts.allocator or "")
+    facts = dataclasses.replace(facts, phase=phase, platform="host" if in_host else facts.platform)
     return dataclasses.replace(facts, fragmentation=_fragmented(facts, around.facts))
 
 

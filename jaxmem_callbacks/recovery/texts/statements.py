@@ -42,11 +42,14 @@ _ANNOUNCING = tuple(
         r"iled\s+to\s+alloc",
         r"nable\s+to\s+alloc",
         r"ould\s+not\s+alloc",
+        r"iled\s+to\s+(?:CUDA\s|malloc)",
+        r"rrno\s+12\]",
+        r"OOMKilled",
         r"ALLOC_FAILED",
         r"allocation\s+failed",
         r"Attempting\s+to\s+(?:alloc|reserve)",
         r"would\s+exceed",
-        r"exceed(?:s|ed|ing)\s+(?:the\s+)?(?:avail|memory|limit|legit|total|scoped)",
+        r"xceed(?:s|ed|ing)\s+(?:the\s+)?(?:avail|memory|limit|legit|total|scoped|(?:step|job)\s+mem)",
         r"PA\s+budget",
         r"sed\s+\d[\d.]{0,20}\s{0,40}\w{0,5}\s+of\b",
         r"sing\s+\d[\d.]{0,20}\s{0,40}\w{0,5}\s+of\b",
@@ -57,6 +60,7 @@ _ANNOUNCING = tuple(
         r"rror\s+allocating",
         r"Scoped\s+allocation",
         r"instantiate\s+command",
+        r"running\s+low\s+on\s+memory",
     )
 )
 BEFORE, AFTER = 700, 3400
