@@ -61,6 +61,16 @@ def step_of(loss):
     return train_step
 
 
+def echoed(train_step):
+    """The same step, which gives the batch back, so that its memory can be donated."""
+
+    def train_and_echo(state, batch):
+        state, metrics = train_step(state, batch)
+        return state, {**metrics, "batch": batch}
+
+    return train_and_echo
+
+
 def new_state():
     params = 0.7 * jnp.eye(WIDTH) + 0.1 * jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH))
     return {"params": params, "momentum": jnp.zeros_like(params), "key": jax.random.key(1), "count": jnp.int32(0)}
@@ -79,7 +89,17 @@ def limit_address_space(spare):
 
 
 def train(
-    folder, *, first=0, limited=True, restore=False, spoil=False, buffered=False, loss=loss_fn, policy=None, **recovery
+    folder,
+    *,
+    first=0,
+    limited=True,
+    restore=False,
+    spoil=False,
+    buffered=False,
+    donated=False,
+    loss=loss_fn,
+    policy=None,
+    **recovery,
 ):
     """The user's own loop; what it gave, also where it ended with an error."""
     told, source = {"losses": {}}, {"seed": 0}
@@ -87,8 +107,9 @@ def train(
     with jm.MemoryMonitor(preset, logdir=folder / "run") as monitor, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         kept = jm.Recovery(
-            step_of(loss),
+            echoed(step_of(loss)) if donated else step_of(loss),
             preset,
+            donate_argnames=("state", "batch") if donated else None,
             batch_at=None if buffered else lambda step: batch_at(step, **source),
             monitor=monitor,
             checkpoints=folder / "kept",
@@ -104,6 +125,8 @@ def train(
                 if buffered and i != FAILS:  # a loader that writes every batch into the same memory
                     jax.tree.map(np.copyto, room, batch_at(i))
                 given = (batch_at(i) if i == FAILS else room,) if buffered else ()
+                if donated:
+                    given = (jax.tree.map(jnp.array, given[0]),)
                 if i == FAILS and spoil:  # from here on the user's function gives other batches for the same steps
                     source["seed"] = 1000
                 state, metrics = kept.step(i, state, *given)
@@ -153,6 +176,7 @@ SCENARIOS = {
     "alive": lambda folder: train(folder, first=34, policy={"donate": []}, ladder=["remat"]),
     "other_batches": lambda folder: train(folder, first=34, spoil=True, ladder=["remat"]),
     "forgotten": lambda folder: train(folder, first=34, ladder=["remat"], buffered=True, buffer="1MiB"),
+    "donated": lambda folder: train(folder, first=34, ladder=["remat"], buffered=True, donated=True),
     "no_ladder": lambda folder: train(folder, first=35, ladder=[]),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import html
 import json
@@ -21,6 +22,7 @@ import psutil
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.errors import PlanError
 from tests import oom_steps
 
@@ -246,6 +248,17 @@ def test_nested_guards_and_a_monitor_write_one_report(tmp_path, capfd):
     assert capfd.readouterr().err.count("jaxmem: out of memory, explained in ") == 1
 
 
+def test_every_failure_of_pythons_own_is_told_though_the_next_lies_in_the_place_of_the_last(tmp_path):
+    for _ in range(3):
+        with (
+            pytest.raises(MemoryError),
+            jm.oom_guard(outdir=tmp_path, plan_seconds=0),
+            jm.oom_guard(outdir=tmp_path, plan_seconds=0),
+        ):
+            bytearray(HUGE)
+    assert len(reports(tmp_path)) == 3
+
+
 def test_a_monitors_own_with_is_a_guard(tmp_path, capfd):
     monitor = jm.MemoryMonitor(logdir=tmp_path / "run")
     monitor(3)
@@ -329,6 +342,25 @@ def test_threads_have_a_report_each(tmp_path):
     for thread in threads:
         thread.join()
     assert [facts(folder)["failures"] for folder in reports(tmp_path)] == [[], [], []]
+
+
+def test_who_else_has_entered_a_guard_since_does_not_change_what_failed(tmp_path):
+    step = jm.jit_step(lambda state, batch: (state + jnp.sort(batch @ batch.T, axis=0).sum(), {}), donate_argnames=())
+    one, other, guard = (
+        contextvars.copy_context(),
+        contextvars.copy_context(),
+        jm.oom_guard(outdir=tmp_path, plan_seconds=0),
+    )
+    one.run(guard.__enter__)
+    step(jnp.float32(0), jnp.ones((512, 64)))
+    asked = dict(registry.steps())[step].memory.temp_bytes
+    assert asked > 2**19
+    other.run(guard.__enter__)
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
+    one.run(guard.__exit__, type(error), error, None)
+    other.run(guard.__exit__, None, None, None)
+    (folder,) = reports(tmp_path)
+    assert facts(folder)["program"]["known_by"] == "what it takes is as large as what was asked for"
 
 
 def test_as_a_decorator(tmp_path):

@@ -146,12 +146,28 @@ def test_the_cause_is_told_from_figures_or_unknown():
     found = sentence_of(needs)
     assert (found.cause, found.lacking_bytes) == ("capacity", 14 * GIB)
     assert "needs 30.0 GiB while it was compiled; there are 16.0 GiB" in found.sentence
+    nearly = dataclasses.replace(needs, used_bytes=2**20, limit_bytes=2**20)  # more by less than is printed
+    assert (sentence_of(nearly).cause, sentence_of(nearly).lacking_bytes) == ("capacity", None)
+
+
+def test_where_the_hosts_memory_ran_out_nothing_of_a_gpu_is_told():
+    gpu = MemoryLimit(name="gpu:0", limit_bytes=80 * GIB, used_bytes=4 * GIB, source="")
+    bound = MemoryLimit(name="control group", limit_bytes=32 * GIB, used_bytes=31 * GIB, source="")
+    facts = OomFacts(platform="host", requested_bytes=8 * GIB)
+    found = told(Verdict(error=MemoryError(), facts=facts, evidence="", failing=None, limits=(bound,)), [gpu])
+    assert (found.cause, found.lacking_bytes) == ("capacity", 7 * GIB)
+    assert "1.0 GiB of the 32.0 GiB of the control group are left now" in found.sentence
+    asked = {"cause": "capacity", "lacking_bytes": 7 * GIB, "platform": "gpu"}
+    assert [each.lines for each in remedies(None, Forecasts(), (), facts=facts, **asked)] == [
+        ("batches = jm.prefetch(batches, batches=1)",)
+    ]
 
 
 def test_settings_of_the_allocator_come_first_where_fragmentation_is_the_cause():
     asked = {"lacking_bytes": None, "platform": "gpu"}
     first = remedies(None, Forecasts(), (), cause="fragmentation", **asked)
-    assert [remedy.lines[0].partition(" ")[0] for remedy in first] == [
+    assert [remedy.lines[0].partition("  #")[0] for remedy in first] == [
+        "state, report = jm.defragment(state)",
         'jm.apply_environment("gpu_preallocate")',
         'jm.apply_environment("gpu_async")',
     ]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FAILS = 36  # the 37th of 60
 # What XLA and JAX's errors decide, on both lines. Their order counts: what one has freed is mapped still for the next.
 RUNGS = ("unlimited", "microbatches", "remat", "both_from_disk", "resumed")
-LIMITS = ("refused", "alive", "other_batches", "forgotten", "no_ladder")
+LIMITS = ("refused", "alive", "other_batches", "forgotten", "no_ladder", "donated")
 ACCUMULATED = 1e-4  # what docs/accumulation.md allows in float32; this loss is a sum of a million numbers
 
 
@@ -114,6 +114,15 @@ def test_a_state_that_was_not_donated_is_not_fetched_back(beside):
     assert step == begun == FAILS
 
 
+def test_a_batch_that_was_donated_to_the_failed_call_is_given_again(beside):
+    run = beside["donated"]
+    ((step, rung, _, begun, _),) = run["moves"]
+    assert (step, rung, begun) == (FAILS, "remat", 34)
+    assert [int(step) for step in run["losses"]] == list(range(34, 60))
+    assert "error" not in run
+    assert run["warned"] == []
+
+
 def test_a_replay_that_gives_other_metrics_ends_the_run(beside):
     name, text, _, cause = beside["other_batches"]["error"]
     assert (name, cause) == ("RecoveryError", "JaxRuntimeError"), "and shows the failure that it began with"
@@ -129,10 +138,10 @@ def test_a_buffer_that_let_go_of_a_batch_says_what_would_hold_it(beside):
 
 
 def test_each_failure_is_one_event_and_one_line(told, beside):
-    for name in ("microbatches", "remat", "both_from_disk", "refused", "alive", "no_ladder"):
+    for name in ("microbatches", "remat", "both_from_disk", "refused", "alive", "donated", "no_ladder"):
         assert (told | beside)[name]["events"].count("recovery") == 1, name
     said = (told["stderr"] + beside["stderr"]).splitlines()
     lines = [line for line in said if "memory ran out in step" in line]
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert sum("the ladder is exhausted" in line for line in lines) == 1
     assert beside["no_ladder"]["error"][0] == "JaxRuntimeError"

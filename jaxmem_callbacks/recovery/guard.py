@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, final
@@ -16,6 +17,8 @@ from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
 from jaxmem_callbacks.recovery.witness import Witness
 
+# The guards around the code that runs, outermost first: of each thread and each task its own, since they share a guard.
+_entered: ContextVar[tuple[tuple[int, CallsBefore], ...]] = ContextVar("jaxmem_guards", default=())
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -77,10 +80,9 @@ class OomGuard:
     def __init__(self, monitor: Witness | None, settings: ReportSettings) -> None:
         self._monitor, self._settings = monitor, settings
         self._ballast = Ballast()
-        self._before: list[CallsBefore] = []  # one for each time that the guard is entered
 
     def __enter__(self) -> Self:
-        self._before.append(CallsBefore())
+        _entered.set((*_entered.get(), (id(self), CallsBefore())))
         self._ballast.hold()
         return self
 
@@ -88,9 +90,18 @@ class OomGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ballast.release()  # before anything that takes memory
-        before = self._before.pop()
+        before = self._left()
         if error is not None:
             report_oom(error, self._settings, self._monitor, before)
+
+    def _left(self) -> CallsBefore | None:
+        """The calls of steps before this guard was entered, by the same thread or task; None where another one entered it."""
+        entered = _entered.get()
+        at = next((at for at in reversed(range(len(entered))) if entered[at][0] == id(self)), None)
+        if at is None:
+            return None
+        _entered.set(entered[:at] + entered[at + 1 :])
+        return entered[at][1]
 
     def __call__(self, function: _Function) -> _Function:
         """The function, guarded at every call.

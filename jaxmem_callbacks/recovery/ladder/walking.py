@@ -149,8 +149,7 @@ class Walk:
             policy = offer.on(self._running.step.policy)
             tried = try_policy(self._running.maker, policy, self._failure.arguments, had=self._need)
             candidate, why, need, helps = tried.step, tried.why, tried.need, tried.step is not None
-        arrays = [leaf for leaf in jax.tree.leaves(self._failure.state) if isinstance(leaf, jax.Array)]
-        alive = not any(array.is_deleted() for array in arrays)
+        alive = _is_alive(self._failure.state)
         heard = self._running.agreement.exchange({"helps": helps, "why": why, "alive": alive})
         refusal = next((words["why"] for words in heard if not words["helps"]), None)
         if refusal is not None:
@@ -181,8 +180,7 @@ class Walk:
         if any(words["why"] for words in heard):
             return begun, None, next(words["why"] for words in heard if words["why"])
         for number in range(begun, step + 1):
-            inputs = self._failure.inputs if number == step else self._batches.of(number)
-            turn = self._running.turn(holder, inputs, on_trial=True)
+            turn = self._running.turn(holder, self._inputs(number), on_trial=True)
             if turn.refusal:
                 return begun, None, turn.refusal
             if turn.failed or number == step:
@@ -191,6 +189,11 @@ class Walk:
             self._keeper.require_same(number, metrics)
             holder = [done]
         return begun, turn, ""
+
+    def _inputs(self, number: int) -> Inputs:
+        """What a step took besides: those of the failed call, unless they were donated to it or to a rung before."""
+        given = self._failure.inputs
+        return given if number == self._failure.step and _is_alive(given) else self._batches.of(number)
 
     def _first_that_needs_less(self) -> StepPolicy:
         """The first policy of the ladder that needs less, for a run that goes on elsewhere; compiled here, not agreed on."""
@@ -214,3 +217,8 @@ class Walk:
             passed_over=tuple(self._passed),
             seconds=time.monotonic() - self._began,
         )
+
+
+def _is_alive(tree: Any) -> bool:
+    """Whether no array of a tree is deleted or donated."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))

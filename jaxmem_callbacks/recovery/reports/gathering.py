@@ -84,6 +84,7 @@ def gather(
         cause=story.cause,
         lacking_bytes=story.lacking_bytes,
         platform=platform,
+        facts=verdict.facts,
         device_count=parts.attempt("the devices", jax.local_device_count, default=1) if started else 1,
         default=(),
     )

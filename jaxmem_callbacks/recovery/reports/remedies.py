@@ -13,11 +13,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import Cause, Holder, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.holders import VARIABLE
+from jaxmem_callbacks.recovery.texts.log_words import host_tries
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
 
 _WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
@@ -35,6 +37,7 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
     cause: Cause,
     lacking_bytes: int | None,
     platform: str,
+    facts: OomFacts | None = None,
     device_count: int = 1,
 ) -> tuple[Remedy, ...]:
     """Ranked.
@@ -46,6 +49,7 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
         cause: Why it did not fit.
         lacking_bytes: What was lacking at least.
         platform: Of the devices.
+        facts: What the failure says; None for nothing.
         device_count: Local devices.
     """
     ranked: list[tuple[tuple[float, ...], Remedy]] = []
@@ -56,7 +60,8 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
         if remedy is not None:
             ranked.append((_rank(remedy, _ORDER[each.kind], each.extra_share), remedy))
     ranked += [(_rank(remedy, _HOLDER, 0.0), remedy) for remedy in _of_holders(holders, lacking_bytes)]
-    for place, remedy in enumerate(_settings(cause, platform)):
+    in_host = facts is not None and facts.platform in ("host", "cpu")
+    for place, remedy in enumerate(_of_the_host(facts) if facts and in_host else _settings(cause, platform)):
         ranked.append(((-1.0 if cause == "fragmentation" else 3.0, place), remedy))
     for place, remedy in enumerate(_uncompiled(failing, forecasts, device_count)):
         ranked.append(((4.0, place), remedy))
@@ -176,11 +181,25 @@ def _of_holders(holders: Sequence[Holder], lacking_bytes: int | None) -> Iterato
         )
 
 
+def _of_the_host(facts: OomFacts) -> Iterator[Remedy]:
+    """For memory of the host, which no setting of a device's allocator changes."""
+    for what, line in host_tries(facts) if facts.platform == "host" else ():
+        yield Remedy(what=what, lines=(line,), compiled=False, basis="not compiled: it is no memory of the program")
+
+
 def _settings(cause: Cause, platform: str) -> Iterator[Remedy]:
-    """The allocator's settings, which only GPUs have."""
+    """The allocator's settings and what moves its arrays, which only GPUs need."""
     if platform != "gpu":
         return
     why = "not compiled: what an allocator's setting saves depends on the order of allocations"
+    if cause == "fragmentation":
+        yield Remedy(
+            what="Move what lives long together, between steps",
+            lines=("state, report = jm.defragment(state)",),
+            compiled=False,
+            basis="not compiled: the report tells the largest free block before and after",
+            costs="a copy of what is moved, on the device where there is room",
+        )
     yield Remedy(
         what="Nine tenths of the device for JAX, in one piece from the start; it takes three quarters unless told otherwise",
         lines=('jm.apply_environment("gpu_preallocate")  # before JAX starts; jaxmem doctor tells what holds',),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import Cause, MemoryLimit
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict
@@ -64,7 +65,7 @@ def _asked(verdict: Verdict) -> tuple[int | None, str]:
     facts, failing = verdict.facts, verdict.failing
     if facts.requested_bytes is not None:
         return facts.requested_bytes, f"asked for {format_bytes(facts.requested_bytes)}"
-    if facts.used_bytes is not None and facts.limit_bytes is not None and facts.used_bytes > facts.limit_bytes:
+    if facts.used_bytes is not None and _is_too_large(facts):
         return facts.used_bytes, f"needs {format_bytes(facts.used_bytes)}"
     own = None if failing is None else failing.own_bytes
     if own is not None:
@@ -73,9 +74,17 @@ def _asked(verdict: Verdict) -> tuple[int | None, str]:
     return None, "asked for more memory than it got (how much is unknown, because the exception does not say)"
 
 
+def _is_too_large(facts: OomFacts) -> bool:
+    """Whether a whole program needs more than there is; as printed both may be the same, such as 1.00M of 1.00M."""
+    used, limit = facts.used_bytes, facts.limit_bytes
+    if used is None or limit is None:
+        return False
+    return used > limit or (used == limit and facts.phase == "compile")
+
+
 def _free(verdict: Verdict, devices: Sequence[MemoryLimit]) -> _Free:
     facts = verdict.facts
-    if facts.used_bytes is not None and facts.limit_bytes is not None and facts.used_bytes > facts.limit_bytes:
+    if facts.limit_bytes is not None and _is_too_large(facts):
         return _Free(facts.limit_bytes, None, f"there are {format_bytes(facts.limit_bytes)}")
     if facts.free_bytes is not None:
         block = facts.largest_free_bytes
@@ -84,7 +93,7 @@ def _free(verdict: Verdict, devices: Sequence[MemoryLimit]) -> _Free:
         return _Free(facts.free_bytes, block, words)
     if facts.largest_free_bytes is not None:
         return _Free(None, facts.largest_free_bytes, f"{format_bytes(facts.largest_free_bytes)} were free in one piece")
-    if facts.platform in ("cpu", "host", None) and verdict.limits and not devices:
+    if verdict.limits and (facts.platform in ("cpu", "host") or (facts.platform is None and not devices)):
         return _of_host(verdict.limits)
     if devices:
         tight = min(devices, key=lambda limit: limit.left_bytes)
@@ -113,7 +122,7 @@ def _cause(verdict: Verdict, asked: int | None, free: _Free) -> tuple[Cause, str
         return "fragmentation", "it did not fit for fragmentation, since there was enough, but not in one piece"
     if asked is None:
         return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
-    if any(each is not None and asked > each for each in (free.bytes, room)):
+    if _is_too_large(facts) or any(each is not None and asked > each for each in (free.bytes, room)):
         return "capacity", "it did not fit for capacity, since more was asked for than was there"
     if free.bytes is None:
         return "unknown", "capacity or fragmentation is unknown, because nothing says what was free"

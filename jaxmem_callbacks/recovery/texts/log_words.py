@@ -88,7 +88,7 @@ def tries(log: OomLog) -> list[tuple[str, str]]:
             ),
         ]
     if facts.platform == "host":
-        return _host(facts)
+        return host_tries(facts)
     found = [*(_fragmented(facts) if cause == "fragmentation" else []), *(_tuning(facts)), *_step(facts)]
     if facts.platform == "gpu":
         found += _settings(cause, pool=bool(facts.requested_bytes))
@@ -148,7 +148,8 @@ def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
     return [more] if pool else [less] if cause != "fragmentation" else [less, more]
 
 
-def _host(facts: OomFacts) -> list[tuple[str, str]]:
+def host_tries(facts: OomFacts) -> list[tuple[str, str]]:
+    """What can be tried where the host's memory ran out: words, and a line to paste."""
     found = [("Hold fewer batches on the host", "batches = jm.prefetch(batches, batches=1)")]
     if facts.phase == "run":
         found.append(
