@@ -112,7 +112,7 @@ RUN: tuple[Rule, ...] = (
         "buffer",
         r"Attempting to allocate <requested>\.?(?= (?:That was not|There (?:are|is)))"
         rf"{_REFUSED}(?: There (?:are|is) <free> free"
-        r"(?:\.? (?:Due to fragmentation, the l|The l|L)argest contiguous region of free memory is <largest>)?)?",
+        r"(?:\.? (?:Due to fragmentation, the|The) largest contiguous region of free memory is <largest>)?)?",
         phase="run",
         platform="tpu",
     ),
