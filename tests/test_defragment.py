@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -18,14 +19,22 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MovedArray, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.recovery.defragment import ArrayHands, free_blocks, placed_buffers
+from jaxmem_callbacks.recovery.defragment import (
+    ArrayHands,
+    _free_blocks,
+    _nothing_to_do,
+    free_blocks,
+    placed_buffers,
+)
 from jaxmem_callbacks.recovery.moving.mover import Mover, address_on
 from jaxmem_callbacks.recovery.moving.moves import plan_moves
 from jaxmem_callbacks.recovery.moving.rates import device_copy_rate, host_link_rate
 from jaxmem_callbacks.recovery.moving.staging import STAYS_WEAK, copied_by_program, copied_by_runtime
+from tests.sample_devices import GPU, Card
 
 pytestmark = pytest.mark.core
 MIB = 2**20
@@ -232,6 +241,28 @@ def test_on_a_cpu_the_tree_is_returned_untouched_and_the_report_says_why():
     assert all(blocks.reason for blocks in report.before.values())
     assert (report.device_share, report.host_share) == (None, None)
     assert jm.defragment({"n": 3})[0] == {"n": 3}
+
+
+def test_a_tpu_and_an_allocator_without_a_pool_are_left_alone_and_say_why():
+    def why(device):
+        probe = AllocatorProbe([device])
+        return _nothing_to_do(probe, _free_blocks(probe))
+
+    assert "TPU's runtime moves buffers by itself" in why(Card("tpu", GPU))
+    assert "keeps no pool" in why(Card("gpu", None))
+    assert not why(Card("gpu", GPU))
+
+
+def test_the_runtimes_own_defragment_which_aborts_on_todays_wheels_is_called_nowhere():
+    files = list((ROOT / "jaxmem_callbacks").rglob("*.py"))
+    calls = [
+        f"{path.name}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "defragment"
+    ]
+    assert len(files) > 300
+    assert calls == []
 
 
 def test_where_arrays_lie_is_planned_over_without_overlap():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
 import html
 import json
@@ -22,13 +21,14 @@ import psutil
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.events import MemoryEvent
 from tests import oom_steps
 
 pytestmark = pytest.mark.core
 KEPT_IN_A_LIST = []
 QUICK_S = 2.0
+SEEN = "what somebody saw before it failed"
 HUGE = 2**47  # bytes; more than a process can address
 
 
@@ -80,6 +80,7 @@ def failed(tmp_path_factory):
     step = jm.jit_step(oom_steps.train_step, donate_argnames=("state",))
     with jm.MemoryMonitor(logdir=place / "run") as monitor:
         monitor(7, {"loss": 0.5})
+        monitor.tell(MemoryEvent(kind="recovery", step=7, time_s=time.time(), device="cpu:0", message=SEEN, action=""))
         monitor.flush()
         error, took_s = fail(jm.oom_guard(monitor, plan_seconds=0), step, state, batch)
         again = jm.oom_guard(monitor, outdir=place / "again", plan_seconds=0)
@@ -151,7 +152,11 @@ def test_the_monitors_last_words_are_in_it(failed):
     told = facts(failed[0])
     assert told["step"] == 7
     assert {"host", "live_arrays"} <= {reading["source"] for reading in told["readings"]}
-    assert "polyline" in (failed[0] / "report.html").read_text() or "svg" in (failed[0] / "report.html").read_text()
+    assert [event["message"] for event in told["events"]] == [SEEN]
+    assert SEEN in (failed[0] / "report.md").read_text()
+    page = (failed[0] / "report.html").read_text()
+    assert SEEN in page
+    assert '<figure class="chart">' in page, "memory over time"
 
 
 def test_without_time_for_planning_nothing_is_claimed(failed):
@@ -342,25 +347,6 @@ def test_threads_have_a_report_each(tmp_path):
     for thread in threads:
         thread.join()
     assert [facts(folder)["failures"] for folder in reports(tmp_path)] == [[], [], []]
-
-
-def test_who_else_has_entered_a_guard_since_does_not_change_what_failed(tmp_path):
-    step = jm.jit_step(lambda state, batch: (state + jnp.sort(batch @ batch.T, axis=0).sum(), {}), donate_argnames=())
-    one, other, guard = (
-        contextvars.copy_context(),
-        contextvars.copy_context(),
-        jm.oom_guard(outdir=tmp_path, plan_seconds=0),
-    )
-    one.run(guard.__enter__)
-    step(jnp.float32(0), jnp.ones((512, 64)))
-    asked = dict(registry.steps())[step].memory.temp_bytes
-    assert asked > 2**19
-    other.run(guard.__enter__)
-    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
-    one.run(guard.__exit__, type(error), error, None)
-    other.run(guard.__exit__, None, None, None)
-    (folder,) = reports(tmp_path)
-    assert facts(folder)["program"]["known_by"] == "what it takes is as large as what was asked for"
 
 
 def test_as_a_decorator(tmp_path):

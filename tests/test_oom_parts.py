@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import json
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.targets.attached import attached_target
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
@@ -289,6 +294,28 @@ def test_a_second_of_many_reports_is_no_endless_search(tmp_path):
         (tmp_path / ("oom-19700101-000000-process0-pid1" + (f"-{number}" if number > 1 else ""))).mkdir()
     with pytest.raises(FileExistsError, match="holds 1000 reports of one second"):
         new_folder(tmp_path, process=0, pid=1, time_s=0.0)
+
+
+def test_who_else_has_entered_a_guard_since_does_not_change_what_failed(tmp_path):
+    step = jm.jit_step(lambda state, batch: (state + jnp.sort(batch @ batch.T, axis=0).sum(), {}), donate_argnames=())
+    one, other, guard = (
+        contextvars.copy_context(),
+        contextvars.copy_context(),
+        jm.oom_guard(outdir=tmp_path, plan_seconds=0),
+    )
+    one.run(guard.__enter__)
+    step(jnp.float32(0), jnp.ones((512, 64)))
+    asked = dict(registry.steps())[step].memory.temp_bytes
+    assert asked > 2**19
+    other.run(guard.__enter__)
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
+    one.run(guard.__exit__, type(error), error, None)
+    other.run(guard.__exit__, None, None, None)
+    (folder,) = tmp_path.glob("oom-*")
+    assert (
+        json.loads((folder / "facts.json").read_text())["program"]["known_by"]
+        == "what it takes is as large as what was asked for"
+    )
 
 
 def test_nothing_that_users_gave_is_markup():
