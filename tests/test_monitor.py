@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,22 @@ def test_scripted_readings_go_the_whole_way():
     assert [(event.kind, event.step) for event in monitor.events] == [("near_oom", 1)]
 
 
+def test_latest_values_are_written_again_as_often_as_the_figure():
+    def tables(figure_s: float) -> int:
+        double = jm.CollectingWriter()
+        sizes = [Reading(source="host", device="host", step=0, time_s=0.0, resident_bytes=size) for size in range(5)]
+        settings = dataclasses.replace(RARE, figure_s=figure_s)
+        with jm.MemoryMonitor(settings, writer=double, probes=[jm.ScriptedProbe(sizes)]) as monitor:
+            monitor(0)
+            for _ in sizes:
+                time.sleep(0.001)
+                monitor.flush()
+            return len(double.of(Table))
+
+    assert tables(3600.0) <= 2, "at the start, and when the first map of arrays is known"
+    assert tables(1e-6) >= 5
+
+
 def test_without_a_folder_and_writer_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     monkeypatch.chdir(tmp_path)
     with jm.MemoryMonitor() as monitor:
@@ -305,6 +322,10 @@ def test_a_preset_that_is_none_is_refused():
         ({"growth_min_arrays": 0}, "growth_min_arrays=0"),
         ({"replication_min_bytes": 0}, "replication_min_bytes=0"),
         ({"imbalance_share": 1.5}, r"imbalance_share=1\.5 \(expected a share above 0, at most 1\)"),
+        ({"fragmentation_min_bytes": -1}, r"fragmentation_min_bytes=-1 \(expected at least 0 bytes\)"),
+        ({"imbalance_min_bytes": -1}, "imbalance_min_bytes=-1"),
+        ({"on_error": "ignore"}, r"on_error='ignore' \(expected warn or raise\)"),
+        ({"scan_s": math.nan}, r"scan_s=nan \(expected more than 0 seconds\)"),
         ({"jsonl_part_bytes": 1000}, r"jsonl_part_bytes=1000 \(expected at least 1024 bytes, or None\)"),
     ],
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 import html
 import html.parser
 import json
+import math
 import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,10 +19,13 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from jaxmem_callbacks.writers.over_time import DEVICE_LINES
 from jaxmem_callbacks.writers.protocol import Table
 from jaxmem_callbacks.writers.report_chart import chart_html, nice_ticks
@@ -219,6 +225,38 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     assert set(story.start.versions) == {"jaxmem_callbacks", "jax", "jaxlib"}
     assert story.metrics["loss"].last == 4.0
     assert story.history.points[-1].step == 4
+
+
+def test_what_the_monitor_lost_is_counted_in_the_report_too(tmp_path):
+    class Waiting:
+        entered, go = threading.Event(), threading.Event()
+
+        def read(self, step):
+            self.entered.set()
+            self.go.wait(60)
+            return [Reading(source="host", device="host", step=step, time_s=time.time(), resident_bytes=1)]
+
+    probe, double = Waiting(), jm.CollectingWriter()
+    with jm.MemoryMonitor(logdir=tmp_path, writer=double, probes=[probe]) as monitor:
+        monitor(0)
+        assert probe.entered.wait(60), "a look is on, and takes no stamps until its end"
+        for step in range(1, 4096 + 8):
+            monitor(step)
+        probe.go.set()
+        monitor.flush()
+    (story,) = stories_of(tmp_path)
+    lost = ("stamps dropped by the monitor", "7")
+    assert lost in [tuple(row[:2]) for row in double.of(Table)[-1].rows]
+    assert lost in [(row.figure, row.latest) for row in story.known_rows]
+    assert "\n".join(lost) in reported(tmp_path).text
+
+
+def test_a_metric_that_begins_as_nan_has_a_lowest_and_a_highest(tmp_path):
+    writer = JsonlWriter(tmp_path / "memory.jsonl", "r")
+    for step, loss in enumerate((math.nan, 3.0, math.nan, 2.0)):
+        writer.write(Metrics(step=step, time_s=1.0, values={"loss": loss}))
+    writer.close()
+    assert "loss\nnan\n2\n2\n3" in reported(tmp_path).text
 
 
 def test_a_newer_kind_of_event_is_told_by_its_name(tmp_path):

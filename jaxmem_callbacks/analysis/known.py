@@ -80,11 +80,11 @@ class KnownHere:
                 self._unknown_programs[compilation.program] = compilation.unavailable or "unknown"
         self._heaps = observation.heaps or self._heaps
         self._across = observation.processes or self._across
-        self._dropped = observation.dropped
+        self._dropped = max(self._dropped, observation.dropped)
 
     def shape(self) -> tuple[tuple[str, bool], ...]:
-        """What is known, without values: the table is worth writing again when this changes."""
-        return tuple((row.figure, row.known) for row in self.rows())
+        """What is known, without values, and whether anything was lost: the table is worth writing again when this changes."""
+        return (*((row.figure, row.known) for row in self.rows()), ("dropped", self._dropped > 0))
 
     def rows(self) -> tuple[KnownRow, ...]:
         """All figures, known or not, then programs, then what the monitor itself lost."""
@@ -138,7 +138,8 @@ class KnownHere:
     @property
     def temp_bytes(self) -> int:
         """Temporaries of the largest program that is known."""
-        return max((program.temp_bytes for program in self._programs.values()), default=0)
+        # `monitor.sample` asks on the training thread, while the monitor's own may learn of another program.
+        return max((program.temp_bytes for program in tuple(self._programs.values())), default=0)
 
     def _heap_map(self) -> KnownRow:
         held = {heap.device: sum(buffer.bytes for buffer in heap.buffers) for heap in self._heaps}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -18,7 +19,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import RunEnd, RunStart
+from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart
 from jaxmem_callbacks.records.saves import CheckpointSave
 
 _WINDOW_S = 1.0
@@ -146,7 +147,7 @@ class Story:
                 self.ended = True
             case Reading():
                 self._read(record)
-            case Unavailable() | AcrossProcesses() | HeapMap():
+            case Unavailable() | AcrossProcesses() | HeapMap() | Dropped():
                 self._note(record)
             case Compilation():
                 known = self.programs.get(record.program, ProgramStory())
@@ -178,7 +179,7 @@ class Story:
         """What was known and why others were not."""
         return self.known.rows()
 
-    def _note(self, record: Unavailable | AcrossProcesses | HeapMap) -> None:
+    def _note(self, record: Unavailable | AcrossProcesses | HeapMap | Dropped) -> None:
         """What only the table of what is known shows; and the last map."""
         self.heap = record if isinstance(record, HeapMap) else self.heap
         seen = Observation(
@@ -187,6 +188,7 @@ class Story:
             unavailable=(record,) if isinstance(record, Unavailable) else (),
             processes=record if isinstance(record, AcrossProcesses) else None,
             heaps=(record,) if isinstance(record, HeapMap) else (),
+            dropped=record.stamps if isinstance(record, Dropped) else 0,
         )
         self.known.learn(seen)
 
@@ -220,10 +222,17 @@ class Story:
     def _measure(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             known = self.metrics.get(name) or MetricStory(first=value, last=value, low=value, high=value)
-            low, high = min(known.low, value), max(known.high, value)
+            low, high = _finite(min, known.low, value), _finite(max, known.high, value)
             self.metrics[name] = MetricStory(first=known.first, last=value, low=low, high=high)
 
     def _close(self, *, force: bool = False) -> None:
         window = self._windows.close(self._step, self._time_s, force=force)
         if window is not None:
             self.history.add(window)
+
+
+def _finite(pick: Callable[[float, float], float], known: float, value: float) -> float:
+    """The lower or higher of two, of which NaN is neither: a first one would else stand for all that come."""
+    if math.isnan(known) or math.isnan(value):
+        return value if math.isnan(known) else known
+    return pick(known, value)

@@ -313,7 +313,8 @@ class MemoryMonitor:
         observation = dataclasses.replace(
             observation, heaps=heaps, unavailable=unavailable, trace=self._traces.collect(), saves=saves
         )
-        observation = self._exchange.turn(observation, wait=scan or last)
+        exchange = partial(self._exchange.turn, observation, wait=scan or last)
+        observation = self._faults.attempt("the exchange with the other processes", exchange, default=observation)
         events = [self._told.popleft() for _ in range(len(self._told))]
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))

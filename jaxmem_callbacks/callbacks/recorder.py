@@ -24,6 +24,7 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped
 from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.traces import TracePart
@@ -81,6 +82,7 @@ class Recorder:
         self._limit = settings.limit_bytes
         self._figure_s: float | None = None
         self._unflushed = False
+        self._dropped = 0
         self.events: tuple[MemoryEvent, ...] = ()
 
     def record(self, observation: Observation, events: Sequence[MemoryEvent], *, last: bool = False) -> None:
@@ -103,8 +105,13 @@ class Recorder:
         if window is not None:
             self._history.add(window)
             self._write(window)
-        self._write_table(observation, last=last)
-        self._write_figure(observation.time_s, last=last)
+        if observation.dropped > self._dropped and (last or window is not None):
+            self._dropped = observation.dropped
+            self._write(Dropped(step=observation.step, time_s=observation.time_s, stamps=self._dropped))
+        due = last or self._is_due(observation.time_s)
+        self._write_table(observation, due=due)
+        if due and self.takes_pictures:
+            self._write_figure()
         self._write_heap(observation.heaps)
         if self._unflushed:  # always before a look ends: a fork would copy what is buffered, and write it again
             self._unflushed = False
@@ -211,22 +218,24 @@ class Recorder:
         if self.takes_pictures:
             self._write(plan_picture(plan, frontier, step=observation.step, time_s=observation.time_s))
 
-    def _write_table(self, observation: Observation, *, last: bool) -> None:
+    def _is_due(self, time_s: float) -> bool:
+        """Whether the figure and the latest values are drawn up again: a run that is killed keeps some at most so old."""
+        if self._figure_s is None:
+            self._figure_s = time_s
+        due = not 0 <= time_s - self._figure_s < self._settings.figure_s
+        if due:
+            self._figure_s = time_s
+        return due
+
+    def _write_table(self, observation: Observation, *, due: bool) -> None:
         shape = self._known.shape()
-        if shape == self._known_shape and not last:
+        if shape == self._known_shape and not due:
             return
         self._known_shape = shape
         rows = [(row.figure, row.latest, row.source, row.text) for row in self._known.rows()]
         self._write(Table(tag=KNOWN_TAG, step=observation.step, time_s=observation.time_s, columns=COLUMNS, rows=rows))
 
-    def _write_figure(self, time_s: float, *, last: bool) -> None:
-        if self._figure_s is None:
-            self._figure_s = time_s
-        # A run that is killed keeps a figure at most so old.
-        due = last or not 0 <= time_s - self._figure_s < self._settings.figure_s
-        if not due or not self.takes_pictures:
-            return
-        self._figure_s = time_s
+    def _write_figure(self) -> None:
         picture = self._faults.attempt("the memory figure", self._draw, default=None)
         if picture is not None:
             self._write(picture)

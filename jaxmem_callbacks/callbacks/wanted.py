@@ -131,6 +131,9 @@ def _check(settings: MonitorSettings) -> None:
             ("growth_min_bytes", "at least 1 byte", settings.growth_min_bytes >= 1),
             ("growth_min_arrays", "at least 1", settings.growth_min_arrays >= 1),
             ("replication_min_bytes", "at least 1 byte", settings.replication_min_bytes >= 1),
+            ("fragmentation_min_bytes", "at least 0 bytes", settings.fragmentation_min_bytes >= 0),
+            ("imbalance_min_bytes", "at least 0 bytes", settings.imbalance_min_bytes >= 0),
+            ("on_error", "warn or raise", settings.on_error in ("warn", "raise")),
             ("imbalance_share", "a share above 0, at most 1", 0 < settings.imbalance_share <= 1),
         )
         if not right

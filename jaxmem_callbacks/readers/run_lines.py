@@ -19,7 +19,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import RunEnd, RunStart
+from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart
 from jaxmem_callbacks.records.saves import CheckpointSave
 
 RunRecord = (
@@ -34,6 +34,7 @@ RunRecord = (
     | MemoryEvent
     | CheckpointSave
     | PlanRecord
+    | Dropped
     | RunEnd
 )
 
@@ -58,6 +59,7 @@ KINDS: dict[str, type[Any]] = {
     "event": MemoryEvent,
     "checkpoint_save": CheckpointSave,
     "plan": PlanRecord,
+    "dropped": Dropped,
     "end": RunEnd,
 }
 _KIND_OF = {record: kind for kind, record in KINDS.items()}

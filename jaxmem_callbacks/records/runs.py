@@ -1,4 +1,4 @@
-"""Where a run's lines begin and end: what was running, on what, with which settings and versions."""
+"""Where a run's lines begin and end: what was running, on what, with which settings and versions; and what was lost."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ class RunStart:
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, str | int] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+    """What the monitor itself lost: steps that came faster than it looked.
+
+    Attributes:
+        step: The latest step that had completed.
+        time_s: When it was noticed, in seconds since the epoch.
+        stamps: How many since the run began.
+    """
+
+    step: int
+    time_s: float
+    stamps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped
 from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.traces import TracePart
 
@@ -76,6 +77,7 @@ Record = (
     | AcrossProcesses
     | HeapMap
     | TracePart
+    | Dropped
 )
 
 
