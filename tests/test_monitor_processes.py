@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from jaxmem_callbacks.readers.stories import stories_of
+
 ROOT = Path(__file__).parents[1]
 START = """
 import sys, time, os
@@ -106,16 +108,18 @@ def test_json_lines_are_complete_to_the_last_full_line_after_a_kill(tmp_path: Pa
 
 
 TWO = """
+from dataclasses import replace
 rank = int(sys.argv[2])
 jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=rank)
-with jm.MemoryMonitor(settings, logdir=sys.argv[1]) as monitor:
+held = jnp.zeros((rank, 2**18))  # the second holds a MiB, which is its limit
+with jm.MemoryMonitor(replace(settings, limit_bytes=2**20), logdir=sys.argv[1]) as monitor:
     x = jnp.zeros(8)
     for i in range(5):
         x, metrics = step(x)
         monitor(i, metrics)
         time.sleep(0.03)
     sample = monitor.sample(5)
-print(rank, "memory/live_arrays_gib" in sample)
+print(rank, "memory/live_arrays_gib" in sample, [event.kind for event in monitor.events])
 """
 
 
@@ -129,11 +133,17 @@ def test_of_two_processes_both_sample_and_the_first_writes(tmp_path: Path):
     where = address()
     processes = [start(TWO, str(tmp_path), str(rank), where) for rank in range(2)]
     results = [finished(process) for process in processes]
-    assert [(code, out) for code, out, _ in results] == [(0, "0 True\n"), (0, "1 True\n")], results
+    assert [(code, out) for code, out, _ in results] == [(0, "0 True []\n"), (0, "1 True ['near_oom']\n")], results
     assert len(list(tmp_path.glob("events.*"))) == 1
     assert len({line["run"] for line in lines(tmp_path)}) == 1
     assert "processes" not in {line["kind"] for line in lines(tmp_path)}, "no exchange unless asked for"
     assert all("another monitor" not in err for _, _, err in results)
+    own = [json.loads(line) for line in (tmp_path / "memory.process-1.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line.get("event")) for line in own] == [("run", None), ("event", "near_oom"), ("end", None)]
+    (story,) = stories_of(tmp_path)
+    (told,) = story.elsewhere.told
+    assert (told.where, told.event.device, story.events) == ("process 1", "cpu:2048", [])
+    assert own[0]["devices"]["process"] == 1
 
 
 FOUR = """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
+from jaxmem_callbacks.analysis.elsewhere import Elsewhere
 from jaxmem_callbacks.analysis.figures import values_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import KnownHere, KnownRow
@@ -105,6 +106,7 @@ class Story:
         ended: Whether it was closed.
         span: First and last step and time.
         events: Oldest first.
+        elsewhere: Events that other processes of the run told.
         programs: Name -> what became known of it.
         metrics: Name -> the user's metric over the run.
         plan: What it was told to expect, or None.
@@ -122,6 +124,7 @@ class Story:
     ended: bool = False
     span: _Span = field(default_factory=_Span)
     events: list[MemoryEvent] = field(default_factory=list[MemoryEvent])
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
     programs: dict[str, ProgramStory] = field(default_factory=dict[str, ProgramStory])
     metrics: dict[str, MetricStory] = field(default_factory=dict[str, MetricStory])
     plan: PlanRecord | None = None

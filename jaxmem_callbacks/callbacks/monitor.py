@@ -69,8 +69,9 @@ class MemoryMonitor:
 
     Args:
         preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
-        logdir: Folder for the event file and ``memory.jsonl``; None writes no files but the report of an out-of-memory failure
-            that passes the monitor's ``with`` (docs/oom.md).
+        logdir: Folder for the event file and ``memory.jsonl``, which process 0 writes; others write events of their own, if any
+            (docs/faults.md). None writes no files but the report of an out-of-memory failure that passes the monitor's
+            ``with`` (docs/oom.md).
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
         plan: What `jm.plan` gave for the step: the monitor writes its figure and table once at the start, says when it is
             stale, and shows predicted beside compiled bytes.

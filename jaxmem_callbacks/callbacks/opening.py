@@ -1,6 +1,7 @@
 """Opening a run's writers: settings, a folder and the user's own loggers enter; the writers of this process leave.
 
-The one place that decides which process writes: process 0. The others sample, detect and write nothing.
+The one place that decides which process writes: process 0. The others sample and detect, and write their own events only, each
+to a file of its own, when there are any.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from jaxmem_callbacks.callbacks.wanted import versions_now
 from jaxmem_callbacks.probes.allocations import BLIND
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
-from jaxmem_callbacks.readers.parts import JSONL_NAME
+from jaxmem_callbacks.readers.parts import JSONL_NAME, process_name
 from jaxmem_callbacks.readers.trace_lines import TRACE_NAME
 from jaxmem_callbacks.records.runs import RunStart
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.traces import TraceHead
+from jaxmem_callbacks.writers.own_events import OwnEventsWriter
 from jaxmem_callbacks.writers.protocol import Writer
 
 
@@ -48,10 +50,24 @@ class Opening:
     run_id: str = field(default_factory=lambda: f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
 
     def open(self) -> list[Writer]:
-        """The writers of this process; none in any process but the first."""
+        """The writers of this process; the user's own in the first only."""
         if jax.process_index() != 0:
-            return []
+            return self._own_events()
         return [*self.writers, *self._files()]
+
+    def _own_events(self) -> list[Writer]:
+        """Without the folder's lock, which the first process may have on the same machine: no other has this file."""
+        if self.logdir is None or not self.settings.jsonl:
+            return []
+        start, path = self._start(), self._folder / process_name(jax.process_index())
+
+        def make() -> Writer:
+            from jaxmem_callbacks.writers.jsonl import JsonlWriter
+
+            path.parent.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own nobody else makes it
+            return JsonlWriter(path, self.run_id, start=start)
+
+        return [OwnEventsWriter(make)]
 
     def _files(self) -> list[Writer]:
         if self.logdir is None:
@@ -92,8 +108,9 @@ class Opening:
         return TraceWriter(self._folder / f"{TRACE_NAME}.{self.run_id}.jsonl", head)
 
     def _start(self) -> RunStart:
-        first = jax.local_devices()[0]
+        first, process = jax.local_devices()[0], jax.process_index()
         devices = {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
+        devices |= {"process": process} if process else {}
         return RunStart(
             time_s=time.time(),
             versions={"jaxmem_callbacks": jaxmem_callbacks.__version__, **versions_now()},

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.readers.parts import JSONL_NAME, earlier_parts
+from jaxmem_callbacks.readers.parts import JSONL_NAME, earlier_parts, process_files
 from jaxmem_callbacks.readers.run_lines import RunRecord, record_of
 from jaxmem_callbacks.records.errors import RunFileError
 
@@ -40,6 +40,8 @@ class Line:
 def run_files(path: Path) -> list[list[Path]]:
     """The files of each log folder under a path, full parts first.
 
+    Where a folder has only what other processes than the first told, as on a disk of their machine's own, these, one by one.
+
     Args:
         path: A folder in which a monitor wrote, one that holds such folders, or a file of JSON lines, whose parts come along.
 
@@ -55,16 +57,19 @@ def run_files(path: Path) -> list[list[Path]]:
         return [[*earlier_parts(path), path]]
     newest = {file for file in path.rglob(f"{Path(JSONL_NAME).stem}*{Path(JSONL_NAME).suffix}") if file.is_file()}
     folders = sorted({file.parent for file in newest})
-    found = [[*earlier_parts(folder / JSONL_NAME), folder / JSONL_NAME] for folder in folders]
-    # A run that was killed just after a file became a part has no newest one yet.
-    found = [[file for file in files if file.exists()] for files in found]
-    if not any(found):
+    found: list[list[Path]] = []
+    for folder in folders:
+        files = [*earlier_parts(folder / JSONL_NAME), folder / JSONL_NAME]
+        # A run that was killed just after a file became a part has no newest one yet.
+        files = [file for file in files if file.exists()]
+        found += [files] if files else [[file] for file in process_files(folder / JSONL_NAME).values()]
+    if not found:
         msg = (
             f"{path} holds no {JSONL_NAME}. Expected a folder in which a monitor wrote: "
             "jm.MemoryMonitor(logdir=...), with `jsonl: true` in its preset, as it is unless said otherwise."
         )
         raise RunFileError(msg)
-    return [files for files in found if files]
+    return found
 
 
 def read_lines(files: Sequence[Path]) -> Iterator[Line]:

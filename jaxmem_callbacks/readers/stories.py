@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmem_callbacks.analysis.story import Story
+from jaxmem_callbacks.readers.parts import process_files
 from jaxmem_callbacks.readers.runs import Line, read_lines, run_files
 from jaxmem_callbacks.records.errors import RunFileError
 
@@ -18,7 +19,10 @@ def stories_of(path: Path) -> list[Story]:
     """
     stories: list[Story] = []
     for files in run_files(path):
-        stories += _of_one_folder(files)
+        found = _of_one_folder(files)
+        for process, file in process_files(files[-1]).items():
+            _join(found, process, _of_one_folder([file]))
+        stories += found
     if not stories:
         msg = f"{path} holds no line of a run. The monitor writes its first line at the first step that it is told of."
         raise RunFileError(msg)
@@ -37,6 +41,23 @@ def _of_one_folder(files: Sequence[Path]) -> list[Story]:
     for story in found.values():
         story.finish()
     return list(found.values())
+
+
+def _join(stories: list[Story], process: int, others: Sequence[Story]) -> None:
+    """What another process told goes to the run that began next to its own: each process has a clock and run ids of its own."""
+    for other in others:
+        began_s = _began_s(other)
+        nearest = min(stories, key=lambda story: abs(_began_s(story) - began_s), default=None)
+        if nearest is None:  # the first process wrote nothing yet
+            stories.append(other)
+            continue
+        for event in other.events:
+            nearest.elsewhere.add(process, event)
+        nearest.remarks += other.remarks
+
+
+def _began_s(story: Story) -> float:
+    return story.start.time_s if story.start is not None else story.span.first_s or 0.0
 
 
 def _tell(story: Story, line: Line) -> None:

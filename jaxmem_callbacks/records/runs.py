@@ -15,7 +15,7 @@ class RunStart:
         time_s: When the part was begun, in seconds since the epoch.
         part: Number of the part within the run, from 1.
         versions: Package -> version.
-        devices: What the run had: ``platform``, ``kind``, ``count`` and ``processes``.
+        devices: What the run had: ``platform``, ``kind``, ``count``, ``processes``, and ``process`` where it is not the first.
         settings: The monitor's settings by name.
     """
 

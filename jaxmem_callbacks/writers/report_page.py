@@ -84,6 +84,7 @@ def _run(number: int, story: Story, frontier: Frontier, *, alone: bool) -> str:
         f'<p class="soft">Run {escape(story.run)}, began {_began(story)}.</p>',
         _figure(story),
         *_events(story.events),
+        *_elsewhere(story),
         *_heap(story),
         *_programs(story),
         *_plan(story, frontier),
@@ -117,6 +118,17 @@ def _events(events: Sequence[MemoryEvent]) -> Iterator[str]:
         action = f'<p class="act"><strong>What to do:</strong> {escape(event.action)}</p>'
         figures = _table(("figure", "value"), event_figures(event), "facts") if event.figures else ""
         yield f'<article class="event-card"><h4>{escape(head)}</h4><p>{escape(event.message)}</p>{action}{figures}</article>'
+
+
+def _elsewhere(story: Story) -> Iterator[str]:
+    told = story.elsewhere.told
+    if told:
+        yield "<h3>Events of other processes</h3>"
+        rows = [
+            (each.where, f"{each.event.step:,}", event_title(each.event.kind), each.event.message, each.event.action)
+            for each in told
+        ]
+        yield _table(("told by", "step", "event", "what happened", "what to do"), rows)
 
 
 def _programs(story: Story) -> Iterator[str]:

@@ -18,7 +18,7 @@ _MINUTE, _HOUR = 60, 3600
 
 def happened(story: Story) -> str:
     """One sentence: how long, on what, how much memory, which events, and whether it was closed."""
-    parts = [f"{_steps(story)}{_duration(story)}{_place(story)}", _memory(story), _events(story)]
+    parts = [f"{_steps(story)}{_duration(story)}{_place(story)}", _memory(story), _events(story), _elsewhere(story)]
     if not story.ended:
         parts.append("the run has no closing line, so it was killed or is still running")
     return "; ".join(part for part in parts if part) + "."
@@ -81,3 +81,10 @@ def _events(story: Story) -> str:
     more = len(story.events) - len(shown)
     count = "one event was told" if len(story.events) == 1 else f"{len(story.events)} events were told"
     return f"{count}: {', '.join([*shown, *([f'and {more} more'] if more else [])])}"
+
+
+def _elsewhere(story: Story) -> str:
+    told = story.elsewhere.told
+    shown = [f"{event_title(each.event.kind).lower()} at step {each.event.step:,} ({each.where})" for each in told]
+    more = [f"and {len(told) - _NAMED} more"] if len(told) > _NAMED else []
+    return f"other processes told {', '.join([*shown[:_NAMED], *more])}" if told else ""
