@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
-from jaxmem_callbacks.writers.protocol import Record, Writer
+from jaxmem_callbacks.writers.protocol import Record, Table, Writer
+from jaxmem_callbacks.writers.report_words import happened
 from tests.watching import told
 
 FAST = MonitorSettings(window_s=0.01, scan_s=0.01)
@@ -48,6 +52,40 @@ def test_a_probe_that_raises_is_named_once_and_the_others_go_on(capfd):
         "jaxmem: the probe BrokenProbe is switched off for the rest of the run: OSError: driver gone at step"
     )
     assert len([record for record in double.records if isinstance(record, Reading)]) >= 5
+
+
+def test_what_is_switched_off_stands_in_the_runs_files_and_its_report_too(tmp_path: Path, capfd):
+    double = jm.CollectingWriter()
+    drive(jm.MemoryMonitor(FAST, logdir=tmp_path, writer=double, probes=[BrokenProbe(), HostProbe()]))
+    (line,) = [line.removeprefix("jaxmem: ") for line in told(capfd)]
+    (story,) = stories_of(tmp_path)
+    assert story.said == [line]
+    assert happened(story).endswith(f"; the monitor said of itself: {line}.")
+    row = ("said by the monitor, 1", "", "monitor", line)
+    assert row in [tuple(each) for each in double.of(Table)[-1].rows]
+    assert row in [(each.figure, each.latest, each.source, each.text) for each in story.known_rows]
+
+
+def test_a_probe_that_returns_nothing_is_that_probes_fault(capfd):
+    class Forgetful:
+        def read(self, step: int) -> Any:
+            del step
+
+    double = jm.CollectingWriter()
+    drive(jm.MemoryMonitor(FAST, writer=double, probes=[Forgetful(), HostProbe()]))
+    (line,) = told(capfd)
+    assert line.startswith("jaxmem: the probe Forgetful is switched off for the rest of the run: TypeError: ")
+    assert len(double.of(Reading)) >= 5
+
+
+def test_a_number_that_no_float_holds_is_left_out_alone(capfd):
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(FAST, writer=double, probes=[HostProbe()]) as monitor:
+        monitor(0, {"loss": 1.0, "huge": 10**400})
+        monitor.flush()
+    (line,) = told(capfd)
+    assert line == "jaxmem: the metric huge is not shown: only scalars are kept."
+    assert double.of(Metrics)[0].values == {"loss": 1.0}
 
 
 def test_a_writer_that_raises_is_named_once_and_the_others_go_on(capfd):

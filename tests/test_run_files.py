@@ -28,7 +28,7 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.processes import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart
+from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart, Said
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from tests import sample_plans
 from tests.sample_records import COMPILED, EVENT, READING, TABLE, WINDOW
@@ -90,6 +90,7 @@ RECORDS = (
         ),
     )
     | st.builds(Dropped, step=st.integers(), time_s=TIMES, stamps=st.integers())
+    | st.builds(Said, step=st.integers(), time_s=TIMES, message=TEXTS)
     | st.sampled_from([COMPILED, dataclasses.replace(COMPILED, memory=None, unavailable="no"), sample_plans.six()])
 )
 

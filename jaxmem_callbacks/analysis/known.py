@@ -64,6 +64,7 @@ class KnownHere:
         self._heaps: Sequence[HeapMap] = ()
         self._across: AcrossProcesses | None = None
         self._dropped = 0
+        self._said: list[str] = []
 
     def learn(self, observation: Observation) -> None:
         """Take in one observation."""
@@ -80,6 +81,7 @@ class KnownHere:
                 self._unknown_programs[compilation.program] = compilation.unavailable or "unknown"
         self._heaps = observation.heaps or self._heaps
         self._across = observation.processes or self._across
+        self._said += observation.said
         self._dropped = max(self._dropped, observation.dropped)
 
     def shape(self) -> tuple[tuple[str, bool], ...]:
@@ -87,7 +89,7 @@ class KnownHere:
         return (*((row.figure, row.known) for row in self.rows()), ("dropped", self._dropped > 0))
 
     def rows(self) -> tuple[KnownRow, ...]:
-        """All figures, known or not, then programs, then what the monitor itself lost."""
+        """All figures, known or not, then programs, then what the monitor itself lost and said."""
         return (
             *map(self._figure, FIGURES),
             *map(self._derived, DERIVED),
@@ -97,6 +99,7 @@ class KnownHere:
             *self._needs(),
             *self._planned(),
             self._drops(),
+            *(_row(f"said by the monitor, {n}", "", "monitor", said) for n, said in enumerate(self._said, start=1)),
         )
 
     def _figure(self, figure: Figure) -> KnownRow:

@@ -55,6 +55,7 @@ class Observation:
         heaps: Heap maps that were taken, one a device.
         processes: What all processes of the run told, on process 0 and where a preset asks for it.
         trace: Allocations that were recorded.
+        said: What the monitor said of itself.
         saves: Checkpoint saves that ended since the look before, or run.
     """
 
@@ -69,6 +70,7 @@ class Observation:
     heaps: Sequence[HeapMap] = ()
     processes: AcrossProcesses | None = None
     trace: Sequence[TraceEvent] = ()
+    said: Sequence[str] = ()
     saves: Sequence[SaveSpan] = ()
 
 

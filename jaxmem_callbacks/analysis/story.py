@@ -20,7 +20,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart
+from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart, Said
 from jaxmem_callbacks.records.saves import CheckpointSave
 
 _WINDOW_S = 1.0
@@ -113,6 +113,7 @@ class Story:
         highs: Figure such as ``in_use_bytes`` -> its highest value.
         limit_bytes: The lowest limit that a device or the preset had, or None.
         history: The highest values by time, for the figure.
+        said: What the monitor said of itself.
         known: Which figures were known, and why others were not.
         saves: Checkpoint saves.
         heap: The last map of live arrays, of the device that held most, or None.
@@ -131,6 +132,7 @@ class Story:
     highs: dict[str, High] = field(default_factory=dict[str, High])
     limit_bytes: int | None = None
     history: History = field(default_factory=History)
+    said: list[str] = field(default_factory=list[str])
     known: KnownHere = field(default_factory=KnownHere)
     saves: deque[CheckpointSave] = field(default_factory=lambda: deque[CheckpointSave](maxlen=_SAVES))
     heap: HeapMap | None = None
@@ -150,7 +152,7 @@ class Story:
                 self.ended = True
             case Reading():
                 self._read(record)
-            case Unavailable() | AcrossProcesses() | HeapMap() | Dropped():
+            case Unavailable() | AcrossProcesses() | HeapMap() | Dropped() | Said():
                 self._note(record)
             case Compilation():
                 known = self.programs.get(record.program, ProgramStory())
@@ -182,15 +184,17 @@ class Story:
         """What was known and why others were not."""
         return self.known.rows()
 
-    def _note(self, record: Unavailable | AcrossProcesses | HeapMap | Dropped) -> None:
+    def _note(self, record: Unavailable | AcrossProcesses | HeapMap | Dropped | Said) -> None:
         """What only the table of what is known shows; and the last map."""
         self.heap = record if isinstance(record, HeapMap) else self.heap
+        self.said += [record.message] if isinstance(record, Said) else []
         seen = Observation(
             step=self._step,
             time_s=self._time_s,
             unavailable=(record,) if isinstance(record, Unavailable) else (),
             processes=record if isinstance(record, AcrossProcesses) else None,
             heaps=(record,) if isinstance(record, HeapMap) else (),
+            said=(record.message,) if isinstance(record, Said) else (),
             dropped=record.stamps if isinstance(record, Dropped) else 0,
         )
         self.known.learn(seen)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, final
 
 _Result = TypeVar("_Result")
+_KEPT = 100
 
 
 @final
@@ -21,6 +23,7 @@ class Faults:
         self.raises = on_error == "raise"
         self._off: set[str] = set()
         self.pending: Exception | None = None
+        self._said: deque[str] = deque(maxlen=_KEPT)
         self.doing = ""  # the part that runs on the monitor's thread, for when it does not come back
 
     def attempt(self, part: str, action: Callable[..., _Result], *args: Any, default: _Result) -> _Result:
@@ -54,8 +57,14 @@ class Faults:
 
     def say(self, message: str) -> None:
         """One line on stderr; a closed stderr is no reason to disturb the run."""
+        line = " ".join(message.split())
+        self._said.append(line)
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"jaxmem: {' '.join(message.split())}\n")
+            sys.stderr.write(f"jaxmem: {line}\n")
+
+    def said(self) -> list[str]:
+        """What was said since the last call, for the run's own files: stderr may be read by nobody."""
+        return [self._said.popleft() for _ in range(len(self._said))]
 
     def raise_pending(self) -> None:
         """With ``on_error="raise"``: raise the first fault, once."""

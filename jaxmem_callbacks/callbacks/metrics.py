@@ -50,7 +50,7 @@ def read(values: Mapping[str, Any], skipped: set[str]) -> dict[str, float]:
         for name, value in values.items():
             try:
                 floats[name] = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 skipped.add(name)
             except RuntimeError:  # deleted or donated meanwhile
                 continue

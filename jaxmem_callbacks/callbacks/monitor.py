@@ -302,6 +302,10 @@ class MemoryMonitor:
 
     def _try_look(self, *, scan: bool = False, last: bool = False) -> None:
         self._faults.attempt("the monitor", self._look, scan, last, default=None)
+        if said := self._faults.said():
+            self._faults.attempt(
+                "telling of itself", self._recorder.tell, said, self._sampler.latest_step(), default=None
+            )
 
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
         if self._unverified is not None:  # only the first time: the backend has started by now

@@ -5,6 +5,7 @@ Runs on the monitor's own thread only. A writer that raises is switched off by i
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped
+from jaxmem_callbacks.records.runs import Dropped, Said
 from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.traces import TracePart
@@ -113,9 +114,16 @@ class Recorder:
         if due and self.takes_pictures:
             self._write_figure()
         self._write_heap(observation.heaps)
-        if self._unflushed:  # always before a look ends: a fork would copy what is buffered, and write it again
-            self._unflushed = False
-            self._each(lambda writer: writer.flush())
+        self._flush()
+
+    def tell(self, said: Sequence[str], step: int) -> None:
+        """Write what the monitor said of itself, whether or not it still looks."""
+        now = Observation(step=step, time_s=time.time(), said=said)
+        self._known.learn(now)
+        for message in said:
+            self._write(Said(step=step, time_s=now.time_s, message=message))
+        self._write_table(now, due=False)
+        self._flush()
 
     def latest(self, fresh: Sequence[Reading] = ()) -> dict[str, float]:
         """Tag -> value now: the latest reading of every probe and device, ``fresh`` ones first."""
@@ -148,6 +156,11 @@ class Recorder:
         """Close the writers."""
         self._each(lambda writer: writer.close())
         self._writers = []
+
+    def _flush(self) -> None:
+        if self._unflushed:  # always before a look ends: a fork would copy what is buffered, and write it again
+            self._unflushed = False
+            self._each(lambda writer: writer.flush())
 
     def _learn(self, observation: Observation) -> None:
         self._known.learn(observation)

@@ -139,7 +139,7 @@ class Sampler:
             unavailable=[each for each in seen if isinstance(each, Unavailable)],
             arrays=next((each for each in seen if isinstance(each, ArrayCensus)), None),
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
-            metrics=self._ready_metrics(),
+            metrics=self._faults.attempt("reading metrics", self._ready_metrics, default=()),
             dropped=self._dropped,
         )
 
@@ -210,7 +210,8 @@ class Sampler:
         """One probe's readings; one that takes long rests afterwards, because this thread takes turns with the training's."""
         name = type(probe).__name__
         began_s = time.thread_time()
-        seen = self._faults.attempt(f"the probe {name}", probe.read, self._step, default=())
+        # A probe of the user's may return anything: what is no sequence is that probe's fault, not the monitor's.
+        seen = self._faults.attempt(f"the probe {name}", lambda: tuple(probe.read(self._step)), default=())
         took_s = time.thread_time() - began_s
         rest_s = took_s / _SHARE
         if took_s > _LONG_S and rest_s > self._settings.scan_s:

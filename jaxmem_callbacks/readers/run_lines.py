@@ -19,7 +19,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart
+from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart, Said
 from jaxmem_callbacks.records.saves import CheckpointSave
 
 RunRecord = (
@@ -35,6 +35,7 @@ RunRecord = (
     | CheckpointSave
     | PlanRecord
     | Dropped
+    | Said
     | RunEnd
 )
 
@@ -60,6 +61,7 @@ KINDS: dict[str, type[Any]] = {
     "checkpoint_save": CheckpointSave,
     "plan": PlanRecord,
     "dropped": Dropped,
+    "said": Said,
     "end": RunEnd,
 }
 _KIND_OF = {record: kind for kind, record in KINDS.items()}

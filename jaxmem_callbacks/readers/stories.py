@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmem_callbacks.analysis.story import Story
-from jaxmem_callbacks.readers.parts import process_files
+from jaxmem_callbacks.readers.parts import JSONL_NAME, process_files
 from jaxmem_callbacks.readers.runs import Line, read_lines, run_files
 from jaxmem_callbacks.records.errors import RunFileError
 
@@ -24,7 +24,10 @@ def stories_of(path: Path) -> list[Story]:
             _join(found, process, _of_one_folder([file]))
         stories += found
     if not stories:
-        msg = f"{path} holds no line of a run. The monitor writes its first line at the first step that it is told of."
+        msg = (
+            f"{path} holds no line of a run. The monitor writes its first line at the first step that it is told of. Expected "
+            f"its logdir, or the {JSONL_NAME} there."
+        )
         raise RunFileError(msg)
     return sorted(stories, key=lambda story: story.span.first_s or 0.0)
 

@@ -1,4 +1,4 @@
-"""Where a run's lines begin and end: what was running, on what, with which settings and versions; and what was lost."""
+"""Where a run's lines begin and end: what was running, on what, with which settings and versions; and how the monitor fared."""
 
 from __future__ import annotations
 
@@ -39,6 +39,21 @@ class Dropped:
     step: int
     time_s: float
     stamps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What the monitor said of itself on stderr: which part is switched off, or what it cannot show.
+
+    Attributes:
+        step: The latest step that had completed.
+        time_s: When, in seconds since the epoch.
+        message: In its words.
+    """
+
+    step: int
+    time_s: float
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

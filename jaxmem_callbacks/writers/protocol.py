@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped
+from jaxmem_callbacks.records.runs import Dropped, Said
 from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.traces import TracePart
 
@@ -78,6 +78,7 @@ Record = (
     | HeapMap
     | TracePart
     | Dropped
+    | Said
 )
 
 

@@ -18,7 +18,13 @@ _MINUTE, _HOUR = 60, 3600
 
 def happened(story: Story) -> str:
     """One sentence: how long, on what, how much memory, which events, and whether it was closed."""
-    parts = [f"{_steps(story)}{_duration(story)}{_place(story)}", _memory(story), _events(story), _elsewhere(story)]
+    parts = [
+        f"{_steps(story)}{_duration(story)}{_place(story)}",
+        _memory(story),
+        _events(story),
+        _elsewhere(story),
+        _said(story),
+    ]
     if not story.ended:
         parts.append("the run has no closing line, so it was killed or is still running")
     return "; ".join(part for part in parts if part) + "."
@@ -88,3 +94,10 @@ def _elsewhere(story: Story) -> str:
     shown = [f"{event_title(each.event.kind).lower()} at step {each.event.step:,} ({each.where})" for each in told]
     more = [f"and {len(told) - _NAMED} more"] if len(told) > _NAMED else []
     return f"other processes told {', '.join([*shown[:_NAMED], *more])}" if told else ""
+
+
+def _said(story: Story) -> str:
+    if not story.said:
+        return ""
+    first, *others = story.said
+    return f"the monitor said of itself: {first.rstrip('.')}" + (f", and {len(others)} more" if others else "")
