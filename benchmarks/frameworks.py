@@ -23,6 +23,7 @@ from benchmarks.sources import ROOT, write_result
 TENSORFLOW = (
     "tensorflow-cpu>=2.20"  # Keras's and clu's writers and data are TensorFlow's; by itself pip would take the GPU's
 )
+DOCUMENT = "tests/test_adapters_docs.py"
 
 
 class Framework(NamedTuple):
@@ -32,14 +33,20 @@ class Framework(NamedTuple):
         package: Whose version is told.
         requirements: What pip is asked for.
         suite: The file of its tests.
+        chosen: Which of them, by pytest's words, where `make test` has them too; else those that are marked `adapters`.
     """
 
     package: str
     requirements: tuple[str, ...]
     suite: str
+    chosen: str = ""
 
 
 FRAMEWORKS: dict[str, Framework] = {
+    "flax": Framework("flax", ("flax>=0.12",), "tests/test_frameworks.py", "nnx or linen"),
+    "equinox": Framework("equinox", ("equinox",), "tests/test_frameworks.py", "equinox"),
+    "optax": Framework("optax", ("optax",), "tests/test_frameworks.py", "optax"),
+    "orbax": Framework("orbax-checkpoint", ("orbax-checkpoint",), "tests/test_saves.py", "test_saves"),
     "keras": Framework("keras", ("keras>=3.15", TENSORFLOW), "tests/test_adapters_keras.py"),
     "clu": Framework("clu", ("clu>=0.0.12", TENSORFLOW), "tests/test_adapters_clu.py"),
     "grain": Framework("grain", ("grain>=0.2.18",), "tests/test_adapters_grain.py"),
@@ -58,6 +65,7 @@ FRAMEWORKS: dict[str, Framework] = {
         "marin-levanter", ("marin-levanter==0.2.227.dev40316220070",), "tests/test_adapters_levanter.py"
     ),
 }
+OTHERS = [name for name, each in FRAMEWORKS.items() if not each.chosen]  # in need of an environment of their own
 
 
 def installed(requirements: tuple[str, ...]) -> str:
@@ -79,13 +87,16 @@ def why(told: str) -> str:
     return next((line for line in reversed(told.splitlines()) if line.startswith("ERROR: ")), "pip failed")
 
 
-def tested(name: str, suite: str) -> dict[str, int | str]:
+def tested(name: str, framework: Framework) -> dict[str, int | str]:
     """The numbers of its tests, and the first failure."""
     variables = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "-m", "adapters", "-k", name, f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, suite, "tests/test_adapters_docs.py"]
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-k", framework.chosen or name]
+        options += (
+            ["-m", "core", framework.suite] if framework.chosen else ["-m", "adapters", framework.suite, DOCUMENT]
+        )
+        command = [sys.executable, "-m", "pytest", *options]
         subprocess.run(command, cwd=ROOT, env=variables, check=False)  # noqa: S603 - pytest
         cases = list(ET.parse(report).getroot().iter("testcase")) if report.exists() else []  # noqa: S314 - pytest wrote it
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
@@ -103,7 +114,7 @@ def tried(name: str, framework: Framework) -> dict[str, int | str]:
     if refused:
         return {"version": framework.requirements[0], "outcome": f"not installable: {refused}"}
     versions = {"version": importlib.metadata.version(framework.package), "jax": importlib.metadata.version("jax")}
-    return {**versions, **tested(name, framework.suite)}
+    return {**versions, **tested(name, framework)}
 
 
 def main(names: list[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.frameworks import FRAMEWORKS
+from benchmarks.frameworks import OTHERS
 from tests.test_docs import WORLD, blocks
 from tests.watching import assert_read_back
 
@@ -69,7 +69,7 @@ trainer.profiler.watching.close()
 WRITTEN = {"keras": "runs/a", "clu": "runs/a", "tunix": "runs/a", "levanter": "runs/a", "kauldron": "runs/memory"}
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_lines_of_the_document_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(os.environ, "KERAS_BACKEND", "jax")

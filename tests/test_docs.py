@@ -16,7 +16,7 @@ import jax
 import pytest
 
 import jaxmem_callbacks as jm
-from benchmarks.frameworks import FRAMEWORKS
+from benchmarks.frameworks import OTHERS
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES
 from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
@@ -167,7 +167,7 @@ def test_no_python_of_a_document_is_run_by_nobody() -> None:
     """Blocks for a framework that needs an environment of its own name it; test_adapters_docs.py runs these there."""
     fence = re.compile(r"^ *```python +(.*)$", re.MULTILINE)
     named = [(path.name, name) for path in DOCUMENTS for name in fence.findall(path.read_text())]
-    assert sorted(named) == sorted(("frameworks.md", name) for name in FRAMEWORKS)
+    assert sorted(named) == sorted(("frameworks.md", name) for name in OTHERS)
 
 
 def test_no_framework_asks_for_more_than_three_lines() -> None:
@@ -177,7 +177,7 @@ def test_no_framework_asks_for_more_than_three_lines() -> None:
     )
     ours = re.compile(r"jaxmem_callbacks|\bjm\.|\bmonitor\b|\bmemory\.")
     added = {name.strip(): sum(bool(ours.search(line)) for line in body.splitlines()) for name, body in fences}
-    assert added.keys() == {"", *FRAMEWORKS}
+    assert added.keys() == {"", *OTHERS}
     assert all(0 < count <= 3 for count in added.values()), added
 
 

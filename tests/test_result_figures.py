@@ -228,7 +228,13 @@ def test_the_loggers_that_were_tried_are_those_of_the_file():
         assert f"{names.get(name, name)} {each['version']}" in text
 
 
-FRAMEWORK_NAMES = {"keras": "Keras 3 on JAX", "grain": "Grain, or any iterator"}
+FRAMEWORK_NAMES = {
+    "flax": "Flax NNX and Linen: your own loop",
+    "equinox": "Equinox: your own loop",
+    "optax": "optax: your own loop",
+    "keras": "Keras 3 on JAX",
+    "grain": "Grain, or any iterator",
+}
 
 
 def framework_cell(tried: dict[str, str | int], jax: str) -> str:
