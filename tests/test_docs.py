@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -20,7 +19,6 @@ from benchmarks.frameworks import OTHERS
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES
 from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
-from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.config.schema import short_key
 from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
@@ -179,28 +177,6 @@ def test_no_framework_asks_for_more_than_three_lines() -> None:
     added = {name.strip(): sum(bool(ours.search(line)) for line in body.splitlines()) for name, body in fences}
     assert added.keys() == {"", *OTHERS}
     assert all(0 < count <= 3 for count in added.values()), added
-
-
-def command_lines() -> list[list[str]]:
-    """Every ``jaxmem ...`` of a shell block, as its arguments."""
-    lines = [line for path in DOCUMENTS for block in blocks(path.read_text(), "sh") for line in block.splitlines()]
-    split = [tuple(shlex.split(line, comments=True)[1:]) for line in lines if line.startswith("jaxmem ")]
-    return [list(arguments) for arguments in dict.fromkeys(split)]
-
-
-@pytest.mark.parametrize("arguments", command_lines(), ids=" ".join)
-def test_the_commands_of_the_documents_exist(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("policy: {remat: full}\n")
-    if arguments[0] == "presets":
-        assert main(arguments) == 0
-        return
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main([arguments[0], "--help"])
-    known = capsys.readouterr().out
-    assert all(f"{option} " in known for option in arguments if option.startswith("--"))
 
 
 def described(section: str) -> list[list[str]]:
