@@ -241,7 +241,7 @@ def framework_cell(tried: dict[str, str | int], jax: str) -> str:
     """How docs/frameworks.md tells of one framework with one Python, in a column of one JAX."""
     if tried["outcome"] == "passed":
         other = "" if tried.get("jax", jax) == jax else f" on jax {tried['jax']}"
-        return f"{tried['version']}{other}, {tried['passed']} tests"
+        return f"{tried['version']}{other}, {tried['passed']} test{'s' * (tried['passed'] != 1)}"
     return "not installable"
 
 

@@ -7,6 +7,7 @@ fails ends the run: XLA waits some seconds for others to free memory, and in a t
 
 from __future__ import annotations
 
+import copy
 from typing import Literal, final
 
 from jaxmem_callbacks.records.simulations import AllocationFailure, AllocatorSettings, Timeline, TimelinePoint
@@ -53,7 +54,8 @@ def replay(trace: Trace, settings: AllocatorSettings) -> Timeline:
             run.end(event.run)  # type: ignore[union-attr]
             continue
         else:
-            met = run.mark(number, event)  # type: ignore[arg-type]
+            run.mark(event)  # type: ignore[arg-type]
+            continue
         if not met:
             break
     return run.timeline()
@@ -125,15 +127,13 @@ class _Replay:
         """Give a program's temporaries back."""
         self._memory.free(self._temporaries.pop(run))
 
-    def mark(self, number: int, event: StepMark) -> bool:
+    def mark(self, event: StepMark) -> None:
         """Note a step's end, and move the arrays together where that was asked for."""
         self._step = event.step
         self._note()
-        if event.step not in self._settings.defragment_steps:
-            return True
-        moved = self._defragment(number)
-        self._least = self._memory.largest_block_bytes()
-        return moved
+        if event.step in self._settings.defragment_steps:
+            self._defragment()
+            self._least = self._memory.largest_block_bytes()
 
     def timeline(self) -> Timeline:
         """What came of it."""
@@ -155,8 +155,7 @@ class _Replay:
         if failure is not None and self._on_demand and failure.why == "fragmentation":
             for address in placed:
                 self._memory.free(address)
-            if not self._defragment(number):
-                return None
+            self._defragment()
             placed, failure = self._try(number, wanted)
         self._failure = failure
         return placed if failure is None else None
@@ -183,16 +182,23 @@ class _Replay:
             why=why,
         )
 
-    def _defragment(self, number: int) -> bool:
-        """Move every array off the device and back, the largest first; temporaries of running programs stay where they are."""
-        self._defragmented.append(self._step)
-        order = sorted(self._arrays, key=lambda name: -self._arrays[name][1])
+    def _defragment(self) -> None:
+        """Move every array off the device and back, the largest first; temporaries of running programs stay where they are.
+
+        Where they do not go back, all stays as it was: the real one plans before it moves anything.
+        """
+        memory, arrays = copy.deepcopy(self._memory), self._arrays
+        self._arrays = dict(arrays)
+        order = sorted(arrays, key=lambda name: -arrays[name][1])
         for name in order:
-            self._memory.free(self._arrays[name][0])
-        placed, self._failure = self._try(number, [("defragmentation", self._arrays[name][1]) for name in order])
-        for name, address in zip(order, placed, strict=False):
-            self._arrays[name] = address, self._arrays[name][1]
-        return self._failure is None
+            self._memory.free(arrays[name][0])
+        for name in order:
+            address = self._memory.allocate(arrays[name][1])
+            if address is None:
+                self._memory, self._arrays = memory, arrays
+                return
+            self._arrays[name] = address, arrays[name][1]
+        self._defragmented.append(self._step)
 
     def _look(self) -> None:
         """The extremes within a step, after what may move them."""
