@@ -115,7 +115,9 @@ def _reached(starts: Iterable[Path], root: Path) -> list[Path]:
         if path in found or path in {public, root / "benchmarks" / "sources.py"}:
             continue
         found[path] = None
-        modules = [module for module in _named(path.read_text("utf-8"), exports) if module not in asked]
+        # Inside the package a `jm.name` is a sentence to a user.
+        said = "" if path.is_relative_to(public.parent) else exports
+        modules = [module for module in _named(path.read_text("utf-8"), said) if module not in asked]
         asked.update(modules)
         waiting += [place for module in modules for place in _files_of(module, root)]
     return list(found)
