@@ -181,6 +181,20 @@ def at_equal_operations(target: str) -> tuple[float, int]:
     return statistics.geometric_mean(ratios), len(ratios)
 
 
+def test_figures_of_plans_for_pods_are_those_of_the_file():
+    rows = {row["target"]: row for row in result("plan_scale")["rows"]}
+    h100, v5p = (
+        "{:.0f} and {:.0f} s".format(*(rows[name]["seconds"] for name in names))
+        for names in (("h100_sxm:64", "h100_sxm:1024"), ("v5p:4x4x4", "v5p:8x8x16"))
+    )
+    assert all(row["fits"] and row["seconds"] < 300 for row in rows.values())
+    most = max(row["largest_resident_bytes"] for row in rows.values()) / 2**30
+    assert most < 12
+    readme, text = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/plan.md"))
+    assert f"none of them there: {h100}; for 64 and 1,024 v5p: {v5p}, on two cores, in {most:.1f} GiB" in readme
+    assert f"for 64 and for 1,024 H100 in {h100}, and for 64 and 1,024 v5p in {v5p}" in text
+
+
 def test_figures_of_padding_are_those_of_the_file():
     rows = result("padding")["rows"]
     text = (ROOT / "docs" / "gpu_and_tpu.md").read_text()
