@@ -71,12 +71,8 @@ OTHERS = [name for name, each in FRAMEWORKS.items() if not each.chosen]  # in ne
 def installed(requirements: tuple[str, ...]) -> str:
     """Why pip refuses, or nothing where it does not."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--editable", str(ROOT)]
-    command += [
-        "--upgrade",
-        "jax",
-        "jaxlib",
-        "optax",
-    ]  # the newest that this framework allows, whatever the one before it took
+    # The newest that this framework allows, whatever the one before it took.
+    command += ["--upgrade", "jax", "jaxlib", "optax"]
     done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)  # noqa: S603 - as written above
     return why(done.stdout + done.stderr) if done.returncode else ""
 

@@ -8,7 +8,7 @@ import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", True)  # also for what is made before a file's first test
+jax.config.update("jax_disable_most_optimizations", True)  # see quick_compiles
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +21,8 @@ def compiles_of_this_run(tmp_path_factory):
 def quick_compiles(request):
     """Machine code is not optimised: what is computed and kept is decided before, and compiles are most of the suite's time."""
     jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)  # for what the next file makes before its first test
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,17 @@ def assert_same(got, expected, tolerance):
         assert error <= tolerance * max(size, 1e-6), (jax.tree_util.keystr(path), error, size)
 
 
+@pytest.mark.core
+def test_what_is_kept_does_not_depend_on_how_machine_code_is_optimised() -> None:
+    """So the suite may leave it as it comes; see tests/conftest.py."""
+    kept = []
+    for unoptimised in (True, False):
+        jax.config.update("jax_disable_most_optimizations", unoptimised)
+        memory = traced("lstm", "full").lower().compile().memory_analysis()
+        kept.append((memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes))
+    assert kept[0] == kept[1]
+
+
 def test_every_family_and_every_policy_is_tested() -> None:
     assert list(FAMILIES) == list(TINY)
     assert [(name, remat) for name in FAMILIES for remat in tiny(name).hand] == HAND
