@@ -27,6 +27,8 @@ def landscapes(draw: st.DrawFn) -> Landscape:
         made=draw(st.lists(st.integers(-1, 50), min_size=length, max_size=length).map(np.array)),
         stored=draw(numbers) * (draw(st.integers(0, 3)) == 0),
         forced=tuple(sorted(draw(st.sets(st.integers(1, length - 1), max_size=2)))),
+        residuals=draw(numbers),
+        last_product=draw(st.integers(0, length)),
     )
 
 
@@ -117,6 +119,8 @@ def test_a_uniform_chain_is_cut_finer_towards_its_end() -> None:
         made=np.full(length, 10),
         stored=np.zeros(length, np.int64),
         forced=(),
+        residuals=np.zeros(length, np.int64),
+        last_product=length,
     )
     sizes = np.diff([0, *choose_cuts(even), length])
     assert sizes[0] > sizes[-2]  # little is stored before the first segments, so they may keep more of their own

@@ -160,10 +160,10 @@ class Reference:
     def offered(self, segments: int | None = None) -> list[tuple[int, int]]:
         """Bytes and operations of all that the planner may choose from, or that one may for a number of segments."""
         try:
-            both = offers(self.compiler(), dataclasses.replace(FULL, segments=segments))
+            offered = offers(self.compiler(), dataclasses.replace(FULL, segments=segments))
         except PolicyError:  # it cannot be cut into so many
             return []
-        return [self.cost(offer.policy) for some in both for offer in some]
+        return [self.cost(offer.policy) for offer in (*offered.between, *offered.others)]
 
     def planned(self, budget: int) -> int | None:
         """Operations that are computed again by what the planner chooses for a budget; None where nothing fits."""

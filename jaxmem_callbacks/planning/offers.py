@@ -46,29 +46,64 @@ class Offer:
     flops: int
 
 
-def offers(compiler: Compiler, full: StepPolicy) -> tuple[list[Offer], list[Offer]]:
-    """Policies from ``full`` to hardly anything dear computed again, ascending in bytes, and those that no estimate prefers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offered:
+    """What may be asked for.
+
+    Attributes:
+        between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
+            computes less again than all before it.
+        others: What one of another number of segments is estimated to beat.
+        segments: How many the loss is cut into; 0 where the step has several losses.
+    """
+
+    between: list[Offer]
+    others: list[Offer]
+    segments: int
+
+
+def offers(compiler: Compiler, full: StepPolicy) -> Offered:
+    """Policies from ``full``, which keeps only what is alive at its cuts, to hardly anything dear computed again.
 
     Args:
         compiler: Traces the step under a policy.
-        full: The policy that keeps only what is alive at its cuts.
-
-    Returns:
-        Offers, each of which computes less again than all before it; and the others, which one of another number of
-        segments is estimated to beat.
+        full: The policy of the lower end.
 
     Raises:
         PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
     """
     curves = _surveyed(compiler, full)
     if len(curves) != 1:
-        return [_offer(full, share, share.bytes) for share in _joined(curves)], []
+        between = [_offer(full, share, share.bytes) for share in _joined(curves)]
+        return Offered(between=between, others=[], segments=0)
     own = curves[0]
     found = [_offer(full, share, share.bytes) for share in own]
     if full.segments is None and own[0].segments <= _FEW:
         found += _of_other_numbers(compiler, full, own)
-    unbeaten = _unbeaten(found)
-    return unbeaten, [offer for offer in found if offer not in unbeaten]
+    between = _unbeaten(found)
+    others = [offer for offer in found if offer not in between]
+    return Offered(between=between, others=others, segments=own[0].segments)
+
+
+def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, int] | None:
+    """The policy that keeps half as many cuts and nothing besides, and its estimated peak on all devices together.
+
+    Args:
+        compiler: Traces the step under a policy.
+        full: The policy that keeps only what is alive at its cuts.
+        segments: How many it makes.
+
+    Returns:
+        None where there are few segments, or the loss cannot be cut into half as many.
+    """
+    if segments <= _FEW:
+        return None
+    fewer = replace(full, segments=segments // 2 + 1)
+    try:
+        curves = _surveyed(compiler, fewer)
+    except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
+        return None
+    return fewer, curves[0][0].peak
 
 
 def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]:

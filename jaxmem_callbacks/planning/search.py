@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.offers import Offer, offers, spread
+from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_half_the_cuts
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -49,8 +49,7 @@ class RematSearch:
         self._ledger = ledger
         self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
-        self._offers: list[Offer] = []
-        self._others: list[Offer] = []
+        self._offered = Offered(between=[], others=[], segments=0)
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -77,6 +76,7 @@ class RematSearch:
         if not self.ends():
             return
         if frontier:
+            self.ask_fewer()
             self.fill()
         elif not self.is_done:
             self.close_in()
@@ -84,7 +84,7 @@ class RematSearch:
     def ends(self, *, plain: bool = True) -> bool:
         """Compile the two ends, or the full one alone; whether there is anything between them."""
         try:
-            self._offers, self._others = offers(self._compiler, self._full)
+            self._offered = offers(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
             self._ledger.note(f"Remat was not tried: {error}")
             self._compile([self._plain] if plain else [])
@@ -95,6 +95,24 @@ class RematSearch:
     def alone(self) -> None:
         """Compile the plain step and nothing else."""
         self._compile([self._plain])
+
+    def ask_fewer(self) -> None:
+        """Half as many cuts, where these are estimated to take less than the compiler needs for as many as the library chose.
+
+        Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
+        better of the two is the lower end of what is asked for next.
+        """
+        full = self.full
+        if full is None or full.step_bytes is None or full.temp_bytes is None:
+            return
+        found = with_half_the_cuts(self._compiler, self._full, self._offered.segments)
+        if found is None or found[1] / self._compiler.problem.workers >= full.temp_bytes:
+            return
+        fewer, _ = found
+        self._compile([fewer])
+        asked = self.found.get(fewer)
+        if asked is not None and asked.step_bytes is not None and asked.step_bytes < full.step_bytes:
+            self._full, self._offered = fewer, offers(self._compiler, fewer)
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
@@ -111,16 +129,16 @@ class RematSearch:
         """What to compile next of the offers, as far as compiles are left."""
         measured = {
             place: found.step_bytes
-            for place, offer in enumerate(self._offers)
+            for place, offer in enumerate(self._offered.between)
             if (found := self.found.get(offer.policy)) is not None and found.step_bytes is not None
         }
         measured = measured or {0: min((each.step_bytes or 1 for each in self.found.values()), default=1)}
-        modelled = np.array([offer.bytes for offer in self._offers], np.float64)
+        modelled = np.array([offer.bytes for offer in self._offered.between], np.float64)
         places, last = list(measured), max(measured)
         between = np.interp(modelled, modelled[places], list(measured.values()))
         beyond = self._corrected(measured[min(measured)]) * np.maximum(modelled - modelled[last], 0)
         return spread(
-            self._offers,
+            self._offered.between,
             self._ledger.left,
             needs=np.maximum.accumulate(between + beyond),
             flops=self._compiler.plain.flops,
@@ -129,9 +147,11 @@ class RematSearch:
 
     def close_in(self) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
-        problem, offered, full = self._compiler.problem, self._offers, self.full
+        problem = self._compiler.problem
         if problem.beside_alone_is_too_much:
             return
+        self.ask_fewer()
+        offered, full = self._offered.between, self.full
         limit = problem.budget.bytes
         if full is None or full.fits is False:
             self._compile([self._twice])
@@ -167,7 +187,7 @@ class RematSearch:
         """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = _WORTH * self._compiler.plain.flops
-        near = [each for each in self._others if each.bytes <= _NEAR * spare and each.flops < again - worth]
+        near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
         self._compile([each.policy for each in near[::-1]][: self._ledger.left])
 
     def _is_near(self, limit: int) -> bool:
@@ -180,7 +200,7 @@ class RematSearch:
     def _corrected(self, least: int) -> float:
         """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
         part = 1 / self._compiler.problem.workers
-        modelled = {offer.policy: offer.bytes for offer in self._offers}
+        modelled = {offer.policy: offer.bytes for offer in self._offered.between}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy]
             for policy, candidate in self.found.items()

@@ -7,6 +7,7 @@ monitor's own thread, never in a hook.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
@@ -75,15 +76,14 @@ class LiveArraysProbe:
 
     def _counted(self, kinds: dict[Device, str]) -> dict[Any, _Group]:
         """The live arrays in groups. Nothing of them is held afterwards."""
-        groups: dict[Any, _Group] = {}
-        arrays = jax.live_arrays()
-        single = [array for array in arrays if len(array.sharding.device_set) == 1]
-        spread = [array for array in arrays if len(array.sharding.device_set) > 1]
-        for array in spread:
-            self._add(array, groups, kinds)
-        for array in _but_parts(single, spread, groups) if spread else single:
-            self._add(array, groups, kinds)
-        return groups
+        alike: dict[Any, list[jax.Array]] = {}
+        for array in jax.live_arrays():
+            alike.setdefault((array.shape, array.dtype, array.sharding), []).append(array)
+        spread = {key for key in alike if len(key[2].device_set) > 1}
+        if spread:
+            _drop_parts(alike, spread)
+        counted = ((key, self._group(key, arrays, kinds)) for key, arrays in alike.items())
+        return {key: group for key, group in counted if group.count}
 
     def _census(self, step: int, time_s: float, groups: dict[Any, _Group]) -> ArrayCensus:
         here = [key for key, group in groups.items() if group.devices]
@@ -104,61 +104,64 @@ class LiveArraysProbe:
         """Where most of a group were made, as it was asked last."""
         return (group.count, group.sites.most_common(1)[0][0]) if group.sites else self._sites[key]
 
-    def _add(self, array: jax.Array, groups: dict[Any, _Group], kinds: dict[Device, str]) -> None:
-        sharding = array.sharding
-        try:
-            everywhere = array.on_device_size_in_bytes()
-        except RuntimeError:  # deleted or donated since the list was made
-            return
-        key = (array.shape, array.dtype, sharding)
-        group = groups.get(key)
-        if group is None:
-            held = [device for device in sharding.addressable_devices if device in kinds]
-            there = [device for device in held if sharding.memory_kind in (None, kinds[device])]
-            group = groups[key] = _Group(there, asks=key not in self._sites or key in self._grown)
-        if group.asks and (group.count < _NEWEST or group.count % _EVERY == 0):
-            group.sites[creation_site(array)] += 1
-        group.count += 1
-        group.bytes += everywhere // len(sharding.device_set)
+    def _group(self, key: Any, arrays: Sequence[jax.Array], kinds: dict[Device, str]) -> _Group:
+        """Arrays that are alike, counted. A look holds the interpreter's lock, so of all but one as little is asked as can be."""
+        sharding = key[2]
+        held = [device for device in sharding.addressable_devices if device in kinds]
+        group = _Group([device for device in held if sharding.memory_kind in (None, kinds[device])])
+        asks = key not in self._sites or key in self._grown
+        for array in arrays:
+            if array.is_deleted():  # or donated since the list was made
+                continue
+            if asks and (group.count < _NEWEST or group.count % _EVERY == 0):
+                group.sites[creation_site(array)] += 1
+            group.count += 1
+        group.bytes = group.count * _bytes_of_one(arrays) // len(sharding.device_set)
+        return group
+
+
+def _bytes_of_one(arrays: Sequence[jax.Array]) -> int:
+    """Bytes on all devices of the first of some like arrays that is not deleted meanwhile."""
+    for array in arrays:
+        with contextlib.suppress(RuntimeError):
+            return array.on_device_size_in_bytes()
+    return 0
 
 
 def _bytes(groups: Mapping[Any, _Group]) -> int:
     return sum(group.bytes for group in groups.values() if group.devices)
 
 
-def _but_parts(single: Sequence[jax.Array], spread: Sequence[jax.Array], groups: Collection[Any]) -> list[jax.Array]:
-    """Arrays of one device, without those that are parts of a spread one.
+def _drop_parts(alike: dict[Any, list[jax.Array]], spread: Collection[Any]) -> None:
+    """Leave out the arrays of one device that are parts of a spread one.
 
     Asking a sharded array for its shards (``addressable_shards``, ``np.asarray`` on jax 0.10) makes an array of each, which lives
     as long as the whole one, and is listed beside it. It lies in the same memory and comes from the same call. Addresses
     would tell it too, but not on this thread (probes/heap.py says why).
 
     Args:
-        single: Arrays of one device.
-        spread: Arrays of several.
-        groups: Shape, dtype and sharding of the spread ones.
+        alike: Live arrays by shape, dtype and sharding.
+        spread: Those keys that are of several devices.
     """
-    shapes = {(sharding.shard_shape(shape), dtype) for shape, dtype, sharding in groups}
-    alike = [array for array in single if (array.shape, array.dtype) in shapes]
-    if not alike:
-        return list(single)
-    wanted = {(array.shape, array.dtype) for array in alike}
-    whole = {key for key in groups if (key[2].shard_shape(key[0]), key[1]) in wanted}
+    shapes = {key: (key[2].shard_shape(key[0]), key[1]) for key in spread}
+    suspects = [key for key in alike if key not in spread and key[:2] in shapes.values()]
+    if not suspects:
+        return
+    wanted = {key[:2] for key in suspects}
     # Calls of one line are equal, so only the very same record counts; it is held here, so that no other takes its place.
-    calls = [creation_call(array) for array in spread if (array.shape, array.dtype, array.sharding) in whole]
+    calls = [creation_call(array) for key in spread if shapes[key] in wanted for array in alike[key]]
     known = {id(call) for call in calls if call is not None}
-    parts = {id(array) for array in alike if id(creation_call(array)) in known}
-    return [array for array in single if id(array) not in parts]
+    for key in suspects:
+        alike[key] = [array for array in alike[key] if id(creation_call(array)) not in known]
 
 
 class _Group:
     """Like arrays while they are counted; holds none of them."""
 
-    __slots__ = ("asks", "bytes", "count", "devices", "sites")
+    __slots__ = ("bytes", "count", "devices", "sites")
 
-    def __init__(self, devices: Sequence[Device], *, asks: bool) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = devices
-        self.asks = asks
         self.count = self.bytes = 0
         self.sites: Counter[str] = Counter()
 

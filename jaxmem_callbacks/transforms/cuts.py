@@ -37,6 +37,8 @@ class Landscape:
         made: int64[n]: bytes each equation makes at once; -1 where compilers do it inside another.
         stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
         forced: Positions at which a cut must be, because an equation brings its own checkpoint.
+        residuals: int64[n]: bytes JAX keeps of each equation where it is in no checkpoint.
+        last_product: Position before the last matrix product: behind it a cut would compute that product again.
     """
 
     spans: np.ndarray
@@ -45,6 +47,8 @@ class Landscape:
     made: np.ndarray
     stored: np.ndarray
     forced: tuple[int, ...]
+    residuals: np.ndarray
+    last_product: int
 
     @property
     def length(self) -> int:
@@ -83,6 +87,8 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
         ValueError: more segments than there are places to cut, or fewer than the forced cuts make.
     """
     places = _candidates(land)
+    if segments is not None:
+        places = places[(places <= land.last_product) | (places == land.length) | np.isin(places, land.forced)]
     least = len(set(land.forced)) + 1
     if segments is not None and segments < least:
         msg = (
@@ -95,7 +101,9 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
             f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."
         )
         raise ValueError(msg)
-    table = _Table(land, places)
+    # Asked for a number, the best estimate is that nothing of the last segment is fused: so many are asked for where compilers
+    # were seen to need more than fusions do. See `RematSearch`.
+    table = _Table(land, places, unfused=segments is not None)
     route = table.route(int(_smallest(table, segments) * SLACK), segments)
     assert route is not None
     return [int(places[index]) for index in route]
@@ -118,20 +126,19 @@ def _smallest(table: _Table, segments: int | None) -> int:
     return high
 
 
-def segment_peaks(land: Landscape, cuts: Sequence[int], in_the_last: int = 0) -> list[int]:
+def segment_peaks(land: Landscape, cuts: Sequence[int]) -> list[int]:
     """Estimated bytes alive at most while each segment is differentiated, with what was stored before it.
+
+    The last one has no checkpoint: compilers seldom hold as little of it as fusions would let them, and that is how segments
+    that are computed again are estimated.
 
     Args:
         land: What lives where.
         cuts: Positions, ascending, without the ends.
-        in_the_last: What JAX keeps of the last segment. It has no checkpoint: compilers seldom hold as little of it as fusions
-            would let them, and that is how segments that are computed again are estimated.
     """
-    table = _Table(land, np.array([0, *cuts, land.length]))
+    table = _Table(land, np.array([0, *cuts, land.length]), unfused=True)
     here = np.arange(len(cuts) + 1)
     stored, own = table.stored[here, here + 1], table.own[here, here + 1]
-    size, maker, _ = land.held.T
-    own[-1] += max(in_the_last - int(size[maker >= table.places[-2]].sum()), 0)
     return (np.cumsum(stored) - stored + own).tolist()
 
 
@@ -180,6 +187,13 @@ def _own_peaks(land: Landscape, places: np.ndarray) -> np.ndarray:
     return peaks
 
 
+def _not_fused(land: Landscape) -> np.ndarray:
+    """Bytes that JAX keeps of what lies behind each position above those that fusions hold of it, int64[n + 1]."""
+    size, maker, _ = land.held.T
+    more = land.residuals - np.bincount(maker, size, land.length).astype(np.int64)
+    return np.maximum(np.append(np.cumsum(more[::-1])[::-1], 0), 0)
+
+
 def _unneeded(land: Landscape) -> np.ndarray:
     """Bytes alive at each position that no derivative behind it needs.
 
@@ -192,9 +206,15 @@ def _unneeded(land: Landscape) -> np.ndarray:
 
 
 class _Table:
-    """Costs of every segment between two candidate places, as matrices over (start, end)."""
+    """Costs of every segment between two candidate places, as matrices over (start, end).
 
-    def __init__(self, land: Landscape, places: np.ndarray) -> None:
+    Args:
+        land: What lives where.
+        places: Positions, the ends included.
+        unfused: Whether the last segment holds all that JAX keeps of it, and not only what fusions would.
+    """
+
+    def __init__(self, land: Landscape, places: np.ndarray, *, unfused: bool = False) -> None:
         self.places = places
         count = len(places)
         # A value made before place i+1 and alive at place j is stored by every segment that starts at or before its
@@ -212,6 +232,7 @@ class _Table:
         self.stored[:, -1] = 0  # results of the loss leave it anyway
         always = np.concatenate([[0], np.cumsum(land.stored)])[places]
         self.own = _own_peaks(land, places)
+        self.own[:, -1] += _not_fused(land)[places] if unfused else 0
         self.stored = self.stored + (always[None, :] - always[:, None])
         forced = np.isin(places, land.forced)
         until = np.array([next((k for k in range(i + 1, count) if forced[k]), count - 1) for i in range(count)])

@@ -42,6 +42,12 @@ def is_fused(eqn: Any) -> bool:
     return eqn.primitive.name in _FUSED
 
 
+def has_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix product, or has one in its bodies."""
+    inner = (each for body in subjaxprs(eqn) for each in body.eqns)
+    return eqn.primitive.name in _PRODUCTS or any(map(has_product, inner))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """What is in memory while a list of n equations is differentiated.

@@ -39,7 +39,7 @@ from jaxmem_callbacks.transforms.gathering import (
     gathering_loops,
     gathering_mesh,
 )
-from jaxmem_callbacks.transforms.held import Held, gradient_spans, held
+from jaxmem_callbacks.transforms.held import Held, gradient_spans, has_product, held
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
@@ -219,7 +219,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
         if flat.eqns[index].primitive.name == "scan":
             again = index not in loops
             flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh, again=again)
-    bare = _landscape(flat, held(flat.eqns, resident), own)
+    bare = _landscape(flat, held(flat.eqns, resident), own, residuals)
 
     def land_with(together: Mapping[int, int]) -> Landscape:
         return _with_loops(bare, flat.eqns, together)
@@ -245,8 +245,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
         loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
     )
-    in_the_last = int(residuals[places[-1] if places else 0 :].sum())
-    peaks = functools.partial(segment_peaks, land, places, in_the_last)
+    peaks = functools.partial(segment_peaks, land, places)
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
     return grouped(flat, jaxpr) if twice else jaxpr
 
@@ -304,9 +303,10 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
     raise LossRefusedError(msg)
 
 
-def _landscape(flat: Equations, found: Held, own: set[int]) -> Landscape:
+def _landscape(flat: Equations, found: Held, own: set[int], residuals: np.ndarray) -> Landscape:
     """What lives where, without what loops hold and store."""
     lives = lives_of(flat.eqns, flat.outvars)
+    products = [index for index, eqn in enumerate(flat.eqns) if has_product(eqn)]
     spans = [(nbytes(var), first, last, found.needed_until(var)) for var, first, last in lives]
     return Landscape(
         spans=np.array(spans, np.int64).reshape(-1, 4),
@@ -315,16 +315,19 @@ def _landscape(flat: Equations, found: Held, own: set[int]) -> Landscape:
         made=found.made,
         stored=np.zeros(len(flat.eqns), np.int64),
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
+        residuals=residuals,
+        last_product=products[-1] if products else len(flat.eqns),
     )
 
 
 def _with_loops(land: Landscape, eqns: Sequence[Any], together: Mapping[int, int]) -> Landscape:
     """The same with loops of so many steps under one checkpoint."""
-    rows, stored = [land.held], land.stored.copy()
+    rows, stored, residuals = [land.held], land.stored.copy(), land.residuals.copy()
     for index, steps in together.items():
         stored[index] = stored_between(eqns[index], steps)  # there for the loop itself too, and for all before it
-        rows.append(np.array([(held_together(eqns[index], steps) + stored[index], index, index)], np.int64))
-    return replace(land, held=np.vstack(rows), stored=stored)
+        residuals[index] = held_together(eqns[index], steps) + stored[index]
+        rows.append(np.array([(residuals[index], index, index)], np.int64))
+    return replace(land, held=np.vstack(rows), stored=stored, residuals=residuals)
 
 
 def _places(land: Landscape, policy: StepPolicy, *, opaque: bool) -> list[int]:
