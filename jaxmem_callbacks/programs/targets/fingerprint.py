@@ -23,7 +23,8 @@ _LARGE_BYTES = 16 * MIB
 # `#loc27 = loc("jit(step)/blk/dot_general"(#loc22))` defines what `loc(#loc27)` refers to.
 _DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)\n", re.MULTILINE)
 _REFERENCE = re.compile(r"#loc(\d*)")
-_USE = re.compile(r"loc\(#loc(\d*)\)")
+# An operation refers to its location; an argument of a body in it, such as the sum of a scatter, names itself as well.
+_USE = re.compile(r'loc\((?:#loc(\d*)|"((?:[^"\\]|\\.)*)"\(#loc(\d*)\))\)')
 _NAME = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\(|$)')  # a file's name is followed by a colon
 _FILE = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):')
 
@@ -67,10 +68,10 @@ def program_fingerprint(blob: bytes) -> Fingerprint:
     names = {number: _name(location, locations) for number, location in locations.items()}
     sources = {number: user_source(_frames(location, locations)) for number, location in locations.items()}
     body = _DEFINITION.sub("", text)
-    bare = _USE.sub(lambda match: f'loc("{names.get(match[1], "")}")', body)
+    bare = _USE.sub(lambda use: f'loc("{use[2] or names.get(use[1], "")}")', body)
     return Fingerprint(
         program=_hash(repr(facts) + bare),
-        lines=_hash("\n".join(str(sources.get(use[1])) for use in _USE.finditer(body))),
+        lines=_hash("\n".join(str(sources.get(use[3] if use[1] is None else use[1])) for use in _USE.finditer(body))),
         stacks=_hash(text),
     )
 
