@@ -2,7 +2,7 @@
 
 Enters: a compiler, which traces. Leaves: policies with the bytes and operations that are modelled for them. How much is kept is
 varied for the number of segments that the library chooses; where that is small other numbers are surveyed too, and offered
-where they promise more than the estimate may be wrong by.
+first where they promise more than the estimate may be wrong by.
 """
 
 from __future__ import annotations
@@ -77,11 +77,12 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
         between = [_offer(full, share, share.bytes) for share in _joined(curves)]
         return Offered(between=between, others=[], segments=0)
     own = curves[0]
-    found = [_offer(full, share, share.bytes) for share in own]
+    promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
     if full.segments is None and own[0].segments <= _FEW:
-        found += _of_other_numbers(compiler, full, own)
-    between = _unbeaten(found)
-    others = [offer for offer in found if offer not in between]
+        for offer, is_promising in _of_other_numbers(compiler, full, own):
+            (promising if is_promising else unlikely).append(offer)
+    between = _unbeaten(promising)
+    others = [offer for offer in (*promising, *unlikely) if offer not in between]
     return Offered(between=between, others=others, segments=own[0].segments)
 
 
@@ -112,8 +113,10 @@ def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]
     return [curve for curve in told if len(curve) > 1] or list(told[:1])
 
 
-def _of_other_numbers(compiler: Compiler, full: StepPolicy, own: Sequence[Share]) -> Iterator[Offer]:
-    """Other numbers of segments, where their estimated peak is enough below that of the chosen number."""
+def _of_other_numbers(
+    compiler: Compiler, full: StepPolicy, own: Sequence[Share]
+) -> Iterator[tuple[Offer, bool]]:
+    """Other numbers of segments, and whether their estimated peak is enough below that of the chosen number."""
     for segments in range(2, _FEW + 1):
         if segments == own[0].segments:
             continue
@@ -125,8 +128,7 @@ def _of_other_numbers(compiler: Compiler, full: StepPolicy, own: Sequence[Share]
         for share in curves[0] if len(curves) == 1 else ():
             alike = share.flops + _ALIKE * own[0].flops
             least = min((mine.peak for mine in own if mine.flops <= alike), default=math.inf)
-            if share.peak <= _MARGIN * least:
-                yield _offer(policy, share, _bytes_at(own, share.peak))
+            yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
 
 
 def _bytes_at(own: Sequence[Share], peak: int) -> int:
