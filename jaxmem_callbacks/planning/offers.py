@@ -113,9 +113,7 @@ def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]
     return [curve for curve in told if len(curve) > 1] or list(told[:1])
 
 
-def _of_other_numbers(
-    compiler: Compiler, full: StepPolicy, own: Sequence[Share]
-) -> Iterator[tuple[Offer, bool]]:
+def _of_other_numbers(compiler: Compiler, full: StepPolicy, own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:
     """Other numbers of segments, and whether their estimated peak is enough below that of the chosen number."""
     for segments in range(2, _FEW + 1):
         if segments == own[0].segments:
