@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.offers import offers
 from jaxmem_callbacks.planning.search import RematSearch, choose
-from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.remat import cut_equations
@@ -157,12 +155,9 @@ class Reference:
             )
         return answers
 
-    def offered(self, segments: int | None = None) -> list[tuple[int, int]]:
-        """Bytes and operations of all that the planner may choose from, or that one may for a number of segments."""
-        try:
-            offered = offers(self.compiler(), dataclasses.replace(FULL, segments=segments))
-        except PolicyError:  # it cannot be cut into so many
-            return []
+    def offered(self) -> list[tuple[int, int]]:
+        """Bytes and operations of all that the planner may choose from."""
+        offered = offers(self.compiler(), FULL)
         return [self.cost(offer.policy) for offer in (*offered.between, *offered.others)]
 
     def planned(self, budget: int) -> int | None:
@@ -202,26 +197,12 @@ def offered(chains: list[Judged]) -> list[list[tuple[int, int]]]:
 def test_what_the_planner_offers_is_near_the_optimum(chains: list[Judged], offered: list[Any]) -> None:
     ratios = [over_the_optimum(*both) for both in zip(chains, offered, strict=True)]
     points = np.concatenate(ratios)
-    assert np.mean(points <= WITHIN) >= 0.93, np.sort(points)[-12:]
-    assert points.max() <= 1.24, np.sort(points)[-12:]
-    assert points.mean() <= 1.005, points.mean()
-    assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.83
-
-
-def test_with_the_number_of_segments_to_choose_it_is_nearer(chains: list[Judged], offered: list[Any]) -> None:
-    ours = [
-        [*some, *itertools.chain(*map(each[0].offered, (2, 3, 4)))] for each, some in zip(chains, offered, strict=True)
-    ]
-    ratios = [over_the_optimum(*both) for both in zip(chains, ours, strict=True)]
-    points = np.concatenate(ratios)
     assert np.mean(points <= WITHIN) >= 0.97, np.sort(points)[-12:]
     assert points.max() <= 1.15, np.sort(points)[-12:]
     assert points.mean() <= 1.0, points.mean()
     assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.91
-    smallest = np.array([min(some)[0] / points[0][0] for some, (_, points, _) in zip(ours, chains, strict=True)])
-    assert np.mean(smallest <= WITHIN) >= 0.95, smallest
-    assert smallest.max() <= 1.1, smallest
-    assert smallest.mean() <= 1.01, smallest
+    smallest = [min(some)[0] / points[0][0] for some, (_, points, _) in zip(offered, chains, strict=True)]
+    assert max(smallest) <= 1.0, smallest
 
 
 def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) -> None:
@@ -230,7 +211,7 @@ def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) ->
     for reference, points, slack in chains[::3]:
         again = [(reference.planned(int(bytes_ * WITHIN)), most) for bytes_, most in points]
         found.append([flops is not None and flops <= most + slack for flops, most in again])
-    assert np.mean(np.concatenate(found)) >= 0.85
+    assert np.mean(np.concatenate(found)) >= 0.93
     assert np.mean([all(each) for each in found]) >= 0.75
 
 

@@ -1,0 +1,124 @@
+"""Half as many cuts are asked for where the compiler needs more than these are estimated to take, and the better goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.offers import offers, with_half_the_cuts
+from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.records.plans import Candidate
+
+FULL = jm.StepPolicy(remat="full")
+LAYERS, ROWS, WIDTH = 12, 64, 16
+
+
+def step(weights: Any, batch: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        x = batch
+        for weight in weights:
+            x = jnp.tanh(x @ weight) @ weight.T + x
+        return jnp.square(x).mean()
+
+    return jm.value_and_grad(loss)(weights)
+
+
+@final
+class Said:
+    """Stands where compilers do, for what they say of temporaries: so many bytes for a number of segments.
+
+    Args:
+        temporaries: Segments -> bytes; what the library chooses is None.
+    """
+
+    def __init__(self, temporaries: dict[int | None, int]) -> None:
+        self._temporaries = temporaries
+        self.left = 6
+        self.asked = list[jm.StepPolicy]()
+        self.notes = list[str]()
+        self.note = self.notes.append
+
+    def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
+        """As the planner's ledger does."""
+        new, self.asked = asked[: self.left], [*self.asked, *(policy for _, policy in asked[: self.left])]
+        self.left -= len(new)
+        answers = [self._candidate(compiler, policy) for compiler, policy in new]
+        return [*answers, *[None] * (len(asked) - len(new))]
+
+    def _candidate(self, compiler: Compiler, policy: jm.StepPolicy) -> Candidate:
+        temporaries = 10**6 if policy.remat == "none" else self._temporaries[policy.segments]
+        temporaries += int(policy.keep * 10**5)
+        again = compiler.facts(policy).flops - compiler.plain.flops
+        limit = compiler.problem.budget.bytes
+        return Candidate(
+            policy=policy,
+            step_bytes=temporaries,
+            need_bytes=temporaries,
+            temp_bytes=temporaries,
+            fits=None if limit is None else temporaries <= limit,
+            flops=compiler.plain.flops + again,
+            extra_flops=again,
+            plain_flops=compiler.plain.flops,
+        )
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return compiler_for(None)
+
+
+def compiler_for(budget: int | None) -> Compiler:
+    weights = [jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)] * LAYERS
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
+    return Compiler(Problem(train_step=step, args=(weights, batch), kwargs={}, target=None, budget=given))
+
+
+@pytest.fixture(scope="module")
+def fewer(compiler: Compiler) -> tuple[jm.StepPolicy, int]:
+    """The policy of half as many cuts, and its estimated peak."""
+    many = offers(compiler, FULL).segments
+    found = with_half_the_cuts(compiler, FULL, many)
+    assert found is not None
+    assert many > 4
+    assert found[0] == jm.StepPolicy(remat="full", segments=many // 2 + 1)
+    return found
+
+
+@pytest.mark.parametrize("budget", [None, 150_000], ids=["frontier", "budget"])
+def test_the_better_of_the_two_goes_on(fewer: tuple[jm.StepPolicy, int], budget: int | None) -> None:
+    policy, estimate = fewer
+    ledger = Said({None: estimate + 1, policy.segments: estimate // 2})
+    search = RematSearch(compiler_for(budget), ledger)
+    search.run(frontier=budget is None)
+    assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
+    assert len(ledger.asked) > 3
+    assert {each.segments for each in ledger.asked[3:]} == {policy.segments}
+    assert search.full is search.found[policy]
+
+
+def test_more_bytes_change_nothing(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
+    policy, estimate = fewer
+    ledger = Said({None: estimate + 1, policy.segments: estimate + 2})
+    search = RematSearch(compiler, ledger)
+    search.run(frontier=True)
+    assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
+    assert {each.segments for each in ledger.asked[3:]} == {None}
+    assert search.full is search.found[FULL]
+
+
+def test_a_compiler_that_fuses_as_estimated_is_not_asked(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
+    ledger = Said({None: fewer[1]})
+    RematSearch(compiler, ledger).run(frontier=True)
+    assert {each.segments for each in ledger.asked} == {None}
+
+
+def test_few_segments_are_not_halved(compiler: Compiler) -> None:
+    assert with_half_the_cuts(compiler, FULL, 4) is None
