@@ -83,6 +83,18 @@ def test_who_says_nothing_new_for_three_rounds_is_silent_and_left_out_whatever_i
     assert heard.across(0, 0.0, 132.0).silent == (0, 1, 2), "who ended took it back"
 
 
+def test_a_figure_that_is_read_seldom_stands_until_it_is_told_again():
+    told = Told()
+    heard = Heard(10.0, 1)
+    host = Reading(source="host", device="host", step=1, time_s=1.0, resident_bytes=3 * GIB)
+    for now_s, readings in enumerate([[read("gpu:0", GIB), host], [read("gpu:0", 2 * GIB)]]):
+        told.add(readings)
+        heard.learn({"0": told.text() or ""}, float(now_s))
+    figures = heard.across(1, 1.0, 1.0).figures
+    assert figures["in_use_bytes"].high == 2 * GIB
+    assert figures["host_bytes"].high == 3 * GIB
+
+
 def test_every_figure_has_its_tag_meaning_and_chart():
     assert len(NAMES) == len(FIGURES) + len(DERIVED)
     tags: list[str] = []

@@ -84,12 +84,16 @@ class Heard:
         self._latest: dict[int, tuple[int, float, Mapping[str, Any]]] = {}  # serial, when it was new, figures
 
     def learn(self, texts: Mapping[str, str], now_s: float) -> None:
-        """Take in the texts by process; only a text that is new is a sign of life, since clocks of machines differ."""
+        """Take in the texts by process; only a text that is new is a sign of life, since clocks of machines differ.
+
+        Figures that are read less often than texts are sent stand as they were told last.
+        """
         for process, text in texts.items():
             said = json.loads(text)
             before = self._latest.get(int(process))
             if before is None or before[0] != said["serial"]:
-                self._latest[int(process)] = (said["serial"], now_s, said["figures"])
+                known = {} if before is None else before[2]
+                self._latest[int(process)] = (said["serial"], now_s, {**known, **said["figures"]})
         for process in [each for each in self._latest if str(each) not in texts]:  # it has ended
             del self._latest[process]
 
