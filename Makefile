@@ -23,7 +23,7 @@ test-all: python ## the same on every supported Python found, both JAX lines
 core: python ## what can differ on the second JAX line, there
 	@$(ENVIRONMENT) other project,test $(PYTEST) -m "core and not targets and not browser" $(ARGS)
 
-test-adapters: python ## train with the real Keras, clu, Grain, Tunix, Kauldron and Levanter, the monitor in its place; installs them, and takes a quarter of an hour
+test-adapters: python ## train with the real Flax, Equinox, optax, Orbax, Keras, clu, Grain, Tunix, Kauldron and Levanter, the monitor in its place; installs them, and takes a quarter of an hour
 	@$(ENVIRONMENT) apart project,test python -m benchmarks.frameworks $(ARGS)
 
 lint: python ## ruff check

@@ -71,6 +71,33 @@ def assert_same(one: Trained, other: Trained) -> None:
     assert all(map(np.array_equal, one.model.get_weights(), other.model.get_weights()))
 
 
+def test_steps_of_a_generator_and_after_an_interrupted_fit_are_told_once_and_go_on(tmp_path: Path) -> None:
+    import keras
+
+    from jaxmem_callbacks.integrations.keras import MemoryCallback
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 3:
+                raise KeyboardInterrupt
+
+    monitor, trained = NotingMonitor(tmp_path), Trained()
+
+    def batches() -> Any:
+        for start in range(0, 40, BATCH):
+            yield trained.x[start : start + BATCH], trained.x[start : start + BATCH, :1]
+
+    callback = MemoryCallback(monitor)
+    trained.model.fit(batches(), epochs=1, verbose=0, callbacks=[callback])
+    assert monitor.steps == [0, 1, 2, 3, 4], "of unknown length: Keras begins a batch that never comes"
+    with pytest.raises(KeyboardInterrupt):
+        trained.model.fit(batches(), epochs=1, verbose=0, callbacks=[callback, Stop()])
+    trained.model.fit(batches(), epochs=1, verbose=0, callbacks=[callback])
+    assert monitor.steps[5:8] == [5, 6, 7]
+    assert monitor.steps[8:] == [8, 9, 10, 11, 12]
+    monitor.close()
+
+
 def test_training_is_the_same_and_every_step_is_told_once(tmp_path: Path) -> None:
     from jaxmem_callbacks.integrations.keras import MemoryCallback
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.transforms.cuts import SLACK, Landscape, choose_cuts
+from jaxmem_callbacks.transforms.cuts import SLACK, Landscape, choose_cuts, segment_peaks
 
 
 @st.composite
@@ -36,7 +37,7 @@ def alive(land: Landscape, place: int) -> int:
     return sum(size for size, first, last, _ in land.spans.tolist() if first <= place <= last)
 
 
-def own(land: Landscape, start: int, end: int) -> int:
+def own(land: Landscape, start: int, end: int, *, unfused: bool) -> int:
     """What one segment takes at most while it is differentiated, equation by equation, and when it begins with it."""
     found = [
         sum(size for size, maker, first in land.held.tolist() if maker >= start and first <= place)
@@ -47,20 +48,22 @@ def own(land: Landscape, start: int, end: int) -> int:
     ]
     held = sum(size for size, maker, first in land.held.tolist() if maker >= start and first < end)
     worst = max([*found, held + (int(land.gradients[end]) if end < land.length else 0)])
+    made = sum(size for size, maker, _ in land.held.tolist() if maker >= start)
+    more = max(int(land.residuals[start:].sum()) - made, 0) if unfused and end == land.length else 0
     unneeded = [
         size
         for size, first, last, needed in land.spans.tolist()
         if first <= start <= last < land.length and needed < start
     ]
-    return worst - (sum(unneeded) if end == land.length else 0)
+    return worst + more - (sum(unneeded) if end == land.length else 0)
 
 
-def peak(land: Landscape, cuts: tuple[int, ...]) -> int:
+def peak(land: Landscape, cuts: tuple[int, ...], *, unfused: bool = False) -> int:
     """The estimated peak by its definition: what is stored before a segment, and what the segment itself needs."""
     bounds = [0, *cuts, land.length]
     stored = worst = 0
     for start, end in itertools.pairwise(bounds):
-        worst = max(worst, stored + own(land, start, end))
+        worst = max(worst, stored + own(land, start, end, unfused=unfused))
         stored += sum(
             size for size, first, last, _ in land.spans.tolist() if start < first <= end <= last and end < land.length
         ) + int(land.stored[start:end].sum())
@@ -107,6 +110,40 @@ def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: Landscape, 
         else:
             assert len(exact) == segments - 1
             assert set(land.forced) <= set(exact)
+            assert segment_peaks(land, exact)
+            assert max(segment_peaks(land, exact)) == peak(land, tuple(exact), unfused=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(landscapes(), st.integers(2, 4))
+def test_of_so_many_segments_no_others_have_a_smaller_peak_if_nothing_of_the_last_is_fused(
+    land: Landscape, segments: int
+) -> None:
+    work = np.bincount(land.held[:, 1], land.held[:, 0], land.length) + land.stored
+    allowed = {place for place in worth_cutting(land) if place <= land.last_product} | set(land.forced)
+    choices = [cuts for cuts in every_choice(land) if len(cuts) == segments - 1 and set(cuts) <= allowed]
+    if choices and (work > 0).all():
+        cuts = tuple(choose_cuts(land, segments))
+        assert all(cut <= land.last_product or cut in land.forced for cut in cuts)
+        best = min(peak(land, each, unfused=True) for each in choices)
+        assert peak(land, cuts, unfused=True) <= SLACK * best
+
+
+def test_behind_the_last_product_is_cut_only_where_there_is_no_other_place() -> None:
+    length = 8
+    land = Landscape(
+        spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
+        held=np.array([(40, made, made) for made in range(length)], np.int64),
+        gradients=np.full(length + 1, 10),
+        made=np.full(length, 10),
+        stored=np.zeros(length, np.int64),
+        forced=(),
+        residuals=np.full(length, 100),
+        last_product=3,
+    )
+    assert max(choose_cuts(land, 4)) <= 3
+    assert len(choose_cuts(land, 6)) == 5
+    assert len(choose_cuts(replace(land, last_product=0), 2)) == 1
 
 
 @pytest.mark.core

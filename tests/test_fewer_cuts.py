@@ -89,7 +89,7 @@ def fewer(compiler: Compiler) -> tuple[jm.StepPolicy, int]:
     assert found is not None
     assert many > 4
     assert found[0] == jm.StepPolicy(remat="full", segments=many // 2 + 1)
-    return found
+    return found[0], found[1].peak
 
 
 @pytest.mark.parametrize("budget", [None, 150_000], ids=["frontier", "budget"])
@@ -118,6 +118,14 @@ def test_a_compiler_that_fuses_as_estimated_is_not_asked(compiler: Compiler, few
     ledger = Said({None: fewer[1]})
     RematSearch(compiler, ledger).run(frontier=True)
     assert {each.segments for each in ledger.asked} == {None}
+
+
+def test_without_a_compile_left_nothing_is_traced_or_told(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
+    ledger = Said({None: fewer[1] + 1})
+    ledger.left = 2
+    RematSearch(compiler, ledger).run(frontier=True)
+    assert ledger.asked == [jm.StepPolicy(), FULL]
+    assert not ledger.notes
 
 
 def test_few_segments_are_not_halved(compiler: Compiler) -> None:

@@ -122,6 +122,15 @@ def test_fewer_segments_than_loops_make_are_refused() -> None:
     assert_same(ours, jax.jit(jax.value_and_grad(loss))(WEIGHTS, INPUTS))
 
 
+@pytest.mark.parametrize("segments", [None, 2, 3])
+def test_a_loss_whose_only_product_comes_first_is_cut_behind_it(segments: int | None) -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ weights[0])).sum()
+
+    ours = jax.jit(jax.value_and_grad(jm.remat(loss, segments=segments)))(WEIGHTS, INPUTS)
+    assert_same(ours, jax.jit(jax.value_and_grad(loss))(WEIGHTS, INPUTS))
+
+
 def test_argnums_may_be_what_jax_takes() -> None:
     def loss(x: Any, y: Any) -> Any:
         return (x * y**2).sum()

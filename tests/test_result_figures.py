@@ -193,6 +193,10 @@ def test_figures_of_plans_for_pods_are_those_of_the_file():
     readme, text = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/plan.md"))
     assert f"none of them there: {h100}; for 64 and 1,024 v5p: {v5p}, on two cores, in {most:.1f} GiB" in readme
     assert f"for 64 and for 1,024 H100 in {h100}, and for 64 and 1,024 v5p in {v5p}" in text
+    few = [
+        f"{rows[name]['seconds']:.0f} s for 64 {kind}" for name, kind in (("h100_sxm:64", "H100"), ("v5p:4x4x4", "v5p"))
+    ]
+    assert f"a GPT-3-sized step in {few[0]} and {few[1]}" in (ROOT / "docs" / "tasks" / "plan_a_pod.md").read_text()
 
 
 def test_figures_of_padding_are_those_of_the_file():

@@ -84,6 +84,12 @@ class KnownHere:
         self._said += observation.said
         self._dropped = max(self._dropped, observation.dropped)
 
+    @staticmethod
+    def may_change_by(observation: Observation) -> bool:
+        """Whether an observation brings anything of which the table tells."""
+        seen = observation.readings or observation.unavailable or observation.compilations or observation.heaps
+        return bool(seen or observation.processes or observation.said or observation.dropped)
+
     def shape(self) -> tuple[tuple[str, bool], ...]:
         """What is known, without values, and whether anything was lost: the table is worth writing again when this changes."""
         return (*((row.figure, row.known) for row in self.rows()), ("dropped", self._dropped > 0))

@@ -241,6 +241,8 @@ class Recorder:
         return due
 
     def _write_table(self, observation: Observation, *, due: bool) -> None:
+        if self._known_shape and not due and not KnownHere.may_change_by(observation):
+            return  # most looks bring metrics alone
         shape = self._known.shape()
         if shape == self._known_shape and not due:
             return

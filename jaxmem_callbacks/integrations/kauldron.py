@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from kauldron.inspect.profile_utils import Profiler  # pyright: ignore[reportMissingImports] - not installed where types are checked
@@ -40,7 +43,16 @@ class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseCla
     @functools.cached_property
     def watching(self) -> MemoryMonitor:
         """The monitor that is told."""
-        return MemoryMonitor(self.preset, logdir=self.workdir / "memory") if self.monitor is None else self.monitor
+        if self.monitor is not None:
+            return self.monitor
+        workdir = os.fspath(self.workdir)
+        if "://" in workdir:
+            sys.stderr.write(
+                f"jaxmem: no memory curves are written, since workdir={workdir!r} is no local folder; events are told here. "
+                "Give a local one: MemoryProfiler(monitor=jm.MemoryMonitor(logdir='runs/a')).\n"
+            )
+            return MemoryMonitor(self.preset)
+        return MemoryMonitor(self.preset, logdir=Path(workdir) / "memory")
 
     def __call__(self, step: int) -> None:
         """A step was dispatched."""

@@ -52,14 +52,19 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `k
         super().__init__()
         self._monitor = monitor
         self._before = 0  # batches of earlier epochs
+        self._told = -1  # the latest batch of this epoch that the monitor knows
         self._lock = threading.Lock()
         self._latest: tuple[int, Mapping[str, Any] | None] = (-1, None)
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras's signature
+        """A training begins behind the batches of one that was interrupted, whose last is not told."""
+        self._next_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - Keras's signature
         """Tell the step before, which has been dispatched."""
         if batch > 0:
             known, metrics = self._latest
-            self._monitor(self._before + batch - 1, metrics if known == batch - 1 else None)
+            self._tell(batch - 1, metrics if known == batch - 1 else None)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Keep what belongs to the latest batch; on any thread, in any order."""
@@ -68,8 +73,18 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `k
                 self._latest = batch, logs
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - Keras's signature
-        """Tell the epoch's last step, with the epoch's metrics."""
-        last, _ = self._latest
-        if last >= 0:
-            self._monitor(self._before + last, logs)
-        self._before, self._latest = self._before + last + 1, (-1, None)
+        """Tell the epoch's last step, with the epoch's metrics.
+
+        Of data without a length Keras begins one batch too many, so that the last step was told then.
+        """
+        self._tell(self._latest[0], logs)
+        self._next_epoch()
+
+    def _tell(self, batch: int, metrics: Mapping[str, Any] | None) -> None:
+        if batch > self._told:
+            self._told = batch
+            self._monitor(self._before + batch, metrics)
+
+    def _next_epoch(self) -> None:
+        last = max(self._told, self._latest[0])
+        self._before, self._told, self._latest = self._before + last + 1, -1, (-1, None)

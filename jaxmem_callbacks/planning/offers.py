@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,13 +53,15 @@ class Offered:
     Attributes:
         between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
             computes less again than all before it.
-        others: What one of another number of segments is estimated to beat.
+        others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
         segments: How many the loss is cut into; 0 where the step has several losses.
+        peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
     """
 
-    between: list[Offer]
-    others: list[Offer]
-    segments: int
+    between: list[Offer] = field(default_factory=list[Offer])
+    others: list[Offer] = field(default_factory=list[Offer])
+    segments: int = 0
+    peak: int = 0
 
 
 def offers(compiler: Compiler, full: StepPolicy) -> Offered:
@@ -75,24 +77,25 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     curves = _surveyed(compiler, full)
     if len(curves) != 1:
         between = [_offer(full, share, share.bytes) for share in _joined(curves)]
-        return Offered(between=between, others=[], segments=0)
+        return Offered(between=between)
     own = curves[0]
     promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
     if full.segments is None and own[0].segments <= _FEW:
         for offer, is_promising in _of_other_numbers(compiler, full, own):
             (promising if is_promising else unlikely).append(offer)
     between = _unbeaten(promising)
-    others = [offer for offer in (*promising, *unlikely) if offer not in between]
-    return Offered(between=between, others=others, segments=own[0].segments)
+    beaten = [offer for offer in promising if offer not in between]
+    others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.flops)]
+    return Offered(between=between, others=others, segments=own[0].segments, peak=own[0].peak)
 
 
-def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, int] | None:
-    """The policy that keeps half as many cuts and nothing besides, and its estimated peak on all devices together.
+def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
+    """The policy that keeps half as many cuts and nothing besides, and what may be asked for above it.
 
     Args:
         compiler: Traces the step under a policy.
         full: The policy that keeps only what is alive at its cuts.
-        segments: How many it makes.
+        segments: How many it makes; 0 where the step has several losses.
 
     Returns:
         None where there are few segments, or the loss cannot be cut into half as many.
@@ -101,10 +104,9 @@ def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> t
         return None
     fewer = replace(full, segments=segments // 2 + 1)
     try:
-        curves = _surveyed(compiler, fewer)
+        return fewer, offers(compiler, fewer)
     except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
         return None
-    return fewer, curves[0][0].peak
 
 
 def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]:

@@ -1,7 +1,8 @@
 """Which policies to compile for a target, and which of them to use. Enters: a compiler of candidates. Leaves: candidates.
 
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
-shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for.
+shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for. Where the
+compiler needs more than half as many cuts are estimated to take, these are asked for too.
 `offers.py` makes the list.
 """
 
@@ -49,7 +50,7 @@ class RematSearch:
         self._ledger = ledger
         self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
-        self._offered = Offered(between=[], others=[], segments=0)
+        self._offered = Offered()
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -100,19 +101,20 @@ class RematSearch:
         """Half as many cuts, where these are estimated to take less than the compiler needs for as many as the library chose.
 
         Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
-        better of the two is the lower end of what is asked for next.
+        better of the two is the lower end of what is asked for next. What the compiler needs has the gradients of parameters too:
+        where these are large this asks rather too often, for one compile.
         """
         full = self.full
-        if full is None or full.step_bytes is None or full.temp_bytes is None:
+        if not self._ledger.left or full is None or full.step_bytes is None or full.temp_bytes is None:
             return
         found = with_half_the_cuts(self._compiler, self._full, self._offered.segments)
-        if found is None or found[1] / self._compiler.problem.workers >= full.temp_bytes:
+        if found is None or found[1].peak / self._compiler.problem.workers >= full.temp_bytes:
             return
-        fewer, _ = found
+        fewer, offered = found
         self._compile([fewer])
         asked = self.found.get(fewer)
         if asked is not None and asked.step_bytes is not None and asked.step_bytes < full.step_bytes:
-            self._full, self._offered = fewer, offers(self._compiler, fewer)
+            self._full, self._offered = fewer, offered
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
@@ -188,7 +190,7 @@ class RematSearch:
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = _WORTH * self._compiler.plain.flops
         near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near[::-1]][: self._ledger.left])
+        self._compile([each.policy for each in near[: self._ledger.left]])
 
     def _is_near(self, limit: int) -> bool:
         """Whether nothing fits yet and what comes nearest is so near that another policy may."""

@@ -144,7 +144,8 @@ def _drop_parts(alike: dict[Any, list[jax.Array]], spread: Collection[Any]) -> N
         spread: Those keys that are of several devices.
     """
     shapes = {key: (key[2].shard_shape(key[0]), key[1]) for key in spread}
-    suspects = [key for key in alike if key not in spread and key[:2] in shapes.values()]
+    parts = set(shapes.values())
+    suspects = [key for key in alike if key not in spread and key[:2] in parts]
     if not suspects:
         return
     wanted = {key[:2] for key in suspects}

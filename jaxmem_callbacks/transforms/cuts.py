@@ -37,8 +37,8 @@ class Landscape:
         made: int64[n]: bytes each equation makes at once; -1 where compilers do it inside another.
         stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
         forced: Positions at which a cut must be, because an equation brings its own checkpoint.
-        residuals: int64[n]: bytes JAX keeps of each equation where it is in no checkpoint.
-        last_product: Position before the last matrix product: behind it a cut would compute that product again.
+        residuals: int64[n]: bytes JAX keeps of each equation where it is in no checkpoint; of a loop, what its checkpoints keep.
+        last_product: Position before the last matrix product: behind it a cut would compute that product again. n without one.
     """
 
     spans: np.ndarray
@@ -88,7 +88,8 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     """
     places = _candidates(land)
     if segments is not None:
-        places = places[(places <= land.last_product) | (places == land.length) | np.isin(places, land.forced)]
+        before = places[(places <= land.last_product) | (places == land.length) | np.isin(places, land.forced)]
+        places = before if len(before) > segments else places
     least = len(set(land.forced)) + 1
     if segments is not None and segments < least:
         msg = (
@@ -101,8 +102,8 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
             f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."
         )
         raise ValueError(msg)
-    # Asked for a number, the best estimate is that nothing of the last segment is fused: so many are asked for where compilers
-    # were seen to need more than fusions do. See `RematSearch`.
+    # For a given number the last segment is taken to hold all that JAX keeps of it: so `RematSearch` asks where a compiler was
+    # seen to fuse less than the number that is chosen here relies on.
     table = _Table(land, places, unfused=segments is not None)
     route = table.route(int(_smallest(table, segments) * SLACK), segments)
     assert route is not None

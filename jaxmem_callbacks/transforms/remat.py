@@ -212,6 +212,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
     mapped = [index for index, eqn in enumerate(flat.eqns) if _is_worth_opening(eqn, int(residuals[index]), residuals)]
     for index in mapped:
         flat.eqns[index] = _with_cut_body(flat.eqns[index], policy, keep, told)
+    residuals = residual_bytes(flat.eqns, resident) if mapped else residuals
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
     mesh = gathering_mesh(policy)
