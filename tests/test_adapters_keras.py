@@ -77,7 +77,7 @@ def test_steps_of_a_generator_and_after_an_interrupted_fit_are_told_once_and_go_
     from jaxmem_callbacks.integrations.keras import MemoryCallback
 
     class Stop(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - as Keras calls it
             if batch == 3:
                 raise KeyboardInterrupt
 
