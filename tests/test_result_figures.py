@@ -149,8 +149,8 @@ def test_figures_of_plans_against_remat_by_hand_are_those_of_the_file(target):
             in second
         )
         assert f"{within} within 1.02, {below} one below both, and {fewer} one with fewer bytes" in second
-        assert f"The farthest, {far[-1]:.3f} and {far[-2]:.3f}, are" in second
-        assert far[-3] <= 1.05
+        assert f"The farthest, {far[-1]:.3f}, is" in second
+        assert far[-2] <= 1.05
         assert (
             f"are {mean:.3f} of the hand's for a v5e (geometric mean of {asked} policies that were asked for)" in second
         )
