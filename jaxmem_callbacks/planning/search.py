@@ -31,6 +31,8 @@ _FILLED = 0.98
 _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
+# What no estimate prefers is compiled while this search has made no more than so many, whatever all searches may make.
+_MOST_OTHERS = 6
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
 
@@ -190,7 +192,7 @@ class RematSearch:
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = _WORTH * self._compiler.plain.flops
         near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near[: self._ledger.left]])
+        self._compile([each.policy for each in near[: max(min(_MOST_OTHERS - len(self.found), self._ledger.left), 0)]])
 
     def _is_near(self, limit: int) -> bool:
         """Whether nothing fits yet and what comes nearest is so near that another policy may."""
