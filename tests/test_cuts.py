@@ -33,6 +33,20 @@ def landscapes(draw: st.DrawFn) -> Landscape:
     )
 
 
+def even(length: int, *, residual: int = 0, last_product: int | None = None) -> Landscape:
+    """A uniform chain; the last product is at its end unless said."""
+    return Landscape(
+        spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
+        held=np.array([(40, made, made) for made in range(length)], np.int64),
+        gradients=np.full(length + 1, 10),
+        made=np.full(length, 10),
+        stored=np.zeros(length, np.int64),
+        forced=(),
+        residuals=np.full(length, residual),
+        last_product=length if last_product is None else last_product,
+    )
+
+
 def alive(land: Landscape, place: int) -> int:
     return sum(size for size, first, last, _ in land.spans.tolist() if first <= place <= last)
 
@@ -131,16 +145,7 @@ def test_of_so_many_segments_no_others_have_a_smaller_peak_if_nothing_of_the_las
 
 def test_behind_the_last_product_is_cut_only_where_there_is_no_other_place() -> None:
     length = 8
-    land = Landscape(
-        spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
-        held=np.array([(40, made, made) for made in range(length)], np.int64),
-        gradients=np.full(length + 1, 10),
-        made=np.full(length, 10),
-        stored=np.zeros(length, np.int64),
-        forced=(),
-        residuals=np.full(length, 100),
-        last_product=3,
-    )
+    land = even(length, residual=100, last_product=3)
     assert max(choose_cuts(land, 4)) <= 3
     assert len(choose_cuts(land, 6)) == 5
     assert len(choose_cuts(replace(land, last_product=0), 2)) == 1
@@ -149,15 +154,5 @@ def test_behind_the_last_product_is_cut_only_where_there_is_no_other_place() -> 
 @pytest.mark.core
 def test_a_uniform_chain_is_cut_finer_towards_its_end() -> None:
     length = 64
-    even = Landscape(
-        spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
-        held=np.array([(40, made, made) for made in range(length)], np.int64),
-        gradients=np.full(length + 1, 10),
-        made=np.full(length, 10),
-        stored=np.zeros(length, np.int64),
-        forced=(),
-        residuals=np.zeros(length, np.int64),
-        last_product=length,
-    )
-    sizes = np.diff([0, *choose_cuts(even), length])
+    sizes = np.diff([0, *choose_cuts(even(length)), length])
     assert sizes[0] > sizes[-2]  # little is stored before the first segments, so they may keep more of their own
