@@ -23,7 +23,8 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `k
 
     Steps are counted over epochs and over calls of `fit`, where Keras begins anew; with ``steps_per_execution=4`` they are 3, 7
     and so on, as Keras tells its batches. A step's metrics come with it where Keras knew them in time, an epoch's with its
-    last step. Validation and `evaluate` are no steps. The monitor stays the user's to close.
+    last step, but for data without a length, whose last step is told before. Validation and `evaluate` are no steps. The monitor
+    stays the user's to close.
 
     Args:
         monitor: What is told.

@@ -31,8 +31,8 @@ _FILLED = 0.98
 _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
-# What no estimate prefers is compiled while this search has made no more than so many, whatever all searches may make.
-_MOST_OTHERS = 6
+# What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
+_ENOUGH = 6
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
 
@@ -79,7 +79,7 @@ class RematSearch:
         if not self.ends():
             return
         if frontier:
-            self.ask_fewer()
+            self._ask_fewer()
             self.fill()
         elif not self.is_done:
             self.close_in()
@@ -99,7 +99,7 @@ class RematSearch:
         """Compile the plain step and nothing else."""
         self._compile([self._plain])
 
-    def ask_fewer(self) -> None:
+    def _ask_fewer(self) -> None:
         """Half as many cuts, where these are estimated to take less than the compiler needs for as many as the library chose.
 
         Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
@@ -154,7 +154,7 @@ class RematSearch:
         problem = self._compiler.problem
         if problem.beside_alone_is_too_much:
             return
-        self.ask_fewer()
+        self._ask_fewer()
         offered, full = self._offered.between, self.full
         limit = problem.budget.bytes
         if full is None or full.fits is False:
@@ -192,7 +192,7 @@ class RematSearch:
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = _WORTH * self._compiler.plain.flops
         near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near[: max(min(_MOST_OTHERS - len(self.found), self._ledger.left), 0)]])
+        self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._ledger.left), 0)]])
 
     def _is_near(self, limit: int) -> bool:
         """Whether nothing fits yet and what comes nearest is so near that another policy may."""

@@ -1,8 +1,9 @@
 """Live arrays: bytes and number of the `jax.Array`s that Python still holds, for each local device, and groups of like ones.
 
 Measured: device memory of arrays in the device's default memory (arrays in host memory are left out; parts of a sharded array are
-not counted beside it). Backends: all; it sees no temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the
-monitor's own thread, never in a hook.
+not counted beside it; arrays alike in shape, dtype and sharding count as large as the first of them, also where their layouts
+differ). Backends: all; it sees no temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the monitor's own thread,
+never in a hook.
 """
 
 from __future__ import annotations
