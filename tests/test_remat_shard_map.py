@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 
 pytestmark = pytest.mark.core
@@ -132,3 +134,14 @@ def told_of(loss: Any, **options: Any) -> list[str]:
     step = jm.jit_step(lambda w, x: w - jm.grad(loss)(w, x), jm.StepPolicy(remat="full", **options))
     step.lower(*arguments())
     return list(step.notes)
+
+
+def test_a_shard_map_at_the_end_is_estimated_as_it_is_cut() -> None:
+    def step(w: Any, x: Any) -> Any:
+        last = jax.shard_map(scanned, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+        return jm.value_and_grad(lambda w: last(w, jnp.tanh(x)))(w)
+
+    nowhere = Budget(bytes=None, limit_bytes=None, reason="none asked for")
+    compiler = Compiler(Problem(train_step=step, args=arguments(), kwargs={}, target=None, budget=nowhere))
+    inside, around = (curve[0].peak for curve in compiler.facts(jm.StepPolicy(remat="full"), survey=True).shares)
+    assert around < inside, "what its body keeps once it is checkpointed, and not all of every layer"
