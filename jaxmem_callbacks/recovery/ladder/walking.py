@@ -85,15 +85,12 @@ class Walk:
     def down(self) -> Turn | None:
         """How the failed step went at last; None where nothing helped."""
         if self._stuck:
-            who = ", ".join(map(str, self._stuck))
-            self._passed.append(
-                f"all others: process {who} waits in a collective for one that failed and cannot be freed"
-            )
+            self._pass_over_the_others()
             return None
         self._need = need_of(self._running.step, self._failure.arguments)
         refused: set[Rung] = set()
         for offer in self._offers:
-            if offer.rung == "save_and_exit" or self._stuck:
+            if offer.rung == "save_and_exit":
                 break
             if offer.rung in refused:
                 continue
@@ -110,10 +107,18 @@ class Walk:
             elif turn.failed:
                 self._need, self._stuck = need, turn.on("stuck")
                 self._passed.append(f"{offer.rung}: {policy_words(candidate.policy)} ran out too")
+                if self._stuck:
+                    self._pass_over_the_others()
+                    return None
             else:
                 self._done(offer.rung, begun, f"Compiled need: {why}." if why else "")
                 return turn
         return None
+
+    def _pass_over_the_others(self) -> None:
+        """No offer is taken from here on, so that the first of them is what a run elsewhere begins with."""
+        who = ", ".join(map(str, self._stuck))
+        self._passed.append(f"all others: process {who} waits in a collective for one that failed and cannot be freed")
 
     def end(self, saving: Saving, agreement: Agreement) -> BaseException:
         """Save where the ladder says so, and give the error that this process ends with.
