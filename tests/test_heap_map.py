@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.array_parts import parts_of
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
 from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.probes.heap import HeapProbe
@@ -112,20 +113,26 @@ def test_a_live_array_lies_where_jax_says():
 
 
 @pytest.mark.core
-def test_parts_of_a_sharded_array_are_found_and_leave_no_array_behind():
+def test_parts_of_arrays_are_found_and_leave_no_array_behind():
     """JAX keeps parts that were asked for with their array, and counts them as live from then on."""
     mesh = Mesh(jax.devices(), ("data",))
     split = jax.device_put(jnp.ones((8, 531)), NamedSharding(mesh, P("data")))
     whole = jax.device_put(jnp.ones((3, 531)), NamedSharding(mesh, P()))
-    jax.block_until_ready((split, whole))
+    single = jax.device_put(np.ones((5, 531), np.float32))
+    jax.block_until_ready((split, whole, single))
 
     def live() -> list[tuple[int | None, int | None]]:
         readings = [each for each in LiveArraysProbe().read(0) if isinstance(each, Reading)]
         return [(each.live_array_bytes, each.live_array_count) for each in readings]
 
     before = live()
+    parts = [parts_of(each) for each in (split, whole, single)]
+    assert [len(each) for each in parts] == [8, 8, 1]
+    assert live() == before, "while they are in use, on whatever thread"
+    del parts
     labels = [[each.label for each in seen.buffers] for seen in HeapProbe().read(0)]
     assert all("float32[1,531]" in each and "float32[3,531]" in each for each in labels)
+    assert labels[0].count("float32[5,531]") == 1
     gc.collect()
     assert live() == before
 

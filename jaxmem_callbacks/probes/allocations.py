@@ -15,6 +15,7 @@ from typing import Any, final
 
 import jax
 
+from jaxmem_callbacks._compat.array_parts import live_arrays
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation
@@ -61,7 +62,7 @@ class AllocationsProbe:
 
     def read(self, step: int) -> tuple[Sequence[TraceEvent], int]:
         """The events since the last reading, a mark at their end, and how many arrays were alive."""
-        arrays = jax.live_arrays()
+        arrays = live_arrays()
         known: dict[int, _Seen] = {}
         new: dict[int, _Seen] = {}
         live_bytes = 0

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import jax
 
-from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks._compat.array_parts import live_arrays, parts_of
 from jaxmem_callbacks.probes.protocol import Device, device_label
 from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.readings import Unavailable
@@ -44,7 +44,7 @@ class HeapProbe:
             for device in devices
             if device.platform not in _ADDRESSED
         ]
-        arrays = jax.live_arrays() if addressed else []
+        arrays = live_arrays() if addressed else []
         if len(arrays) > self._most:
             why = f"{len(arrays)} arrays are alive, and asking more than {self._most} would hold the training thread up"
             return [

@@ -1,9 +1,9 @@
 """Live arrays: bytes and number of the `jax.Array`s that Python still holds, for each local device, and groups of like ones.
 
-Measured: device memory of arrays in the device's default memory (arrays in host memory are left out; parts of a sharded array are
-not counted beside it; arrays alike in shape, dtype and sharding count as large as the first of them, also where their layouts
-differ). Backends: all; it sees no temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the monitor's own thread,
-never in a hook.
+Measured: device memory of arrays in the device's default memory. Arrays in host memory are left out. Parts of a sharded array are
+not counted beside it, but an array of one device that was asked for its shards counts twice from then on, as JAX lists it. Arrays
+alike in shape, dtype and sharding count as large as the first of them, also where their layouts differ. Backends: all; it sees no
+temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the monitor's own thread, never in a hook.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, final
 
 import jax
 
+from jaxmem_callbacks._compat.array_parts import live_arrays
 from jaxmem_callbacks._compat.creation import creation_call, creation_site
 from jaxmem_callbacks.probes.protocol import Device, Seen, device_label
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
@@ -78,7 +79,7 @@ class LiveArraysProbe:
     def _counted(self, kinds: dict[Device, str]) -> dict[Any, _Group]:
         """The live arrays in groups. Nothing of them is held afterwards."""
         alike: dict[Any, list[jax.Array]] = {}
-        for array in jax.live_arrays():
+        for array in live_arrays():
             alike.setdefault((array.shape, array.dtype, array.sharding), []).append(array)
         spread = {key for key in alike if len(key[2].device_set) > 1}
         if spread:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jaxmem_callbacks._compat.array_parts import parts_of
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.errors import DonationError
 
@@ -44,6 +45,6 @@ def _buffers(value: Any) -> list[tuple[int, ...]]:
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_deleted() or value.size == 0:
         return []
     try:
-        return [(s.device.id, s.data.unsafe_buffer_pointer()) for s in value.addressable_shards]
+        return [(part.device.id, part.unsafe_buffer_pointer()) for part in parts_of(value)] or [(-1, id(value))]
     except (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return [(-1, id(value))]  # typed keys and exotic arrays have no address; the object itself still tells

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks._compat.array_parts import live_arrays
 from jaxmem_callbacks._compat.creation import creation_site
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps.leaves import Leaf
@@ -66,7 +67,7 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
         alike.setdefault((leaf.shape, str(leaf.dtype)), []).append(leaf)
     groups: dict[tuple[str, str, str], _Group] = {}
     totals: Counter[str] = Counter()
-    for array in jax.live_arrays():
+    for array in live_arrays():
         try:
             size = array.on_device_size_in_bytes() // len(array.sharding.device_set)
         except RuntimeError:  # deleted or donated meanwhile
