@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, figure_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
+from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.analysis.windows import Spread, Window, Windows
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
@@ -271,3 +275,35 @@ def test_windows_grow_with_a_long_run_and_stay_as_they_are_in_a_short_one():
 
     assert closed(1500, 1.0) == 1500
     assert closed(200_000, 10.0) < 2000 * 9
+
+
+# Spans
+
+
+@given(
+    span_s=st.floats(0.1, 600.0),
+    finest=st.integers(1, 100),
+    gaps=st.lists(st.floats(0.0, 1e4), min_size=1, max_size=200),
+)
+def test_no_span_is_shorter_than_its_seconds_or_its_part_of_the_run(span_s: float, finest: int, gaps: list[float]):
+    spans, began = Spans(span_s, finest), []
+    for now in np.cumsum([5.0, *gaps]):
+        if spans.is_over(now):
+            spans.begin(now)
+            began.append(now)
+    assert began[0] == 5.0
+    for before, after in itertools.pairwise(began):
+        assert after - before >= max(span_s, (after - 5.0) / finest) - 1e-6
+
+
+def test_a_run_of_eleven_days_draws_some_two_hundred_times_and_a_short_one_at_every_span():
+    def drawn(seconds: int) -> int:
+        spans, count = Spans(600.0, PICTURES), 0
+        for now in range(0, seconds, 10):
+            if spans.is_over(now):
+                spans.begin(now)
+                count += 1
+        return count
+
+    assert drawn(3600) == 6
+    assert 200 < drawn(10**6) < 250

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from jaxmem_callbacks.analysis.spans import Spans
+
 _FINEST = 2000  # no window is shorter than this part of the run so far: more points than a page shows
 
 
@@ -86,12 +88,10 @@ class Windows:
     """
 
     def __init__(self, span_s: float) -> None:
-        self._span_s = span_s
         self._sums: dict[str, _Sum] = {}
         self._constants: dict[str, float] = {}
         self._ranged: set[str] = set()
-        self._first_s: float | None = None
-        self._opened_s: float | None = None
+        self._span = Spans(span_s, _FINEST)
         self._closed_step: int | None = None
 
     def add(self, values: Mapping[str, float], device: str = "") -> None:
@@ -105,14 +105,11 @@ class Windows:
 
     def close(self, step: int, time_s: float, *, force: bool = False) -> Window | None:
         """The window, if it is over (or ``force``) and has values; the first one is over at once."""
-        # A clock that was set back counts as "over", or the window would stay open until it catches up.
-        first_s = time_s if self._first_s is None else self._first_s
-        span_s = max(self._span_s, (time_s - first_s) / _FINEST)
-        over = self._opened_s is None or not 0 <= time_s - self._opened_s < span_s
-        if not self._sums or not (force or (over and step != self._closed_step)):
+        if not self._sums or not (force or (self._span.is_over(time_s) and step != self._closed_step)):
             return None
         spreads = {tag: each.spread() for tag, each in self._sums.items()}
         self._ranged.update(tag for tag, each in spreads.items() if not math.isclose(each.low, each.high))
         spreads |= {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in self._constants.items()}
-        self._sums, self._opened_s, self._closed_step, self._first_s = {}, time_s, step, first_s
+        self._span.begin(time_s)
+        self._sums, self._closed_step = {}, step
         return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import final
 
+from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.records.heap import HeapMap
@@ -20,24 +21,24 @@ class HeapMaps:
     """The latest maps that were not collected yet.
 
     Args:
-        every_s: Seconds between two that are taken by themselves.
+        every_s: Seconds between two that are taken by themselves, at first.
         faults: Told of a probe that raises.
     """
 
     def __init__(self, every_s: float, faults: Faults) -> None:
-        self._every_s = every_s
+        self._spans = Spans(every_s, PICTURES)
+        self._spans.begin(time.monotonic())
         self._faults = faults
         self._probe = HeapProbe()
-        self._next_s = time.monotonic() + every_s
         self._taken: tuple[HeapMap | Unavailable, ...] = ()
 
     def is_due(self) -> bool:
         """Whether the next call of the hook should take one; true once a span."""
         now = time.monotonic()
-        if now < self._next_s:
-            return False
-        self._next_s = now + self._every_s
-        return True
+        over = self._spans.is_over(now)
+        if over:
+            self._spans.begin(now)
+        return over
 
     def take(self, step: int) -> None:
         """Read the addresses now, on the caller's thread."""

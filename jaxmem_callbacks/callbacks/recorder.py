@@ -18,6 +18,7 @@ from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import COLUMNS, KnownHere
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
 from jaxmem_callbacks.analysis.saves import Saves
+from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.arrays import ArrayCensus, changed_groups
@@ -81,7 +82,7 @@ class Recorder:
         self._needs: dict[str, int] = {}
         self._across: Mapping[str, float] = {}
         self._limit = settings.limit_bytes
-        self._figure_s: float | None = None
+        self._figures = Spans(settings.figure_s, PICTURES)
         self._unflushed = False
         self._dropped = 0
         self.events: tuple[MemoryEvent, ...] = ()
@@ -233,12 +234,10 @@ class Recorder:
 
     def _is_due(self, time_s: float) -> bool:
         """Whether the figure and the latest values are drawn up again: a run that is killed keeps some at most so old."""
-        if self._figure_s is None:
-            self._figure_s = time_s
-        due = not 0 <= time_s - self._figure_s < self._settings.figure_s
-        if due:
-            self._figure_s = time_s
-        return due
+        due, over = self._figures.has_begun, self._figures.is_over(time_s)
+        if over:
+            self._figures.begin(time_s)
+        return due and over
 
     def _write_table(self, observation: Observation, *, due: bool) -> None:
         if self._known_shape and not due and not KnownHere.may_change_by(observation):

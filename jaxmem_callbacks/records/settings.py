@@ -22,7 +22,8 @@ class MonitorSettings:
         host_s: Seconds between readings of the process's resident memory.
         driver_s: Seconds between questions to NVIDIA's driver.
         heap_map_s: Seconds between heap maps, read on the training thread (about 10 microseconds an array); one more at the end.
-        figure_s: Seconds between drawings of memory over time and tables of the latest values; both also at the end.
+        figure_s: Seconds between drawings of memory over time and tables of the latest values; both also at the end. In a long
+            run a fiftieth of it so far, where that is longer, as for heap maps.
         processes_s: Seconds between two exchanges of figures among the processes of a run, of which process 0 writes the lowest,
             mean and highest; null for none. No collective: through the store of ``jax.distributed``.
         trace_steps: Calls, from the first on, over which what is allocated and freed is recorded for ``jaxmem simulate``, on the
