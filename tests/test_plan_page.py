@@ -56,8 +56,9 @@ def test_every_point_has_a_label_and_none_covers_another(name: str) -> None:
     boxes = [
         Box(*Text.get_window_extent(each).extents) for each in labels
     ]  # the letters, without the line to the point
+    space = figure.dpi / 72 * 8  # wider than between words, so that two labels on one line never read as one
     for one, other in itertools.combinations(boxes, 2):
-        assert not one.meets(other)
+        assert not one.meets(other.grown(0, beside=space))
     for box in boxes:
         assert box.within(Box(*axes.get_window_extent().extents))
         for points in axes.collections:
@@ -127,7 +128,17 @@ def test_labels_are_inside_and_over_nothing(labels: list[Any]) -> None:
         assert box.within(field)
         assert not any(box.left < x < box.right and box.bottom < y < box.top for x, y in points)
     for one, other in itertools.combinations(there, 2):
-        assert not one.meets(other)
+        assert not one.meets(other.grown(1, beside=8))
+
+
+def test_labels_of_one_line_keep_a_space_between_them() -> None:
+    field = Box(0, 0, 400, 60)
+    for apart in range(40, 90, 5):
+        first, second = place_labels([(150, 30), (150 + apart, 30)], [(60, 12), (60, 12)], field)
+        assert first is not None
+        assert second is not None
+        on_one_line = first.bottom < second.top and second.bottom < first.top
+        assert not on_one_line or max(second.left - first.right, first.left - second.right) >= 8
 
 
 def test_a_label_without_room_is_left_out() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 _DISTANCES = (3.0, 8.0, 15.0, 24.0, 36.0, 52.0, 72.0, 96.0, 130.0)
 _DIRECTIONS = 24
 _MARKER = 8.0  # half of what a marker covers
-_GAP = 1.5  # between two labels
+_GAP, _BESIDE = 1.5, 10.0  # between two labels, one above the other and side by side: more than a space between words
 _CROSSED, _COVERED = 20.0, 60.0  # what a line behind a label, and a label behind a leader, are worth in distance
 
 
@@ -34,9 +34,10 @@ class Box(NamedTuple):
         inside_x = self.left >= other.left and self.right <= other.right
         return inside_x and self.bottom >= other.bottom and self.top <= other.top
 
-    def grown(self, by: float) -> Box:
-        """The same with a margin."""
-        return Box(self.left - by, self.bottom - by, self.right + by, self.top + by)
+    def grown(self, by: float, beside: float | None = None) -> Box:
+        """The same with a margin; of another width at its left and right where that is said."""
+        wide = by if beside is None else beside
+        return Box(self.left - wide, self.bottom - by, self.right + wide, self.top + by)
 
     def nearest(self, x: float, y: float) -> tuple[float, float]:
         """Its point nearest to another point."""
@@ -49,7 +50,7 @@ def place_labels(
     field: Box,
     lines: Sequence[Box] = (),
 ) -> list[Box | None]:
-    """A place for each label, near its point: inside the field, over no marker and over no other label.
+    """A place for each label, near its point: inside the field, over no marker, neither over another label nor close to its side.
 
     Args:
         points: Where the markers are; the labels of the first are placed first.
@@ -63,7 +64,7 @@ def place_labels(
     markers = [Box(x, y, x, y).grown(_MARKER) for x, y in points]
     placed: list[Box | None] = []
     for point, size in zip(points, sizes, strict=True):
-        others = [box.grown(_GAP) for box in placed if box is not None]
+        others = [box.grown(_GAP, _BESIDE) for box in placed if box is not None]
         free = [
             (distance + _worth(box, point, others, lines), number, box)
             for number, (distance, box) in enumerate(_around(point, size))

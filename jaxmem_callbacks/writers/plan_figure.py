@@ -241,7 +241,7 @@ def _lines_of(axes: Any, scale: float) -> list[Box]:
         for polygon in corners:
             spots = [(x * scale, y * scale) for x, y in polygon]
             for (x1, y1), (x2, y2) in itertools.pairwise(spots):
-                boxes.append(Box(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)).grown(1.0))
+                boxes.append(Box(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)).grown(3.0))
     return boxes
 
 
