@@ -289,6 +289,26 @@ ENTRY %main (x: f32[8,8]) -> f32[] {
     assert library_bytes(text.replace("kCustom", "kLoop")) == 0
 
 
+def test_what_a_librarys_fusion_returns_has_its_room_in_the_compilers_figures():
+    text = """HloModule m
+
+%fused (p: f32[8,8]) -> (f32[1024,1024], f32[512,1024]) {
+  %p = f32[8,8]{1,0} parameter(0)
+  %s = f32[256,1024]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %d = f32[1024,1024]{1,0} dot(%s, %s), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %e = f32[1024,512]{1,0} dot(%d, %s), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %b = f32[512,1024]{1,0} bitcast(%e)
+  ROOT %r = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) tuple(%d, %b)
+}
+
+ENTRY %main (x: f32[8,8]) -> (f32[1024,1024], f32[512,1024]) {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %f = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) fusion(%x), kind=kCustom, calls=%fused
+}
+"""
+    assert library_bytes(text) == 4 * 256 * 1024
+
+
 def test_a_second_of_many_reports_is_no_endless_search(tmp_path):
     for number in range(1, 1000):
         (tmp_path / ("oom-19700101-000000-process0-pid1" + (f"-{number}" if number > 1 else ""))).mkdir()

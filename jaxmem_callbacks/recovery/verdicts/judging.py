@@ -21,6 +21,8 @@ from jaxmem_callbacks.recovery.verdicts.failing import Failing, failing_program,
 from jaxmem_callbacks.recovery.verdicts.limits import MACHINE, host_limits
 
 _CAUSES = 10  # `raise ... from ...` again and again
+# An error of the user's own function, which the runtime wraps; it says itself what it is.
+_OF_A_CALLBACK = ("CpuCallback error", "Traceback (most recent call last)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +90,8 @@ def _by_limits(error: Exception, before: CallsBefore | None) -> Verdict | None:
     """An INTERNAL error on the CPU is one where the program takes more than some bound leaves."""
     text = str(error)
     if not isinstance(error, jax.errors.JaxRuntimeError) or not text.lstrip().startswith("INTERNAL"):
+        return None
+    if any(words in text for words in _OF_A_CALLBACK):
         return None
     limits = host_limits()
     tightest = min(limits, key=_bound, default=None)

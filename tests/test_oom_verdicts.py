@@ -1,0 +1,65 @@
+"""Which exceptions are taken for a failure for want of memory, where only limits or vague words could tell."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.recovery.verdicts import judging
+from jaxmem_callbacks.recovery.verdicts.judging import judge
+
+pytestmark = pytest.mark.core
+MIB = 2**20
+OPERATION_FAILED = "INTERNAL: YNNPACK operation failed: error"
+
+
+def refuse(_):
+    msg = "my data is wrong"
+    raise ValueError(msg)
+
+
+@jax.jit
+def fails_in_a_callback(x):
+    wide = jnp.sort(x @ x.T, axis=0)
+    told = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.float32), wide[0, 0])
+    return jnp.sort(wide * told, axis=1).sum()
+
+
+def caught(function, *args):
+    with pytest.raises(Exception) as found:  # noqa: PT011 - JAX raises one of two types, by its version
+        jax.block_until_ready(function(*args))
+    return found.value
+
+
+def leave(monkeypatch, size):
+    """So many bytes are left of a control group."""
+    limit = MemoryLimit(name="control group", limit_bytes=2**32, used_bytes=2**32 - size, source="")
+    monkeypatch.setattr(judging, "host_limits", lambda: (limit,))
+
+
+def test_an_error_of_the_users_callback_is_none_however_little_is_left(monkeypatch):
+    error = caught(fails_in_a_callback, jnp.ones((1024, 64)))
+    leave(monkeypatch, 1)
+    assert judge(error) is None
+    assert "my data is wrong" in str(error)
+    failed = jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error calling callback: {error}")
+    assert judge(failed) is None
+    assert judge(jax.errors.JaxRuntimeError(OPERATION_FAILED)) is not None
+
+
+def test_a_librarys_results_are_counted_once(monkeypatch):
+    @jax.jit
+    def one_product_that_is_sorted(x):
+        return jnp.sort(x @ x.T, axis=1).sum()
+
+    x, program = jnp.ones((4096, 64)), one_product_that_is_sorted
+    compiled = program.lower(x).compile()
+    program(x).block_until_ready()
+    assert 63 * MIB < compiled.memory_analysis().temp_size_in_bytes < 66 * MIB
+    assert library_bytes(compiled.as_text()) == 0
+    leave(monkeypatch, 104 * MIB)  # enough for the temporaries, and not for twice as many
+    verdict = judge(jax.errors.JaxRuntimeError(OPERATION_FAILED))
+    assert verdict is None or program.__name__ not in verdict.evidence
