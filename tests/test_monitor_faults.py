@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -222,3 +225,96 @@ def test_an_environment_of_which_nothing_can_be_known_here_is_not_told(capfd, mo
         monitor(0)
         monitor.flush()
     assert "obey" not in capfd.readouterr().err, "a CPU has no pool"
+
+
+class DeletedMeanwhile:
+    """A metric that another thread deletes between the question whether it is deleted and the next."""
+
+    shape = ()
+
+    def __init__(self) -> None:
+        self.value = jnp.float32(1) + 0
+        self.value.delete()
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return self.value.is_ready()
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+class Unshaped:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        msg = "no shape yet"
+        raise ValueError(msg)
+
+
+def in_itself() -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    metrics["again"] = metrics
+    return metrics
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jaxlib 0.10 ends the process in is_ready() of a deleted array"
+)
+def test_a_metric_that_is_deleted_at_the_very_end_ends_nothing(capfd):
+    with jm.MemoryMonitor(MonitorSettings(scan_s=60.0, window_s=60.0)) as monitor:
+        monitor(0)
+        time.sleep(0.3)
+        monitor(1, {"loss": DeletedMeanwhile()})
+    assert told(capfd) == []
+
+
+@pytest.mark.parametrize(("metrics", "error"), [({"loss": Unshaped()}, "ValueError"), (in_itself(), "RecursionError")])
+def test_an_odd_metric_takes_nothing_else_with_it(metrics: Any, error: str, capfd):
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(FAST, writer=double) as monitor:
+        for step in range(20):
+            monitor(step, metrics)
+            time.sleep(0.01)
+    (line,) = told(capfd)
+    assert line.startswith(f"jaxmem: taking metrics is switched off for the rest of the run: {error}: ")
+    assert double.of(Window)[-1].step == 19
+
+
+def test_what_a_loop_hands_over_may_raise(capfd):
+    class Info:
+        step = 4
+
+        @property
+        def loss(self) -> float:
+            msg = "donated"
+            raise RuntimeError(msg)
+
+    with jm.MemoryMonitor(FAST) as monitor:
+        monitor.on_step(object())
+        monitor.on_step(Info())
+        monitor(5)
+    (line,) = told(capfd)
+    assert "the hook of what a loop hands over is switched off for the rest of the run: AttributeError: " in line
+
+
+def test_where_no_thread_can_be_had_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch, capfd):
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "jaxmem-monitor":
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    began_s = time.monotonic()
+    with jm.MemoryMonitor(FAST) as monitor:
+        for step in range(3):
+            monitor(step, {"loss": 1.0})
+        monitor.sample(3)
+        monitor.flush()
+    assert time.monotonic() - began_s < 5, "it is not waited for"
+    (line,) = told(capfd)
+    assert line == "jaxmem: the hook is switched off for the rest of the run: RuntimeError: can't start new thread"

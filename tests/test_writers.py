@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from PIL import Image
@@ -16,13 +18,14 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Spread, Window
+from jaxmem_callbacks.records.events import EventKind
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.writers.collecting import CollectingWriter
 from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from jaxmem_callbacks.writers.layout import layout_of
-from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
-from jaxmem_callbacks.writers.over_time import draw_over_time
+from jaxmem_callbacks.writers.markdown import event_markdown, event_title, table_markdown
+from jaxmem_callbacks.writers.over_time import EVENT_COLOURS, draw_over_time
 from jaxmem_callbacks.writers.protocol import Picture, Record, Table
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 from tests.sample_records import COMPILED, EVENT, MIB, READING, TABLE, WINDOW, points
@@ -173,7 +176,23 @@ def test_the_figure_shows_limit_line_and_events():
     assert red not in colours(without)
 
 
-def test_the_figure_draws_the_largest_programs_only_and_any_kind_of_event():
+def test_every_kind_of_event_has_a_title_and_a_colour_of_its_own_in_the_figure_and_on_the_console():
+    kinds = get_args(EventKind)
+    events = [dataclasses.replace(EVENT, kind=kind) for kind in kinds]
+    assert set(EVENT_COLOURS) == set(kinds)
+    assert len(set(EVENT_COLOURS.values())) == len(kinds)
+    plain = colours(draw_over_time(points(), []))
+    for event in events:
+        assert colours(draw_over_time(points(), [event])) - plain, event.kind
+    screen = Console(file=io.StringIO(), width=200)
+    for event in events:
+        ConsoleWriter(screen).write(event)
+    said = screen.file.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in said] == [f"[memory] {event_title(kind)}" for kind in kinds]
+    assert event_title("donation_lost") == "Donation lost"
+
+
+def test_the_figure_draws_the_largest_programs_only():
     many = {f"program_{number}": number * MIB for number in range(30)}
     assert (
         draw_over_time(points(), [], needs=many).png

@@ -165,11 +165,14 @@ class MemoryMonitor:
 
         At the end of a training Levanter calls every hook once more, by ``force``: a step that was told is not told again.
         """
-        step = info.step
-        if force and step == self._sampler.latest_step():
+        try:
+            step, loss = info.step, getattr(info, "loss", None)
+        except Exception as error:  # noqa: BLE001 - whatever the object raises, training goes on
+            self._faults.report("the hook of what a loop hands over", error)
+            self._faults.raise_pending()
             return
-        loss = getattr(info, "loss", None)
-        self(step, None if loss is None else {"loss": loss})
+        if not force or step != self._sampler.latest_step():
+            self(step, None if loss is None else {"loss": loss})
 
     def sample(self, step: int) -> dict[str, float]:
         """Say that a step was dispatched and return what is known, for a logger of the caller's.
@@ -250,10 +253,10 @@ class MemoryMonitor:
             self._usual_attend, self._due_s = self._sampler.attend, self._sampler.due_s
         self._attend = self._usual_attend
         self._sampler.attend(serial, step, now, metrics)
-        self._running = os.getpid() == self._pid
-        if self._running:
+        if os.getpid() == self._pid:
+            self._ticker.start()  # raises where no thread can be had: then nothing runs, and nobody waits for it
+            self._running = True
             atexit.register(self._at_exit)
-            self._ticker.start()
             self._begin_trace(step)
 
     def _begin_trace(self, step: int) -> None:
@@ -336,7 +339,7 @@ class MemoryMonitor:
             return
         atexit.unregister(self._at_exit)
         if wait:
-            self._sampler.wait_for_metrics()
+            self._faults.attempt("waiting for metrics", self._sampler.wait_for_metrics, default=None)
             self._take_heap(self._sampler.latest_step())
         if not self._ticker.stop(self._end):
             self._say_what_hangs()

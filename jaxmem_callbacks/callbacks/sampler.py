@@ -78,6 +78,7 @@ class Sampler:
         self._snapshots: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
         self._held: deque[Held] = deque(maxlen=_HELD)
         self._skipped: set[str] = set()
+        self._takes_metrics = True
         self._marks: list[tuple[float, int]] = []  # time and step of the latest stamps taken
         self._waiting: list[Compilation] = []
         self._taken = self._dropped = self._read_serial = 0
@@ -91,10 +92,17 @@ class Sampler:
             self._snapshot(self._each_step, serial, step, now)
         elif now < self._hold_from_s and not self._held:
             self.due_s[0] = self._hold_from_s
-        if metrics is not None and now >= self._hold_from_s:
-            self._held.append((serial, step, now, user_metrics.scalars_of(metrics, self._skipped)))
+        if metrics is not None and now >= self._hold_from_s and self._takes_metrics:
+            self._hold(serial, step, now, metrics)
         elif self._held and self._held[0][0] <= serial - _HELD:
             self._held.popleft()
+
+    def _hold(self, serial: int, step: int, now: float, metrics: Any) -> None:
+        try:
+            self._held.append((serial, step, now, user_metrics.scalars_of(metrics, self._skipped)))
+        except Exception as error:  # noqa: BLE001 - an odd metric takes nothing else with it
+            self._takes_metrics = False
+            self._faults.report("taking metrics", error)
 
     def _snapshot(self, allocator: AllocatorProbe, serial: int, step: int, now: float) -> None:
         if (serial - 1) % self._settings.every_steps:

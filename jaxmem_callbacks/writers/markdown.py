@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxmem_callbacks.records.events import EventKind, MemoryEvent
+from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Table
 
-EVENT_TITLES: dict[EventKind, str] = {
-    "near_oom": "Near out of memory",
-    "fragmentation": "Fragmentation",
-    "recompilation": "Recompilation",
-    "plan_stale": "Stale plan",
-    "prediction_off": "Prediction off",
-    "recovery": "Recovery",
-}
+_TITLES = {"near_oom": "Near out of memory", "plan_stale": "Stale plan"}
 
 
 def event_title(kind: str) -> str:
-    """The heading of a kind of event; one that only a newer version knows is spelled as it is named."""
-    known = (title for name, title in EVENT_TITLES.items() if name == kind)
-    return next(known, kind.replace("_", " ").capitalize())
+    """The heading of a kind of event, of one that only a newer version knows too; most are spelled as they are named."""
+    return _TITLES.get(kind, kind.replace("_", " ").capitalize())
 
 
 def event_markdown(event: MemoryEvent) -> str:

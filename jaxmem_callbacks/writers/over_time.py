@@ -14,7 +14,7 @@ from jaxmem_callbacks.analysis.saves import DURING
 from jaxmem_callbacks.records.events import EventKind, MemoryEvent
 from jaxmem_callbacks.records.saves import CheckpointSave
 from jaxmem_callbacks.records.units import GIB, MIB
-from jaxmem_callbacks.writers.markdown import EVENT_TITLES
+from jaxmem_callbacks.writers.markdown import event_title
 from jaxmem_callbacks.writers.protocol import Picture
 
 TAG = "memory/over_time"
@@ -29,10 +29,14 @@ DEVICE_LINES = {
 }
 _MOST_PROGRAMS = 4
 HOST = "memory/host_gib"
-_EVENT_COLOURS: dict[EventKind, str] = {
+EVENT_COLOURS: dict[EventKind, str] = {
     "near_oom": "#d62728",
     "fragmentation": "#9467bd",
+    "growth": "#bcbd22",
+    "donation_lost": "#17becf",
     "recompilation": "#ff7f0e",
+    "replication": "#7f7f7f",
+    "imbalance": "#393b79",
     "plan_stale": "#8c564b",
     "prediction_off": "#e377c2",
     "recovery": "#2ca02c",
@@ -123,10 +127,10 @@ def _shade(device: Any, host: Any, saves: Iterable[CheckpointSave]) -> None:
 def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:
     named: set[EventKind] = set()
     for event in events:
-        label = None if event.kind in named else f"event: {EVENT_TITLES[event.kind].lower()}"
+        label = None if event.kind in named else f"event: {event_title(event.kind).lower()}"
         named.add(event.kind)
         for axes in (device, host):
-            style = {"color": _EVENT_COLOURS.get(event.kind, "#000000"), "linewidth": 1.2, "alpha": 0.8}
+            style = {"color": EVENT_COLOURS.get(event.kind, "#000000"), "linewidth": 1.2, "alpha": 0.8}
             axes.axvline(max(event.step, 0), label=label if axes is device else None, **style)
 
 
