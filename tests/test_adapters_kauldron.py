@@ -46,3 +46,16 @@ def test_it_makes_its_monitor_by_the_name_of_a_preset_in_the_folder_of_the_run(t
     assert lines[-1]["kind"] == "end"
     assert max(line.get("step", -1) for line in lines if line["kind"] == "reading") == STEPS - 1
     assert list(range(STEPS)) == CALLED, "the place's own profiler goes on"
+
+
+def test_a_run_on_a_bucket_is_watched_without_curves_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    from jaxmem_callbacks.integrations.kauldron import MemoryProfiler
+
+    profiler = MemoryProfiler(workdir="gs://bucket/run", profiler=None)
+    for step in range(3):
+        profiler(step)
+    sampled = profiler.watching.sample(3)
+    profiler.watching.close()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("jaxmem:")]
+    assert line.startswith("jaxmem: no memory curves are written, since workdir='gs://bucket/run' is no local folder")
+    assert sampled["memory/host_gib"] > 0
