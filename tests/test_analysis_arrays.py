@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.transforms.sharding.alone import would_split
 
 MIB = 2**20
 FOUR = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
@@ -230,6 +232,27 @@ def test_under_a_policy_that_splits_every_large_whole_array_is_meant():
     whole = group((1024, 1024), 9, "P()", bytes=9 * 64 * MIB)
     (event,) = run(ReplicationDetector(SETTINGS, "fsdp"), lasting(whole))
     assert "the policy says sharding=fsdp" in event.message
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "told"),
+    [
+        ((8192, 8191), "fsdp", 1),
+        ((8191, 8191), "fsdp", 0),
+        ((8, 2047, 2047), "fsdp", 0),
+        ((8, 2047, 2048), "fsdp", 1),
+        ((8192, 8192), "rules", 0),
+    ],
+    ids=["divides", "does not", "only its layers do", "inside of its layers", "who knows what is named"],
+)
+def test_a_policy_means_what_its_rule_for_shapes_splits(shape: tuple[int, ...], split: str, told: int):
+    whole = group(shape, 1, "P()", bytes=4 * math.prod(shape))
+    assert len(run(ReplicationDetector(SETTINGS, split, would_split), lasting(whole))) == told
+
+
+def test_rules_that_name_some_axes_leave_the_exception_among_split_arrays():
+    (event,) = run(ReplicationDetector(SETTINGS, "rules", would_split), lasting(*placed(2, 22)))
+    assert "22 others of this shape" in event.message
 
 
 # Imbalance

@@ -197,6 +197,22 @@ def split_moments(watch: Watch) -> None:
     models.run(watch(), STEPS, step=step, state=state, batch=_over(mesh))
 
 
+def a_weight_that_does_not_divide(watch: Watch) -> None:
+    """The policy splits the state, but for a weight and its momentum of which no dimension divides by four devices."""
+    mesh = models.mesh_of()
+    preset = jm.load_preset("fsdp")
+
+    def train_step(state: Any, batch: Any) -> Any:
+        params, other = models.train_step({key: state[key] for key in ("params", "momentum", "count")}, batch)
+        return params | {"odd": state["odd"] * 0.99, "odd_momentum": state["odd_momentum"] * 0.9}, other
+
+    with jax.set_mesh(mesh):
+        state = models.state_of(models.parameters())
+        state |= {"odd": jnp.ones((331, 331)), "odd_momentum": jnp.zeros((331, 331))}
+        state = jax.device_put(state, jm.infer_shardings(state, mesh, preset))
+        models.run(watch(preset), STEPS, step=jm.jit_step(train_step, preset), state=state, batch=_over(mesh))
+
+
 def one_of_four_devices(watch: Watch) -> None:
     """Three devices hold nothing: this run does not use them."""
     models.run(watch(), STEPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.lasting import Lasting
@@ -14,6 +14,7 @@ from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 3
 _TWINS = 5  # elements that are split for each that is whole, where others of the shape are split
+_BY_NAME = "rules"  # a policy that splits what its rules name: a census knows no names
 _SHAPES, _MOSTLY = 3, 2  # shapes that are split, and such elements for each that is whole, where none of the shape is
 
 
@@ -21,18 +22,26 @@ _SHAPES, _MOSTLY = 3, 2  # shapes that are split, and such elements for each tha
 class ReplicationDetector:
     """Tells once a kind of array, when it stayed for a while: gathering for a checkpoint or an evaluation passes.
 
-    With ``split`` (a policy that splits the whole state) every large array is meant. Else whole arrays must be the exception:
-    a few where others of their shape are split (with ZeRO-1, where parameters are whole and moments are not, it is every one),
-    or larger ones where arrays of several other shapes are split, more of them than a batch has.
+    With ``split`` (a policy that splits the whole state) every large array is meant that its rule for shapes splits over these
+    devices. Else, and where rules for axis names split, whole arrays must be the exception: a few where others of their shape
+    are split (with ZeRO-1, where parameters are whole and moments are not, it is every one), or larger ones where arrays of
+    several other shapes are split, more of them than a batch has.
 
     Args:
         settings: From which size on.
         split: What the policy says of the state, such as ``fsdp``, or None.
+        would_split: Whether the policy's rule for shapes splits an array of this shape and so many bytes over so many devices.
     """
 
-    def __init__(self, settings: MonitorSettings, split: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: MonitorSettings,
+        split: str | None = None,
+        would_split: Callable[[tuple[int, ...], int, int], bool] = lambda *_: True,
+    ) -> None:
         self._least = settings.replication_min_bytes
-        self._split = split
+        self._split = None if split == _BY_NAME else split
+        self._would_split = would_split
         self._lasting = Lasting(settings.growth_steps)
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
@@ -50,7 +59,8 @@ class ReplicationDetector:
         if not group.replicated or not group.count or group.bytes // group.count < self._least or not group.shape:
             return None
         if self._split is not None:
-            return f"the policy says sharding={self._split}"
+            meant = self._would_split(group.shape, group.bytes // group.count, group.spread)
+            return f"the policy says sharding={self._split}" if meant else None
         beside = [each for each in groups if each.devices == group.devices and len(each.shape) > 1]
         split = [each for each in beside if not each.replicated]
         whole_elements = sum(each.count * each.elements for each in beside if each.replicated)

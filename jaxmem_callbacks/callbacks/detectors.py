@@ -41,7 +41,7 @@ def detectors_of(
         GrowthDetector(settings),
         DonationDetector(since_s=since_s),
         RecompilationDetector(since_s=since_s),
-        ReplicationDetector(settings, split),
+        ReplicationDetector(settings, split, would_split),
         ImbalanceDetector(settings),
         *([PlanDetector(plan, versions or {})] if plan is not None else []),
     )
