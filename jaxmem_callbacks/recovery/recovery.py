@@ -47,7 +47,7 @@ class Recovery:
         policy_or_preset: What to apply at first, and with a preset its ``recovery`` section; the plan's policy where nothing
             is said and there is a plan.
         batch_at: Gives the batch of a step, the same each time; without it copies of the batches since the last snapshot are
-            kept in host memory.
+            kept in host memory. What else a step takes is always kept so.
         monitor: A `jm.MemoryMonitor`, told of every recovery.
         checkpoints: Folder for `save`, ``save_and_exit`` and snapshots on disk.
         plan: What `jm.plan` gave: stronger remat is then the next point of its frontier.

@@ -27,6 +27,7 @@ class Batches:
         self._most = buffer_bytes
         self._say = say
         self._kept: dict[int, HostSnapshot] = {}
+        self._let_go: set[int] = set()
         self._largest = 0
         self._first: int | None = None  # the step of the snapshot
         self._told = False
@@ -55,17 +56,21 @@ class Batches:
     def begin(self, step: int) -> None:
         """A snapshot was taken before this step: what came before is not needed any longer."""
         self._kept.clear()
+        self._let_go.clear()
         self._first, self._told = step, False
 
     def keep(self, step: int, inputs: Inputs) -> None:
-        """Copy the inputs of a step, where nobody can give them again."""
-        if self._batch_at is not None:
+        """Copy the inputs of a step that nobody can give again: with ``batch_at`` those besides the batch."""
+        inputs = inputs if self._batch_at is None else inputs[1:]
+        if not inputs:
             return
         copied = HostSnapshot(step, inputs)  # NumPy's arrays too: their owner may write the next batch into them
         self._kept[step] = copied
         self._largest = max(self._largest, copied.bytes)
         while self._kept and self.bytes > self._most:
-            del self._kept[next(iter(self._kept))]
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._let_go.add(oldest)
             if not self._told:
                 self._told = True
                 self._say(f"a failure from step {step} on could not be repeated: {self._need(step)}")
@@ -76,16 +81,21 @@ class Batches:
         Raises:
             RecoveryError: the buffer has let go of it; names what would hold it.
         """
-        if self._batch_at is not None:
-            return (self._batch_at(step),)
-        if step not in self._kept:
+        kept = self._kept.get(step)
+        if kept is None and (self._batch_at is None or step in self._let_go):
             msg = f"step {step} cannot be repeated: {self._need(step)}"
             raise RecoveryError(msg)
-        return self._kept[step].restore()
+        besides = () if kept is None else kept.restore()
+        return besides if self._batch_at is None else (self._batch_at(step), *besides)
 
     def _need(self, step: int) -> str:
-        since = f"the snapshot is of step {self._first}, and batches of up to {format_bytes(self._largest)} fill the buffer of "
+        what, instead = (
+            ("batches", "Give jm.Recovery(..., batch_at=...)")
+            if self._batch_at is None
+            else ("inputs besides the batch", "Let batch_at give these too")
+        )
         return (
-            f"{since}{format_bytes(self._most)} before step {step + 1}. Give jm.Recovery(..., batch_at=...), a larger "
+            f"the snapshot is of step {self._first}, and {what} of up to {format_bytes(self._largest)} fill the buffer "
+            f"of {format_bytes(self._most)} before step {step + 1}. {instead}, a larger "
             "`recovery: {buffer: ...}`, or snapshots more often: `recovery: {every_steps: ...}`."
         )
