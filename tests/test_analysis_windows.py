@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,15 @@ from hypothesis import strategies as st
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, figure_of, values_of
 from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import KnownHere
-from jaxmem_callbacks.analysis.observation import Compiled, Observation
+from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.analysis.windows import Spread, Window, Windows
+from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.saves import SaveSpan
+from jaxmem_callbacks.records.traces import StepMark
 
 GIB = 2**30
 
@@ -232,6 +238,34 @@ def test_figures_that_are_computed_have_their_row_with_devices_or_a_reason():
     assert "does not report the largest free block" in row(known, "memory/fragmentation_share")[2] or (
         "neither a pool" in row(known, "memory/fragmentation_share")[2]
     )
+
+
+SEEN: dict[str, Any] = {
+    "readings": [gpu(in_use_bytes=GIB)],
+    "unavailable": [Unavailable(figure="driver", device="gpu:0", reason="the driver is not asked")],
+    "arrays": None,
+    "compilations": [
+        Compiled(step=0, compilation=Compilation(program="step", time_s=0.0, signature=(), unavailable="unknown"))
+    ],
+    "metrics": [Metrics(step=0, time_s=0.0, values={"loss": 1.0})],
+    "dropped": 7,
+    "heaps": [HeapMap(device="gpu:0", step=0, time_s=0.0, buffers=())],
+    "processes": AcrossProcesses(step=0, time_s=0.0, processes=2),
+    "trace": [StepMark(step=0, live_bytes=1)],
+    "said": ["a probe is switched off"],
+    "saves": [SaveSpan(began_s=0.0, ended_s=1.0, first_step=0, background=False)],
+}
+
+
+def test_what_brings_nothing_to_the_table_of_what_is_known_is_told_from_what_does():
+    assert set(SEEN) == {each.name for each in dataclasses.fields(Observation)} - {"step", "time_s"}
+    telling = {name for name in SEEN if KnownHere.may_change_by(Observation(step=0, time_s=0.0, **{name: SEEN[name]}))}
+    for name, seen in SEEN.items():
+        known = KnownHere()
+        before = known.rows(), known.shape()
+        known.learn(Observation(step=0, time_s=0.0, **{name: seen}))
+        assert name in telling or (known.rows(), known.shape()) == before, name
+    assert not telling & {"arrays", "metrics", "trace", "saves"}, "most looks bring metrics alone"
 
 
 def test_a_window_names_the_device_that_had_the_highest_value():

@@ -1,7 +1,7 @@
 """Windows: values that arrive at any rate enter, one Window of minimum, mean and maximum a time span leaves.
 
-A window closes when its span is over and a step was completed in it, so that no step has two points. In long runs windows grow
-with the run, so that its files stay small.
+A window closes when its span is over and a step was completed in it, so that no step has two points, but the last one where more
+was seen after it. In long runs windows grow with the run, so that its files stay small.
 """
 
 from __future__ import annotations
