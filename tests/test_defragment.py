@@ -267,8 +267,8 @@ def test_the_runtimes_own_defragment_which_aborts_on_todays_wheels_is_called_now
 
 def test_where_arrays_lie_is_planned_over_without_overlap():
     """Real addresses of a device, the tree's and all others, go into a plan, and its steps into the mover."""
-    # Lengths that the system, which places a CPU's arrays, puts no closer together than a GPU's pool would.
-    kept = [jax.device_put(jnp.full(64 * 1000 - 15, number, jnp.float32), jax.devices()[4]) for number in range(8)]
+    # Whole multiples of 256 bytes: the system, which places a CPU's arrays, puts them no closer together than a GPU's pool would.
+    kept = [jax.device_put(jnp.full(64 * 1000, number, jnp.float32), jax.devices()[4]) for number in range(8)]
     mover = Mover(kept[::2])
     buffers = placed_buffers(mover, jax.devices()[4])
     movable = {each.key for each in buffers if each.movable}

@@ -56,8 +56,8 @@ def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tupl
         arrays untouched, and ``report.reason`` says why.
 
     Raises:
-        DefragmentError: inside ``jax.jit``, an array that was deleted before, a bound that is no size, or a move that failed;
-            then ``error.tree`` holds every array.
+        DefragmentError: inside ``jax.jit``, an array that was deleted before, a bound that is no size, or whatever failed once
+            moves had begun; then ``error.tree`` holds every array. Ctrl-C stays a `KeyboardInterrupt`, with a ``tree`` too.
     """
     began = time.perf_counter()
     mover = Mover(tree)
@@ -68,6 +68,25 @@ def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tupl
         return tree, DefragmentReport(done=False, reason=why, before=before, after=before, stayed={})
     jax.block_until_ready([mover.array(key) for key in mover.paths])
     extra = _bound(max_extra_bytes, mover)
+    try:
+        return _moved(mover, probe, before, extra, began)
+    except DefragmentError:
+        raise
+    except Exception as error:
+        msg = (
+            f"{type(error).__name__} between two moves, after {len(mover.moved)} of them: {' '.join(str(error).split())}. "
+            "The error's tree holds every array, moved or not: state = error.tree"
+        )
+        raise DefragmentError(msg, mover.tree) from error
+    except BaseException as error:
+        vars(error)["tree"] = mover.tree
+        error.add_note("jm.defragment was interrupted. The exception's `tree` holds every array, moved or not.")
+        raise
+
+
+def _moved(
+    mover: Mover, probe: AllocatorProbe, before: Mapping[str, FreeBlocks], extra: int, began: float
+) -> tuple[Any, DefragmentReport]:
     stays: dict[int, str] = {}
     most = 0
     for device in _worst_first(probe, before):

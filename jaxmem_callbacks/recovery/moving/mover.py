@@ -1,7 +1,7 @@
 """A tree and the steps of a plan enter; the same tree with its arrays moved leaves. The arrays that are moved are consumed.
 
-At every moment each array is where it was, where it is to be, or on the host. So a step that fails loses nothing: the error that
-is raised holds the tree.
+At every moment the tree holds each array where it was, where it is to be, or on the host; only then the old one is let go of. So
+a step that fails or is interrupted loses nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from jaxmem_callbacks._compat.array_parts import parts_of
 from jaxmem_callbacks.records.defragment import MovedArray, MoveKind, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.recovery.moving.staging import Copier, Staged, copied, put_back, staged, why_not_staged
+
+_Held = dict[
+    int, tuple[Staged, int, tuple[int, ...]]
+]  # by its key: what stands on the host, its bytes, and where it lay
 
 
 class Mover:
@@ -101,46 +105,59 @@ class Mover:
             new.block_until_ready()
         except Exception as error:
             raise self._failed(key, "be copied on its device") from error
-        if keep is not None and not keep(new):
-            new.delete()
+        kept = False
+        try:
+            kept = keep is None or keep(new)
+        finally:
+            if not kept:
+                new.delete()
+        if not kept:
             return False
         size = local_bytes(old)
-        old.delete()
         self._replace(key, new)
+        old.delete()
         self._tell(key, "device", size, before)
         return True
 
     def _through_host(self, keys: Sequence[int]) -> None:
-        held: dict[int, tuple[Staged, int, tuple[int, ...]]] = {}
         for key in keys:
-            old = self.array(key)
-            why = why_not_staged(old)
+            why = why_not_staged(self.array(key))
             if why:
                 msg = f"{self.paths[key]} cannot go through the host: {why}. Leave it out of the steps."
-                raise DefragmentError(msg, self._with(held))
-            before = addresses(old)
+                raise DefragmentError(msg, self.tree)
+        held: _Held = {}
+        for key in keys:
             try:
-                values = staged(old)
-            except Exception as error:
+                self._to_host(key, held)
+            except BaseException as error:
                 self._back(held)
-                raise self._failed(key, "be copied to the host") from error
-            held[key] = (values, local_bytes(old), before)
-            old.delete()
+                if isinstance(error, Exception):
+                    raise self._failed(key, "be copied to the host") from error
+                raise
         self._back(held)
 
-    def _back(self, held: dict[int, tuple[Staged, int, tuple[int, ...]]]) -> None:
+    def _to_host(self, key: int, held: _Held) -> None:
+        old = self.array(key)
+        before, size = addresses(old), local_bytes(old)
+        values = staged(old)
+        held[key] = (values, size, before)
+        self._replace(key, values.values)
+        old.delete()
+
+    def _back(self, held: _Held) -> None:
         """Put what stands on the host back, in its order; what cannot be put back stays there, and all others are put."""
-        failed: list[tuple[int, Exception]] = []
+        failed: list[tuple[int, BaseException]] = []
         for key, (values, size, before) in list(held.items()):
             try:
                 self._replace(key, put_back(values))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others are put back first
-                self._replace(key, values.values)
+                self._tell(key, "host", size, before)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, Ctrl-C too, the others are put back first
                 failed.append((key, error))
-                continue
             finally:
                 del held[key]
-            self._tell(key, "host", size, before)
+        interrupted = next((error for _, error in failed if not isinstance(error, Exception)), None)
+        if interrupted is not None:
+            raise interrupted
         if failed:
             names = ", ".join(self.paths[key] for key, _ in failed)
             msg = (
@@ -148,11 +165,6 @@ class Mover:
                 "is there as it was. Free memory, then: tree = jax.device_put(error.tree, shardings)"
             )
             raise DefragmentError(msg, self.tree) from failed[0][1]
-
-    def _with(self, held: dict[int, tuple[Staged, int, tuple[int, ...]]]) -> Any:
-        """The tree, with what stands on the host put back."""
-        self._back(held)
-        return self.tree
 
     def _failed(self, key: int, what: str) -> DefragmentError:
         return DefragmentError(
