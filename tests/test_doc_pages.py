@@ -11,7 +11,6 @@ import pytest
 from benchmarks import allocation_picture, padding_picture
 from benchmarks.sources import RESULTS, ROOT
 from jaxmem_callbacks.records.units import MIB, format_bytes
-from tests.replay import recording
 from tests.test_docs import DOCUMENTS
 
 DOCS = ROOT / "docs"
@@ -94,11 +93,6 @@ def test_figures_of_the_pod_are_those_of_the_file():
         assert (size, extra) == (f"{gib:.3g}", f"{share:.1f}"), words
     assert f"{plan['budget_bytes'] / 2**30:.1f} GiB" in text
     assert f"It took {plan['compiles']} compiles." in text
-
-
-def test_the_leak_that_is_shown_is_a_recorded_one():
-    (event,) = recording("growth").replay()
-    assert event.message in page("tasks/find_a_leak.md")
 
 
 def test_figures_of_peers_are_those_of_the_files():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,9 @@ import jaxmem_callbacks as jm
 from benchmarks.frameworks import OTHERS
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES
 from jaxmem_callbacks.analysis.known import HEAP_MAP
+from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.analysis.trend import Trend
+from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
 from jaxmem_callbacks.config.schema import short_key
 from jaxmem_callbacks.records.recoveries import RecoverySettings
@@ -27,6 +33,7 @@ from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
 from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG
 from jaxmem_callbacks.writers.saves_table import TAG as SAVES
+from tests.target_step import needs_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "tasks").glob("*.md"))]
@@ -76,13 +83,15 @@ state, batch = new_state(), dict(batch)
 }
 # Documents whose Python begins before JAX does: run in a process of their own.
 FRESH = {"environment.md", "choose_gpu_settings.md"}
-# What a reader does next with what a document defines.
+# What a reader does next with what a document defines; pytest's own part in it is `test_the_pytest_lines_of_a_gate_hold`.
 AFTERWARDS = {
     "plan.md": "state, metrics = step(state, batch)",
-    "gate.md": "test_the_step_does_not_grow(lambda step, *args, **_: jm.step_memory(step, *args))",
-    "gate_memory_in_ci.md": "test_the_step_fits(lambda step, *args, **_: jm.step_memory(step, *args))",
+    "gate.md": "test_the_step_does_not_grow(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",
+    "gate_memory_in_ci.md": "test_the_step_fits(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",
     "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",
 }
+# Its blocks are not compiled for the hardware that they name: they ask what docs/tasks/plan_a_pod.md asks, over larger searches.
+NOT_THERE = {"plan.md"}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -112,22 +121,141 @@ def test_the_python_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: 
         done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return
+    run(path, on_this_machine)
+
+
+def naming_hardware() -> list[Path]:
+    texts = {path: "".join(blocks(path.read_text(), "python")) for path in with_python()}
+    return [path for path, text in texts.items() if on_this_machine(text) != text and path.name not in NOT_THERE]
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("path", naming_hardware(), ids=lambda path: path.name)
+def test_the_python_of_a_document_runs_for_the_hardware_that_it_names(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "".join(blocks(path.read_text(), "python"))
+    for name in sorted({name.partition(":")[0] for name in re.findall(r'target="([\w:]+)"', text)}):
+        needs_compiler(name)
+    run(path, lambda block: block)
+
+
+def run(path: Path, where: Callable[[str], str]) -> None:
+    """The blocks of a document one after the other, as ``where`` says them."""
     world: dict[str, Any] = {"__name__": "__main__"}
     exec(WORLD, world)  # noqa: S102 - what the document's reader has
     before = jax.sharding.get_mesh()
     try:
         for number, block in enumerate(blocks(path.read_text(), "python")):
             exec(BETWEEN.get((path.name, number), ""), world)  # noqa: S102 - what the text says between blocks
-            exec(compile(on_this_machine(block), f"{path.name}, block {number + 1}", "exec"), world)  # noqa: S102
+            exec(compile(where(block), f"{path.name}, block {number + 1}", "exec"), world)  # noqa: S102
         exec(AFTERWARDS.get(path.name, ""), world)  # noqa: S102 - what its reader does next
     finally:
         jax.set_mesh(before)
+
+
+GATES = [ROOT / "docs" / "gate.md", ROOT / "docs" / "tasks" / "gate_memory_in_ci.md"]
+
+
+def pytest_lines(path: Path) -> list[list[str]]:
+    """Each ``pytest ...`` of a document's shell blocks, as its words."""
+    lines = [line for block in blocks(path.read_text(), "sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("pytest ")]
+
+
+def test_the_pytest_lines_of_a_gate_hold(tmp_path: Path) -> None:
+    """In a project of the pages' own: baselines are written, held, and what grew fails by the share that the page says."""
+    (writes, holds), again = (pytest_lines(path) for path in GATES)
+    assert [writes, holds] == again, "both pages type the same"
+    tests = [on_this_machine(blocks(path.read_text(), "python")[0]) for path in GATES]
+    file = tmp_path / holds[-1]
+    file.parent.mkdir()
+    installed = importlib.metadata.entry_points(group="pytest11", name="jaxmem")
+    plugin = () if installed else ("-p", "jaxmem_callbacks.integrations.pytest")
+
+    def pytest_of(words: list[str]) -> subprocess.CompletedProcess[str]:
+        variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", *words, *plugin]
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+
+    file.write_text("\n".join([WORLD, *tests]))
+    assert pytest_of(writes).returncode == 0
+    assert len(list((file.parent / "memory_baselines" / file.stem).glob("*.json"))) == len(tests)
+    held = pytest_of(holds)
+    assert held.returncode == 0, held.stdout
+    assert f"{len(tests)} passed" in held.stdout
+    file.write_text("\n".join([WORLD.replace('{"loss": loss}', '{"loss": loss, "kept": jnp.ones(4096)}'), *tests]))
+    grown = pytest_of(holds)
+    assert grown.returncode == 1
+    for test in tests:
+        (share,) = re.findall(r'max_regress="(.*?)"', test)
+        assert f"Grew more than {share}: one step by" in grown.stdout
+
+
+LEAK = """
+import sys, time
+world = {"__name__": "__main__"}
+exec(sys.argv[1], world)
+
+def until_it_is_told():
+    while not world["monitor"].events:
+        time.sleep(0.005)  # what a loader takes: looks come by the clock
+        yield world["batch"]
+
+world["batches"] = until_it_is_told()
+exec(compile(sys.argv[2], "train.py", "exec"), world)
+"""
+
+
+def test_the_leak_of_the_page_is_told_as_it_says(tmp_path: Path) -> None:
+    """In a process of its own, since arrays of other tests would make the looks rare."""
+    text = (ROOT / "docs" / "tasks" / "find_a_leak.md").read_text()
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LEAK, WORLD, blocks(text, "python")[0]]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    (shown,) = blocks(text, "text")
+    figures = re.compile(r"[\d.]+ [KM]?i?B more|\d+ more|step \d+|\d+ now")  # of this run and of the page's
+    (said, told) = (figures.sub("_", " ".join(each.split())) for each in (shown, done.stdout))
+    assert said == told
+    assert "made at train.py:8 (<module>)" in told
+
+
+def test_a_rise_needs_as_many_looks_as_the_page_says() -> None:
+    trend = Trend(100)
+    looks = 0
+    while trend.rise() is None:
+        trend.add(1000 * looks, looks)
+        looks += 1
+    assert looks == 81, "the last stretch ends when the next one begins"
+    assert "looked at it some 80 times" in " ".join((ROOT / "docs" / "tasks" / "find_a_leak.md").read_text().split())
+
+
+@pytest.mark.core
+def test_a_loop_that_says_the_time_has_a_line_of_its_own() -> None:
+    (line,) = re.findall(r"`(hooks\.append\(lambda .*?)`[ \n]", (ROOT / "docs" / "frameworks.md").read_text())
+    double, hooks = jm.CollectingWriter(), []
+    with jm.MemoryMonitor(writer=double) as monitor:
+        exec(line, {"hooks": hooks, "monitor": monitor})  # noqa: S102 - what the page says
+        hooks[0](0, 12.5)
+        hooks[0](1)
+    assert double.of(Metrics) == []
+    assert double.of(Window)[-1].step == 1
+    with jm.MemoryMonitor(writer=double) as monitor:
+        monitor(0, 12.5)
+    assert [each.values for each in double.of(Metrics)] == [{"metric": 12.5}], "the reason for that line"
 
 
 def test_blocks_are_found_and_can_fail() -> None:
     text = "a\n```python\nx = 1\n```\n1. b\n   ```python\n   if x:\n       y = 2\n   ```\n```sh\nls\n```\n"
     assert blocks(text, "python") == ["x = 1\n", "if x:\n    y = 2\n"]
     assert blocks(text, "sh") == ["ls\n"]
+    assert {"fit_a_bigger_model.md", "gate.md", "gate_memory_in_ci.md", "gpu_and_tpu.md", "plan_a_pod.md"} == {
+        path.name for path in naming_hardware()
+    }
     assert {
         "README.md",
         "accumulation.md",
