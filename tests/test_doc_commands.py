@@ -1,17 +1,28 @@
-"""Every `jaxmem ...` of a document is run, by a reader who has a training, two runs and the log of one that failed."""
+"""Every shell line of a document is run by a test, or stands in a table with the reason why it is not.
+
+Each `jaxmem ...` is run here, by a reader who has a training, two runs and the log of one that failed.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
+import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmem_callbacks.cli.main import main
-from tests.test_docs import DOCUMENTS, blocks
+from jaxmem_callbacks.programs.targets.compilers import default_folder
+from tests.test_docs import DOCUMENTS, GATES, ROOT, blocks, pytest_lines
 
 TRAIN = """
 import jax.numpy as jnp, optax
@@ -40,12 +51,113 @@ FAILED = "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memor
 HERE = {"h100_sxm": "cpu", "h100_sxm:8": None}
 NEEDS_NO_COMPILER = {"simulate"}
 
+PAGES = [*DOCUMENTS, ROOT / "examples" / "README.md", ROOT / "CONTRIBUTING.md"]
+# Which test runs a line that begins so.
+RUN_BY = {
+    "jaxmem ": "test_doc_commands.py::test_the_commands_of_the_documents_run",
+    "pytest ": "test_docs.py::test_the_pytest_lines_of_a_gate_hold",
+    "version=": "test_doc_commands.py::test_the_lines_before_an_install_say_what_it_is_for",
+    "folder=": "test_doc_commands.py::test_the_lines_before_an_install_say_what_it_is_for",
+    # As long as a test has time for; that these flags exist is looked at below.
+    "python examples/lora.py ": "test_examples.py::test_frozen_weights_cost_neither_state_nor_donation",
+    "python examples/mixed_precision.py ": "test_examples.py::test_both_precisions_are_told_with_one_float32_state",
+    "python examples/nnx_transformer.py ": "test_examples.py::test_the_loss_falls",
+    "python examples/plan_a_pod.py": "test_examples.py::test_a_pod_is_planned_on_a_laptop",
+    "python examples/sharded_transformer.py ": "test_examples.py::test_each_device_keeps_its_share",
+}
+_DOWNLOADS = "installs from the network; `make check-wheel` does it, with each extra"
+_ENVIRONMENTS = "makes environments from the network"
+# Which are run by no test, and why.
+NOT_RUN = {
+    "pip install path/to/jaxmem_callbacks": _DOWNLOADS,
+    'pip install "path/to/jaxmem_callbacks[tpu-targets]"': _DOWNLOADS,
+    'pip install "path/to/jaxmem_callbacks[gpu-targets]"': _DOWNLOADS,
+    'pip install --upgrade --target "$folder" libtpu': "installs from the network; tools/environments.py does the same",
+    'pip install --upgrade --no-deps --target "$folder" "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"': (
+        "installs from the network; tools/environments.py does the same"
+    ),
+    "tensorboard --logdir runs": "a server that does not end; test_tensorboard_page.py starts one and looks at its pages",
+    "make demo": "test_demo.py runs what it calls, examples/demo.py",
+    "make test": "what runs this test",
+    "make lint format-check types": "what continuous integration runs beside the tests",
+    "make core": "what continuous integration runs beside the tests",
+    "make test-adapters": _ENVIRONMENTS,
+    "make mutants": "runs parts of this suite many times over",
+    "make check-wheel": _ENVIRONMENTS,
+}
+
+
+def shell_lines() -> list[tuple[Path, str]]:
+    """Every line of a shell block with the page that it stands on, without its comment."""
+    lines = [(path, line) for path in PAGES for block in blocks(path.read_text(), "sh") for line in block.splitlines()]
+    bare = [(path, re.sub(r"(^|\s+)#.*", "", line).rstrip()) for path, line in lines]
+    return [(path, line) for path, line in bare if line]
+
 
 def command_lines() -> list[tuple[str, ...]]:
     """Every ``jaxmem ...`` of a shell block, as its words."""
-    lines = [line for path in DOCUMENTS for block in blocks(path.read_text(), "sh") for line in block.splitlines()]
-    words = [tuple(shlex.split(line, comments=True)[1:]) for line in lines if line.startswith("jaxmem ")]
+    words = [tuple(shlex.split(line)[1:]) for _, line in shell_lines() if line.startswith("jaxmem ")]
     return list(dict.fromkeys(words))
+
+
+def test_every_shell_line_is_run_or_has_a_reason() -> None:
+    lines = {line for _, line in shell_lines()}
+    run_here = {line for line in lines if line.startswith(tuple(RUN_BY))}
+    assert lines - run_here == NOT_RUN.keys(), "each is run by a test or has its reason, and no reason is left over"
+    assert [start for start in RUN_BY if not any(line.startswith(start) for line in lines)] == []
+    for place in RUN_BY.values():
+        file, name = place.split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), place
+    fences = {name for path in PAGES for name in re.findall(r"^ *```(\w+)", path.read_text(), re.MULTILINE)}
+    assert fences <= {"python", "sh", "text", "yaml"}, "a shell block of another name would be seen by nobody"
+
+
+def test_the_lines_that_other_tests_run_are_those_that_they_look_for() -> None:
+    assert {path for path, line in shell_lines() if line.startswith("pytest ")} == set(GATES)
+    assert all(pytest_lines(path) for path in GATES)
+
+
+def named_flags(path: Path) -> set[str]:
+    """The flags that a script's parser is given, by its source."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    return {word.value for call in added for word in call.args if isinstance(word, ast.Constant)}
+
+
+def test_examples_know_the_flags_that_documents_give_them() -> None:
+    lines = [shlex.split(line) for _, line in shell_lines() if line.startswith("python ")]
+    assert lines
+    for _, script, *words in lines:
+        assert {word for word in words if word.startswith("--")} <= named_flags(ROOT / script), (script, words)
+    assert named_flags(ROOT / "examples" / "recover.py") == {"--without"}
+
+
+def test_make_knows_what_documents_ask_of_it() -> None:
+    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = {word for _, line in shell_lines() if line.startswith("make ") for word in line.split()[1:]}
+    asked |= {name for path in PAGES for name in re.findall(r"`make ([a-z-]+)[` ]", path.read_text())}
+    assert asked - rules == set()
+
+
+def test_extras_that_documents_install_exist_and_come_from_a_checkout() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = re.compile(r"pip install [\"']?([\w/.]*?)(?:\[([\w,-]+)\])?[\"'`\s]")
+    asked = [match for path in PAGES for match in found.findall(path.read_text()) if "jaxmem_callbacks" in match[0]]
+    assert {each for _, extras in asked for each in extras.split(",")} - {""} <= known.keys()
+    assert {extras for _, extras in asked} > {"", "nvidia"}
+    assert {package for package, _ in asked} == {"path/to/jaxmem_callbacks"}, "no package index has it"
+
+
+def test_the_lines_before_an_install_say_what_it_is_for(tmp_path: Path) -> None:
+    lines = [line for _, line in shell_lines() if line.startswith(("version=", "folder="))]
+    assert len(lines) == 2
+    (tmp_path / "python").symlink_to(sys.executable)
+    script = "\n".join([*lines, 'echo "$version"; echo "$folder"'])
+    variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.pathsep.join(sys.path)}", "JAX_PLATFORMS": "cpu"}
+    variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-ec", script], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [jax.__version__, str(default_folder())]
 
 
 def on_this_machine(words: tuple[str, ...]) -> list[str]:
