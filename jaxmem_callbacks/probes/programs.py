@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol, final
 
 import jax
 import jax.monitoring
-import jax.numpy as jnp
 
 from jaxmem_callbacks._compat.executables import NewExecutables
+from jaxmem_callbacks.probes.compiled_names import made_by_user
 from jaxmem_callbacks.programs.reading.compiler_figures import figures_of
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
@@ -113,8 +113,10 @@ class ProgramsProbe:
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
         name = match[1] if match else name
-        statistics = self._executables.statistics()  # asked for JAX's own too, so that the next new one is the only one
-        if not _is_jax_own(name):
+        statistics = (
+            self._executables.statistics()
+        )  # asked for the others too, so that the next new one is the only one
+        if made_by_user(name):
             self._heard.append(_Heard(name, time.time(), _memory(name, statistics)))
 
 
@@ -127,10 +129,3 @@ def _memory(name: str, statistics: Any) -> ProgramMemory | None:
 
 def _key(compilation: Compilation) -> tuple[str, float]:
     return compilation.program, compilation.time_s
-
-
-def _is_jax_own(name: str) -> bool:
-    """Whether a compiled function is one of JAX's: operations called outside jit compile under their own name, once a shape."""
-    if not name.isidentifier() or name.startswith("_"):
-        return True
-    return any(hasattr(module, name) for module in (jnp, jax.lax, jax.random, jax.nn, jnp.linalg))
