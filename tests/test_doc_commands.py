@@ -121,7 +121,7 @@ def named_flags(path: Path) -> set[str]:
     """The flags that a script's parser is given, by its source."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    return {word.value for call in added for word in call.args if isinstance(word, ast.Constant)}
+    return {str(word.value) for call in added for word in call.args if isinstance(word, ast.Constant)}
 
 
 def test_examples_know_the_flags_that_documents_give_them() -> None:
