@@ -193,6 +193,21 @@ def test_the_failing_status_speaks_before_the_driver():
     ("text", "size"),
     [
         *(("1.50GiB", 3 * 2**29), ("12", 12), ("0B", 0), ("681.08M", 714164142), ("136B", 136), ("16.0 TiB", 2**44)),
+        *(
+            ("1,073,741,824 bytes", 2**30),
+            ("1_024", 1024),
+            ("1.5e10", 15 * 10**9),
+            ("2kB", 2048),
+            ("1,536.5KiB", 1573376),
+        ),
+        *(
+            ("1.073.741.824", None),
+            ("10,24", None),
+            ("1'024", None),
+            ("1e400", None),
+            ("1" * 30, None),
+            ("0.1234567890123G", 132560718),
+        ),
         *(("1.0K", 1024), ("none", None), ("99999999999999999999", None), ("9999999999999999999P", None)),
     ],
 )
@@ -248,7 +263,32 @@ def test_no_text_makes_it_raise(text):
 
 
 @pytest.mark.parametrize(
-    "part", [*PARTS, "MemoryError\n", "Size: ", "a", "cudaMalloc failed ", "Failed to load CUBIN "]
+    "part",
+    [
+        *(
+            *PARTS,
+            "MemoryError\n",
+            "Size: ",
+            "a",
+            "cudaMalloc failed ",
+            "Failed to load CUBIN ",
+            "\\",
+            "\\\\x",
+            "1,",
+            "1.5e",
+        ),
+        *(
+            "If you see ",
+            "Killed process 1 ",
+            "1.batch ",
+            "x ",
+            "Cannot allocate memory ",
+            "srun: error: ",
+            "0: ",
+            "\n | ",
+        ),
+        *("Failed to materialize symbols: ", "unable to mmap 1 bytes from file ", "Exceeded hbm capacity by 1"),
+    ],
 )
 def test_time_grows_with_the_text_alone(part):
     """Four times the text may take no more than ten times as long, where something quadratic takes sixteen times."""

@@ -6,9 +6,14 @@ from jaxmem_callbacks.recovery.texts.rule import Rule, rule
 
 # bfc_allocator.cc of xla/tsl/framework: words of a failed try after which the caller goes on with less.
 _GOES_ON = r".{0,200}?[Cc]aller indicates that this is not a failure"
-# gpu_conv_algorithm_picker.cc: a convolution could not be tuned, and is taken as it is.
-_UNTUNED = r".{0,200}?[Cc]onvolution performance may be suboptimal"
-_STATUS = r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted|INTERNAL|UNKNOWN|Internal)"
+# Kernels are tried out, and one that finds no room is left out: gpu_conv_algorithm_picker.cc, autotuner.cc.
+_UNTUNED = (
+    r".{0,200}?(?:[Cc]onvolution performance may be suboptimal|[Cc]ontinuing with (?:the )?(?:next|other|remaining) "
+    r"|[Ss]kipping (?:this |the )?(?:config|candidate|algorithm)\b)"
+)
+
+# A name that is explained, and not met.
+_EXPLAINED = r" (?:is|are|will be|can be) (?:raised|returned|reported|thrown) (?:when|if|where)\b"
 
 STATUSES: tuple[Rule, ...] = (
     # tf_allocator_adapter.cc, MemoryAllocationError: bytes until 2025-12, human sizes since, the allocator since 2026-07.
@@ -79,7 +84,7 @@ STATUSES: tuple[Rule, ...] = (
     # NCCL's debug.h and RCCL's: buffers of collectives, which lie outside the pool.
     rule("collective", r"(?:Cuda|HIP|CUDA) failure (?:\d{1,4} )?'out of memory'", phase="run", platform="gpu"),
     rule("collective", r"Failed to CUDA (?:malloc|calloc)(?: async)? <requested>", phase="run", platform="gpu"),
-    # PyTorch's allocator, where its programs and JAX's share a log: three wordings of what was free.
+    # PyTorch's allocator, where its programs and JAX's share a log: three wordings of what was free. 2.0 and 2.1 misspell one.
     rule(
         "PyTorch",
         r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested> \(GPU \d{1,4}; <limit> total capacity;"
@@ -90,7 +95,7 @@ STATUSES: tuple[Rule, ...] = (
     rule(
         "PyTorch",
         r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested>\.?"
-        r"(?:.{0,40}?total capacity of <limit> of which <free> is free)?",
+        r"(?:.{0,40}?total capaci?ty of <limit> of which <free> is free)?",
         phase="run",
         platform="gpu",
     ),
@@ -135,9 +140,18 @@ LINES: tuple[Rule, ...] = (
     rule(
         "driver",
         r"failed to allocate <requested> \(<requested_exact>\) from device:"
-        r" (?:\w{1,30}: )?(?::\s*)?(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|\w{0,40}out of memory)",
+        r" (?:\w{1,30}(?: \d{1,5})?: )?(?::\s*)?"
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|\w{0,40}out of memory)",
         platform="gpu",
         strength="hint",
+    ),
+    # cuda_collectives.cc: memory that NCCL allocates.
+    rule(
+        "collective",
+        r"failed to allocate <requested> \(<requested_exact>\) from device collective memory",
+        phase="run",
+        platform="gpu",
+        strength="log",
     ),
     # cuda_context.cc: the context itself does not fit; the figure is the device's size.
     rule(
@@ -162,9 +176,10 @@ FALLBACKS: tuple[Rule, ...] = (
     # The driver's error by name, whatever asked for memory.
     rule(
         "CUDA error",
-        r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA error: out of memory|CUDA runtime error: out of memory)",
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA (?:driver |runtime )?error: out of memory)",
         platform="gpu",
         strength="log",
+        unless=_EXPLAINED,
         vague=True,
     ),
     rule(
@@ -173,6 +188,7 @@ FALLBACKS: tuple[Rule, ...] = (
         r"|HSA_STATUS_ERROR_OUT_OF_RESOURCES)",
         platform="gpu",
         strength="log",
+        unless=_EXPLAINED,
         vague=True,
     ),
     # jaxlib's kernels: "operation cudaMalloc(...) failed: out of memory".

@@ -53,27 +53,58 @@ HOST: tuple[Rule, ...] = (
     rule("NumPy array", r"[Uu]nable to allocate (?:<requested> for an )?array with shape", platform="host"),
     rule("C++ allocation", r"\bstd::bad_alloc\b", platform="host"),
     rule("Python object", r"(?:^|(?<=\n))(?:\w{1,40}\.){0,5}MemoryError(?=:|\s|$)", platform="host", vague=True),
-    # ENOMEM, as Python words it; and LLVM, which then ends the process.
+    # c10's CPU allocator, and its files mapped to memory.
+    rule(
+        "PyTorch",
+        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate <requested>",
+        platform="host",
+    ),
+    rule("PyTorch", r"unable to mmap <requested> from file [^\n]{0,400}?: Cannot allocate memory", platform="host"),
+    # TensorFlow's eager operations, which do not say whose memory.
+    rule("tensor", r"failed to allocate memory \[Op:", phase="run"),
+    # ENOMEM, as Python words it; and LLVM, which then ends the process, or fails to compile for the CPU.
     rule("system call", r"\[Errno 12\] (?:Cannot allocate memory|Not enough space)", platform="host"),
-    rule("compiler", r"LLVM ERROR: out of memory", platform="host"),
+    rule("compiler", r"LLVM ERROR: (?:out of memory|Unable to allocate section memory)", platform="host"),
+    rule(
+        "compiler",
+        r"Failed to materialize symbols: .{0,600}?Cannot allocate memory",
+        phase="compile",
+        platform="host",
+    ),
     # The kernel's killer, and those of Slurm, Kubernetes and Ray.
     rule("killed", r"Out of memory: Kill(?:ed)? process \d{1,10}", platform="host"),
     rule(
         "killed",
-        r"(?:[Dd]etected \d{1,6} oom[-_]kill event|oom-kill:constraint=|Memory cgroup out of memory|\binvoked oom-killer:"
-        r"|[Rr]eason\W{1,40}OOMKilled|OOMKilled\W{1,40}true|\d/\d{1,3}\s{1,40}OOMKilled|\bState: OUT_OF_MEMORY"
-        r"|[Ee]xceeded (?:step|job) memory limit"
+        r"(?:[Dd]etected [1-9]\d{0,5} oom[-_]kill event|oom_reaper: reaped process"
+        r"|oom-kill:constraint=|Memory cgroup out of memory|\binvoked oom-killer:"
+        r"|[Rr]eason\W{1,40}OOMKilled|OOMKilled\W{1,40}true|\d/\d{1,3}\s{1,40}OOMKilled|\b(?:Job)?State(?:: |=)OUT_OF_MEMORY"
+        r"|[Ee]xceeded (?:step|job) memory limit(?!\s{1,40}of\b)"  # of a quality of service: the job never began
         r"|exceeded memory limit \(\d{1,19} > \d{1,19}\), being killed"
-        r"|node running low on memory)",
+        r"|node running low on memory|\b[1-9]\d{0,5} Workers?(?: \([^()]{1,60}\))? killed due to memory pressure \(OOM\))",
         platform="host",
     ),
+    # Slurm's srun and its tables, where states are cut to a column's width.
+    rule("killed", r"srun: error: [^\s:]{1,200}: tasks? [\d,\[\]-]{1,80}: Out Of Memory", platform="host"),
+    rule(
+        "killed",
+        r"(?:\bOUT_OF_ME\+|\bOUT_OF_MEMORY \d{1,3}:\d{1,3}\b"
+        r"|\b\d{1,12}(?:_\d{1,9})?\.(?:batch|extern|\d{1,6}) (?:[\w.-]{1,40} ){0,5}?OUT_OF_MEMORY\b)",
+        platform="host",
+    ),
+    # The kernel's line after the one that says why, and systemd's own killer.
+    rule("killed", r"\bKilled process \d{1,10} \([^()\n]{1,80}\),? (?:UID \d{1,10},? )?total-vm:", platform="host"),
+    rule("killed", r"\bKilled [^\s]{1,300} due to memory (?:pressure for|used)\b", platform="host"),
 )
 
 FALLBACKS: tuple[Rule, ...] = (
+    # ENOMEM beside whatever asked: `fork: Cannot allocate memory`, NCCL's `Call to mmap failed : Cannot allocate memory`.
+    rule("system call", r"(?::\s{0,40}|\bcode 12 \()Cannot allocate memory\b", platform="host", vague=True),
     # A status that says no more than this. A resource other than memory does not read like it.
     rule(
         "status",
-        r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted):[^\n]{0,300}?\b(?:[Oo]ut of (?:host |device )?memory|OOM\b)",
+        r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted):[^\n]{0,300}?"
+        r"\b(?:[Oo]ut of (?:host |device )?memory|OOM\b(?!\s(?:score|killer)))",
+        unless=r".{0,200}?[Cc]ontinuing with (?:the )?(?:next|other|remaining) ",
         vague=True,
     ),
 )

@@ -20,6 +20,7 @@ from jaxmem_callbacks.recovery.texts.tables import Chunk, Entry, chunks, entries
 _BEHIND, _AHEAD = 8_000, 40_000
 _MOST_BUFFERS, _MOST_POOLS = 10, 16
 _SAME_LINES = 200
+_LEAST_SURE_STATUS = 1  # the rank of one that says no more than that memory ran out
 _NAMES = tuple(field.name for field in dataclasses.fields(OomFacts))
 
 
@@ -173,7 +174,7 @@ class _Reader:
         """Whether a statement goes on with the failure before it: allocators speak before the status, and repeat nothing."""
         if not continues(current.told, item.facts):
             return False
-        return current.rank > 0 or (item.rank == 0 and line - current.last_line <= _SAME_LINES)
+        return current.rank > 0 or (item.rank <= _LEAST_SURE_STATUS and line - current.last_line <= _SAME_LINES)
 
     def _entry(self, entry: Entry, line: int) -> None:
         """Tables stand behind the failing line; they are printed again with the exception."""

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Iterator
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,24}[A-Za-z]")
 # `\n` of JSON and of Python's repr is white space that is no line of the log; `\"` and `\'` are quotes.
-_BREAK = re.compile(r"\\+[nrt]")
-_QUOTE = re.compile(r"\\+(?=[\"'])")
+# Each run of backslashes is looked at once, from its beginning.
+_BREAK = re.compile(r"(?<!\\)\\++[nrt]")
+_QUOTE = re.compile(r"(?<!\\)\\++(?=[\"'])")
 _DATE = r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[+-]\d{2}:?\d{2})?:?"
 _HEAD = re.compile(
     r"\n(?:[ \t]{0,40}(?:"
     r"\[(?:(?:rank|process|proc|worker|host|node)[ _-]?)?\d{1,6}\]:?[ \t]"  # torchrun and its like
     r"|\[\d{1,6},\d{1,6}\]<std(?:err|out)>:[ \t]?"  # Open MPI
     r"|\(\w[^()\n]{0,80}\bpid=\d{1,10}[^()\n]{0,120}\)[ \t]"  # Ray
-    r"|\d{1,6}:[ \t]"  # srun --label
+    r"|(?:(?:rank|process|proc|worker|host|node)[_-]?)?\d{1,6}:[ \t]"  # srun --label, and launchers that name what they number
     r"|[\w.-]{1,60}[ \t]{1,20}\|[ \t]"  # docker compose
     rf"|{_DATE}[ \t](?:std(?:err|out)[ \t][FP][ \t])?"  # clocks; containerd
     r")|[ \t]{2,40}[|+][ \t]){1,4}"  # the margin of an exception group

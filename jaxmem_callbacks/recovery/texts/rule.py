@@ -12,11 +12,13 @@ from typing import Literal
 from jaxmem_callbacks.records.oom import OomPlatform, Phase
 
 # A size as XLA prints it: `123`, `1.5GiB`, `21.90G`, `176.00MiB`, `12 bytes`, `16.0 TiB`. Named by the field it belongs to.
-_NUMBER = r"\d{1,19}(?:\.\d{1,6})?"
-_UNIT = r"(?:\s{0,40}(?:[KMGTPE](?:i?B)?|[Bb]ytes?|B)\b)?"
+# Others write `1,073,741,824` and `1.5e10`. A number is taken whole, so that none is read in part that `size_of` does not know.
+_NUMBER = r"(?>\d{1,40}(?:[.,_']\d{1,40}){0,8}(?:[eE][+-]?\d{1,3}\b)?)"
+_UNIT = r"(?:\s{0,40}(?:[kKMGTPE](?:i?B)?|[Bb]ytes?|B)\b)?"
 _SIZES = ("requested", "free", "largest", "limit", "used")
 _PLACEHOLDER = re.compile(r"(?<!\?P)<(" + "|".join(_SIZES) + r")(_exact)?>")
-_SIZE = re.compile(r"(?P<number>\d{1,19}(?:\.\d{1,6})?)\s{0,40}(?P<unit>[KMGTPE])?")
+_SIZE = re.compile(rf"(?P<number>{_NUMBER})\s{{0,40}}(?P<unit>[kKMGTPE])?")
+_KNOWN = re.compile(r"(?:\d+|\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _POWERS = {unit: 1024**power for power, unit in enumerate("KMGTPE", start=1)}
 
 Strength = Literal["status", "log", "hint"]
@@ -85,11 +87,8 @@ def wording_pattern(wording: str) -> re.Pattern[str]:
 def size_of(text: str) -> int | None:
     """Bytes of a printed size; its letters are powers of 1024. None for a number that is none, or beyond all memory."""
     found = _SIZE.match(text)
-    if found is None:
+    if found is None or not _KNOWN.fullmatch(found["number"]):
         return None
-    size = (
-        round(float(found["number"]) * _POWERS.get(found["unit"] or "", 1))
-        if "." in found["number"]
-        else int(found["number"]) * _POWERS.get(found["unit"] or "", 1)
-    )
-    return size if size < 2**63 else None
+    number, power = found["number"].replace(",", ""), _POWERS.get((found["unit"] or "").upper(), 1)
+    size = int(number) * power if number.isdecimal() else float(number) * power
+    return round(size) if size < 2**63 else None

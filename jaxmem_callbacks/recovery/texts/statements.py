@@ -34,16 +34,23 @@ _ANNOUNCING = tuple(
     for words in (
         r"ut\s+of\s+(?:host\s+|device\s+)?memory",
         r"an\s+out\s+of\s+[mSVT]",
-        r"OUT_OF_(?:MEMORY|RESOURCES)",
+        r"OUT_OF_(?:MEMORY|RESOURCES|ME\+)",
+        r"ut\s+Of\s+Memory",
         r"OutOfMemory",
         r"OOM\b",
         r"Oom\b",
-        r"oom[-_]kill",
+        r"oom[-_](?:kill|reap)",
         r"iled\s+to\s+alloc",
         r"nable\s+to\s+alloc",
         r"ould\s+not\s+alloc",
         r"iled\s+to\s+(?:CUDA\s|malloc)",
         r"rrno\s+12\]",
+        r"annot\s+allocate\s+memory",
+        r"ou\s+tried\s+to\s+allocate",
+        r"illed\s+process\s",
+        r"ue\s+to\s+memory\s",
+        r"error:\s+out\s+of\s",
+        r"xceeded\s+\w{3,5}\s+capacity",
         r"OOMKilled",
         r"ALLOC_FAILED",
         r"allocation\s+failed",
@@ -51,8 +58,8 @@ _ANNOUNCING = tuple(
         r"would\s+exceed",
         r"xceed(?:s|ed|ing)\s+(?:the\s+)?(?:avail|memory|limit|legit|total|scoped|(?:step|job)\s+mem)",
         r"PA\s+budget",
-        r"sed\s+\d[\d.]{0,20}\s{0,40}\w{0,5}\s+of\b",
-        r"sing\s+\d[\d.]{0,20}\s{0,40}\w{0,5}\s+of\b",
+        r"sed\s+\d[\d.,]{0,20}\s{0,40}\w{0,5}\s+of\b",
+        r"sing\s+\d[\d.,]{0,20}\s{0,40}\w{0,5}\s+of\b",
         r"bad_alloc",
         r"MemoryError",
         r"MemoryAllocation",
@@ -161,11 +168,19 @@ class _Taken:
 
 _SURVIVED = Rule(name="goes on", pattern=re.compile(r"(?!)"))
 """Stands for words that a program goes on after, so that no vaguer rule takes them for a failure."""
+# Advice on what may come names it too: "if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch".
+_ADVICE = re.compile(
+    r"(?:\b(?:[Ii]f|[Ww]hen(?:ever)?|[Ss]hould|[Ii]n\s+case)\s+(?:you|one|users?)\s+(?:ever\s+)?"
+    r"(?:see|gets?|hit|meet|have|encounter|run\s+into)"
+    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of|\b[Tt]o\s+avoid)"
+    r"(?:\s+(?:an?|the|errors?|such\s+as|like|messages?|with)){0,5}\s+[\"'`(]{0,3}$"
+)
 
 
 def _statement(rule: Rule, match: re.Match[str]) -> Statement:
     follows = match.end()
     survived = rule.unless is not None and rule.unless.match(match.string, follows, follows + _SENTENCE)
+    survived = survived or _ADVICE.search(match.string, max(0, match.start() - 120), match.start())
     return Statement(
         rule=_SURVIVED if survived else rule,
         start=match.start(),

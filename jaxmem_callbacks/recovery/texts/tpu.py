@@ -92,6 +92,13 @@ COMPILE: tuple[Rule, ...] = (
         phase="compile",
         platform="tpu",
     ),
+    rule(
+        "program",
+        r"\b[Ee]xceeded (?:hbm|vmem|smem|cmem|sflag) capacity by [\d.]{1,20}\s{0,40}\w{0,5}",
+        phase="compile",
+        platform="tpu",
+        vague=True,
+    ),
     rule("core's memory", r"\bran out of (?:Smem|Vmem|Spmem|TileSpmem)\b", phase="compile", platform="tpu"),
     # A kernel whose numbers were cut off, or a memory that is named alone.
     rule("memory space", r"Ran out of memory in memory space \w{2,12}", phase="compile", platform="tpu", vague=True),
