@@ -63,3 +63,46 @@ def test_a_librarys_results_are_counted_once(monkeypatch):
     leave(monkeypatch, 104 * MIB)  # enough for the temporaries, and not for twice as many
     verdict = judge(jax.errors.JaxRuntimeError(OPERATION_FAILED))
     assert verdict is None or program.__name__ not in verdict.evidence
+
+
+ADVICE = "bad data file; note: if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch"
+NAMED = "the file says CUDA_ERROR_OUT_OF_MEMORY at row 3"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(ADVICE),
+        RuntimeError(ADVICE),
+        jax.errors.JaxRuntimeError(f"INVALID_ARGUMENT: {ADVICE}"),
+        ValueError(NAMED),
+        KeyError("hipErrorOutOfMemory"),
+        TypeError("expected a number, got 'MemoryError'"),
+    ],
+    ids=str,
+)
+def test_words_about_memory_in_an_error_of_the_users_are_none(error):
+    assert judge(error) is None
+    outer = ValueError("the epoch ended")
+    outer.__cause__ = error
+    assert judge(outer) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory"),
+        OSError("Cannot allocate memory"),
+        MemoryError("no words that anybody knows"),
+        jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY: out of memory"),
+        ValueError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."),
+    ],
+    ids=str,
+)
+def test_words_of_a_runtime_are_one_also_where_another_error_was_raised_from_them(error):
+    assert judge(error) is not None
+    outer = ValueError("the epoch ended")
+    outer.__cause__ = error
+    verdict = judge(outer)
+    assert verdict is not None
+    assert verdict.error is error

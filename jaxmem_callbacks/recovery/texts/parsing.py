@@ -34,9 +34,14 @@ def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None
     Returns:
         The first failure's facts, None in each field that the text does not say; or None where no memory ran out.
     """
+    return read_failure(exception_or_text)[0]
+
+
+def read_failure(exception_or_text: BaseException | str | bytes) -> tuple[OomFacts | None, bool]:
+    """What `parse_oom` gives, and whether the words are those of a failed runtime: no name alone, and no line of a log."""
     text = plain(text_of(exception_or_text))
     failure = first_failure(failures(statements(text)))
-    return None if failure is None else facts_of(text, failure)
+    return (None, False) if failure is None else (facts_of(text, failure), min(item.rank for item in failure) == 0)
 
 
 def failures(found: Sequence[Statement]) -> list[list[Statement]]:

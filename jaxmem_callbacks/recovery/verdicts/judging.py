@@ -16,11 +16,16 @@ from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import MemoryLimit
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.calls import CallsBefore
-from jaxmem_callbacks.recovery.texts.parsing import parse_oom
+from jaxmem_callbacks.recovery.texts.parsing import read_failure
 from jaxmem_callbacks.recovery.verdicts.failing import Failing, failing_program, too_large
 from jaxmem_callbacks.recovery.verdicts.limits import MACHINE, host_limits
 
 _CAUSES = 10  # `raise ... from ...` again and again
+_OF_RUNTIMES = (
+    RuntimeError,
+    MemoryError,
+    OSError,
+)  # JAX's own is a RuntimeError; of other types a name in passing is no proof
 # An error of the user's own function, which the runtime wraps; it says itself what it is.
 _OF_A_CALLBACK = ("CpuCallback error", "Traceback (most recent call last)")
 
@@ -74,8 +79,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _by_text(error: Exception, before: CallsBefore | None) -> Verdict | None:
     # The text alone: an error that came while another was handled is not that one's failure.
-    facts = parse_oom(f"{type(error).__name__}: {error}")
+    facts, surely = read_failure(f"{type(error).__name__}: {error}")
     evidence = "its text says so"
+    if facts is not None and not surely and not isinstance(error, _OF_RUNTIMES):
+        return None
     if facts is None and isinstance(error, MemoryError):
         facts, evidence = OomFacts(phase="run", platform="host"), "it is a MemoryError"
     if facts is None:
