@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxmem_callbacks.cli.starting import devices_started
 from jaxmem_callbacks.environment.figures import figures_here, in_effect
 from jaxmem_callbacks.environment.verifying import start_findings
-from jaxmem_callbacks.records.environment import DeviceFacts, Surroundings
+from jaxmem_callbacks.records.environment import DeviceFacts, Finding, Surroundings
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,32 @@ def test_a_jax_that_does_not_start_is_a_finding():
     plain = " ".join(out.split())
     assert "JAX does not start. It says: Unable to initialize backend 'rocm'" in plain
     assert "JAX_PLATFORMS=rocm,cpu, and JAX has no plugin for rocm here. JAX fails at its first use." in plain
+
+
+@pytest.mark.parametrize("said", ["JAX_PLATFORMS=gpu", "JAX_PLATFORMS=cud,cpu", "JAX_PLATFORM_NAME=bogus"])
+def test_a_platform_that_cannot_start_is_found_before_and_jax_agrees(said):
+    name, _, text = said.partition("=")
+    code, out, _ = typed("--start", "--json", **{"JAX_PLATFORMS": "", name: text})
+    assert code == 1
+    kinds = [finding["kind"] for finding in json.loads(out)["findings"]]
+    assert kinds == ["no plugin" if text == "gpu" else "unknown platform", "no start"]
+
+
+def test_a_flag_that_ends_the_process_is_a_finding_with_xlas_own_words():
+    code, out, err = typed("--start", "--json", XLA_FLAGS="--xla_bogus_flag=1")
+    assert code == 1
+    (found,) = json.loads(out)["findings"]
+    assert found["kind"] == "no start"
+    assert "Unknown flag in XLA_FLAGS: --xla_bogus_flag=1" in found["why"]
+    assert found["type_next"].startswith("unset XLA_FLAGS")
+    assert "Unknown flag" in err, "what JAX logs is shown"
+
+
+def test_a_start_that_takes_too_long_is_a_finding():
+    failed = devices_started(limit_s=0.01)
+    assert isinstance(failed, Finding)
+    assert failed.kind == "no start"
+    assert "within 0.01 seconds" in failed.why
 
 
 def test_a_start_that_fell_back_to_the_cpu_is_a_finding():

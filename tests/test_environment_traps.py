@@ -3,14 +3,18 @@
 import contextlib
 import importlib.metadata
 import itertools
+import re
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax._src import xla_bridge
 from jaxlib import xla_client
 
 from jaxmem_callbacks.config.presets import list_presets, load_preset
 from jaxmem_callbacks.environment.choosing import choose, wanted_variables
+from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.traps import findings, settings_findings
 from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names, version_numbers
 from jaxmem_callbacks.records.environment import Surroundings
@@ -172,6 +176,70 @@ def test_an_accelerator_without_its_plugin_is_a_finding_of_the_machine_only():
         (found,) = findings(seen(**more))
         assert (found.kind, found.why) == ("no plugin", why)
         assert settings_findings(seen(**more)) == ()
+
+
+PLATFORMS = [
+    ({"platforms_text": "gpu"}, "no plugin", r"gpu for each of cuda, rocm.*fails", "JAX_PLATFORMS=cpu"),
+    ({"platforms_text": "gpu,cpu", "plugins": {"cuda": "x 0.12.0"}}, "no plugin", r"fails", "JAX_PLATFORMS=cuda,cpu"),
+    ({"platforms_text": "cud,cpu"}, "unknown platform", r"Did you mean `cuda`\?.*fails", "JAX_PLATFORMS=cuda,cpu"),
+    ({"platforms_text": "cpu, cpu"}, "unknown platform", r"blanks too.*fails", "JAX_PLATFORMS=cpu"),
+    ({"platforms_text": "cpu,"}, "unknown platform", r"fails", "JAX_PLATFORMS=cpu"),
+    ({"platforms_text": "CPU"}, "unknown platform", r"Did you mean `cpu`", "JAX_PLATFORMS=cpu"),
+    ({"platforms_text": "bogus"}, "unknown platform", r"no plugin here has this name\. JAX fails", "lets JAX choose"),
+    ({"platform_name": "GPU"}, "no plugin", r"no plugin for cuda or rocm here", "JAX_PLATFORMS=cpu"),
+    ({"platform_name": "tpu"}, "no plugin", r"fails", "JAX_PLATFORMS=cpu"),
+    ({"platform_name": "bogus"}, "unknown platform", r"fails", "JAX_PLATFORMS=cpu"),
+]
+
+
+@pytest.mark.parametrize(("more", "kind", "why", "line"), PLATFORMS, ids=lambda value: str(value)[:40])
+def test_a_platform_that_cannot_start_is_a_finding_of_the_machine_only(more, kind, why, line):
+    (found,) = findings(seen(**more))
+    assert found.kind == kind
+    assert re.search(why, found.why)
+    assert line in found.type_next
+    assert settings_findings(seen(**more)) == ()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"platforms_text": "gpu", "plugins": {"rocm": "x 1"}},
+        {"platforms_text": "neuron,cpu", "other_plugins": ("neuron_plugin",)},
+        {"platform_name": "cpu"},
+        {"platform_name": "gpu", "plugins": {"rocm": "x 1"}},
+    ],
+)
+def test_a_platform_that_can_start_is_none(more):
+    assert findings(seen(**more)) == ()
+
+
+UNREADABLE = [
+    ("allocator", ("allocator",), True),
+    ("allocator:bfc;", ("",), True),
+    ('{"allocator":"bfc","preallocate":false}', ('{"allocator":"bfc","preallocate":false}',), True),
+    ('{"allocator":"bfc"}', ('{"allocator":"bfc"}',), False),
+    ("allocator:bfc; preallocate:0", (" preallocate:0",), False),
+    ("allocator:bfc", (), False),
+    ("", (), False),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("text", "parts", "fails"), UNREADABLE)
+def test_options_that_jax_cannot_read_are_a_finding_of_the_settings(text, parts, fails):
+    before = jax.config.jax_pjrt_client_create_options
+    jax.config.update("jax_pjrt_client_create_options", text)
+    try:
+        looked = surroundings(started=False)
+        with pytest.raises(RuntimeError, match="key:value") if fails else contextlib.nullcontext():
+            xla_bridge._options_from_jax_configs("tpu")  # a test may look where the library may not
+    finally:
+        jax.config.update("jax_pjrt_client_create_options", before)
+    assert looked.unreadable_options == parts
+    found = [each for each in settings_findings(looked) if each.kind == "options that JAX cannot read"]
+    assert [repr(part) in each.given for part, each in zip(parts, found, strict=True)] == [True] * len(parts)
+    assert all(("fails" in each.why) == fails for each in found)
 
 
 def test_a_plugin_of_another_jaxlib_is_a_finding_of_the_machine_only():

@@ -1,6 +1,6 @@
 """``jaxmem doctor``: this machine enters; its settings, what is wrong with them and which figures exist here leave.
 
-Starts no backend unless asked. With ``--start`` it does, without taking a GPU's pool: it allocates nothing.
+Starts no backend unless asked. With ``--start`` another process does, without taking a GPU's pool: it allocates nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import argparse
 import ctypes.util
 import dataclasses
 import json
-import os
 import sys
 import textwrap
 from typing import Any
 
 from jaxmem_callbacks._compat.backends import settings_were_read
 from jaxmem_callbacks.cli.exits import FINDINGS, OK
+from jaxmem_callbacks.cli.starting import devices_started
 from jaxmem_callbacks.environment.figures import figures_here, in_effect, platform_to_come
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.traps import findings
@@ -28,7 +28,7 @@ from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, S
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
 
-_WIDTH, _NAMES, _TOLD = 80, 23, 600
+_WIDTH, _NAMES = 80, 23
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         action="store_true",
-        help=f"start JAX's backend and ask its devices, with {PREALLOCATE}=false in this one process",
+        help=f"start JAX's backend and ask its devices, in a process of its own with {PREALLOCATE}=false",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.epilog = "Exit code: 0 where nothing is wrong, 1 where something is, 2 for wrong arguments."
@@ -56,23 +56,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _started(seen: Surroundings) -> tuple[tuple[DeviceFacts, ...] | None, tuple[Finding, ...]]:
-    """The devices of a backend that takes nothing before it must, and what went wrong with its start."""
-    said = os.environ.get(PREALLOCATE)
-    os.environ[PREALLOCATE] = "false"
-    try:
-        from jaxmem_callbacks.probes.devices import devices_here
-
-        devices = devices_here()
-    except (RuntimeError, AssertionError) as error:  # JAX raises either, by what is missing
-        told = (str(error) or "its own assertion failed: the platforms that are named give no device")[:_TOLD]
-        line = 'JAX_PLATFORMS="" jaxmem doctor --start   # lets JAX choose'
-        return None, (Finding(kind="no start", given="JAX does not start.", why=f"It says: {told}", type_next=line),)
-    finally:
-        if said is None:
-            del os.environ[PREALLOCATE]
-        else:
-            os.environ[PREALLOCATE] = said
-    return devices, start_findings(devices, seen)
+    """The devices, and what went wrong with the start."""
+    answer = devices_started()
+    return (None, (answer,)) if isinstance(answer, Finding) else (answer, start_findings(answer, seen))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,8 @@ from jaxmem_callbacks.environment.variables import OPTIONS, SHOWN, memory_flags,
 from jaxmem_callbacks.records.environment import Platform, Surroundings
 
 _PLUGINS: dict[Platform, str] = {"cuda": r"jax-cuda\d+-plugin", "rocm": r"jax-rocm\d+-plugin", "tpu": r"libtpu"}
+_OWN_PLUGINS = ("xla_cuda", "xla_rocm")  # entry points of these
+_SHOWN = 40  # characters of a part that cannot be read
 _NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is Windows' subsystem for Linux
 _AMD = ("/dev/kfd",)
 _GOOGLE = "0x1ae0"  # also the vendor of network cards, so that the device is looked at too
@@ -29,7 +31,8 @@ def surroundings(*, started: bool) -> Surroundings:
     Args:
         started: Whether JAX has read the settings (``_compat.backends.settings_were_read``).
     """
-    options, are_text = _options()
+    options, unreadable, are_text = _options()
+    platforms = str(_configured("jax_platforms") or "")
     flags = (memory_flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     return Surroundings(
         variables={name: os.environ[name] for name in SHOWN if name in os.environ},
@@ -37,23 +40,30 @@ def surroundings(*, started: bool) -> Surroundings:
         memory_flags=tuple(flag for several in flags for flag in several),
         options=options,
         options_are_text=are_text,
+        unreadable_options=unreadable,
         jax=_version("jax"),
         jaxlib=_version("jaxlib"),
-        platforms=tuple(part.strip() for part in str(_configured("jax_platforms") or "").split(",") if part.strip()),
+        platforms=tuple(part.strip() for part in platforms.split(",") if part.strip()),
+        platforms_text=platforms,
+        platform_name=str(_configured("jax_platform_name") or ""),
         plugins=_plugins(),
+        other_plugins=_other_plugins(),
         hardware=_hardware(),
         started=started,
     )
 
 
-def _options() -> tuple[dict[str, Any], bool]:
-    """The options that win over the variables, of those that concern memory; and whether they came as text."""
+def _options() -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """The options that win over the variables, of those that concern memory; what is unreadable; whether they came as text."""
     said = _configured("jax_pjrt_client_create_options")
     if isinstance(said, str):
-        pairs = (part.partition(":") for part in said.split(";"))
-        return {key.strip(): value.strip() for key, _, value in pairs if key.strip() in OPTIONS}, True
+        parts = said.split(";") if said else []
+        pairs = (part.partition(":") for part in parts)
+        known = {key.strip(): value.strip() for key, _, value in pairs if key.strip() in OPTIONS}
+        unreadable = [part for part in parts if part.count(":") != 1 or not part.partition(":")[0].isidentifier()]
+        return known, tuple(part[:_SHOWN] for part in unreadable), True
     mapping = cast("Mapping[str, Any]", said if isinstance(said, Mapping) else {})
-    return {key: mapping[key] for key in OPTIONS if key in mapping}, False
+    return {key: mapping[key] for key in OPTIONS if key in mapping}, (), False
 
 
 def _configured(name: str) -> Any:
@@ -77,6 +87,12 @@ def _plugins() -> dict[Platform, str]:
         for name in sorted(installed)
         if re.fullmatch(pattern, name)
     }
+
+
+def _other_plugins() -> tuple[str, ...]:
+    """What is advertised as JAX's plugins, but for those of `_PLUGINS`: their modules are called ``xla_cuda12`` and the like."""
+    names = {each.name for each in importlib.metadata.entry_points(group="jax_plugins")}
+    return tuple(sorted(name for name in names if not name.startswith(_OWN_PLUGINS)))
 
 
 def _hardware() -> tuple[Platform, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxmem_callbacks.environment.platforms import platform_findings
 from jaxmem_callbacks.environment.variables import (
     ALLOCATOR,
     ALLOCATORS,
@@ -35,11 +36,7 @@ _MEANT_FALSE = {"false", "no", "off", "n", "f", "none", "disable", "disabled", "
 _PLATFORM_WAS_BFC = ((0, 10, 1), (0, 10, 2))
 _UPDATE_MODE = "xla_gpu_command_buffer_update_mode="
 _PERCENT = 100
-_INSTALL = {
-    "cuda": ("an NVIDIA GPU", 'pip install "jax[cuda12]"'),
-    "rocm": ("an AMD GPU", 'pip install "jax[rocm7-local]"'),
-    "tpu": ("a TPU", 'pip install "jax[tpu]"'),
-}
+_EXAMPLE = 'export JAX_PJRT_CLIENT_CREATE_OPTIONS="allocator:bfc"'
 
 
 def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
@@ -49,7 +46,7 @@ def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
 
 def findings(seen: Surroundings) -> tuple[Finding, ...]:
     """What is wrong with the settings, and with how they meet this machine."""
-    return (*settings_findings(seen), *_missing_plugin(seen), *_platform_without_plugin(seen), *_other_version(seen))
+    return (*settings_findings(seen), *platform_findings(seen), *_other_version(seen))
 
 
 def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
@@ -152,6 +149,21 @@ def _unread(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
+def _unreadable_options(seen: Surroundings) -> Iterator[Finding]:
+    for part in seen.unreadable_options:
+        halves = part.count(":") == 1
+        hands = f"JAX hands the plugin an option called {part.partition(':')[0]}, which it does not know."
+        yield Finding(
+            kind="options that JAX cannot read",
+            given=f"jax_pjrt_client_create_options has the part {part!r}.",
+            why=(
+                "It is read as key:value;key:value, without blanks, quotes or braces. "
+                f"{hands if halves else 'JAX fails at the first use of a GPU or TPU.'}"
+            ),
+            type_next=_EXAMPLE,
+        )
+
+
 def _options(seen: Surroundings) -> Iterator[Finding]:
     where = "jax_pjrt_client_create_options"
     texts = sorted(key for key in seen.options if key != "allocator")
@@ -188,26 +200,6 @@ def _replaced_by_vmm(seen: Surroundings) -> Iterator[Finding]:
             )
 
 
-def _missing_plugin(seen: Surroundings) -> Iterator[Finding]:
-    for platform in seen.hardware:
-        if not seen.platforms and platform in _INSTALL and platform not in seen.plugins and seen.jax is not None:
-            what, line = _INSTALL[platform]
-            why = "JAX has no plugin for it and runs on the CPU."
-            yield Finding(kind="no plugin", given=f"This machine has {what}.", why=why, type_next=line)
-
-
-def _platform_without_plugin(seen: Surroundings) -> Iterator[Finding]:
-    for platform in seen.platforms:
-        if platform in _INSTALL and platform not in seen.plugins and seen.jax is not None:
-            silent = platform == "cuda" and "cuda" not in seen.hardware
-            yield Finding(
-                kind="no plugin",
-                given=f"JAX_PLATFORMS={','.join(seen.platforms)}, and JAX has no plugin for {platform} here.",
-                why="JAX sees no NVIDIA GPU and goes on without a word." if silent else "JAX fails at its first use.",
-                type_next=f"{_INSTALL[platform][1]}   # or leave {platform} out",
-            )
-
-
 def _other_version(seen: Surroundings) -> Iterator[Finding]:
     plugin = seen.plugins.get("cuda", "")  # ROCm's are released on a schedule of their own, and not compared
     if plugin and seen.jaxlib is not None and version_numbers(plugin.partition(" ")[2]) != version_numbers(seen.jaxlib):
@@ -239,6 +231,7 @@ _TRAPS: tuple[Callable[[Surroundings], Iterator[Finding]], ...] = (
     _whole_numbers,
     _tensorflow_allocator,
     _unread,
+    _unreadable_options,
     _options,
     _replaced_by_vmm,
 )

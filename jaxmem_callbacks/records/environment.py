@@ -19,10 +19,14 @@ class Surroundings:
         memory_flags: The flags of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` that concern memory.
         options: What ``jax_pjrt_client_create_options`` says of the GPU's memory; JAX lets it win over the variables.
         options_are_text: Whether that came as text, whose values are texts too.
+        unreadable_options: The parts of that text that are no ``key:value``.
         jax: JAX's version, or None where it is not installed.
         jaxlib: jaxlib's version, or None where it is not installed.
         platforms: What ``JAX_PLATFORMS`` or the configuration says, such as ``("cuda", "cpu")``; empty: JAX chooses.
+        platforms_text: The same as it was written, blanks and empty names included.
+        platform_name: What the older ``JAX_PLATFORM_NAME`` says; empty: nothing.
         plugins: Accelerators whose JAX plugin is installed, with the package's version.
+        other_plugins: Names under which packages offer JAX further plugins.
         hardware: Accelerators that the operating system shows.
         started: Whether JAX has read these settings; it reads them once.
     """
@@ -32,10 +36,14 @@ class Surroundings:
     memory_flags: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     options_are_text: bool = False
+    unreadable_options: tuple[str, ...] = ()
     jax: str | None = None
     jaxlib: str | None = None
     platforms: tuple[str, ...] = ()
+    platforms_text: str = ""
+    platform_name: str = ""
     plugins: Mapping[Platform, str] = field(default_factory=dict)
+    other_plugins: tuple[str, ...] = ()
     hardware: tuple[Platform, ...] = ()
     started: bool = False
 

@@ -1,0 +1,78 @@
+"""A start of JAX in a process of its own: its devices leave, or a finding that says in its own words why there are none.
+
+XLA ends the process on an unknown flag, and a plugin may crash or wait for ever: none of it ends the command. The process
+takes no GPU's pool, and what it has is free again when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+from jaxmem_callbacks.environment.variables import PREALLOCATE
+from jaxmem_callbacks.records.environment import DeviceFacts, Finding
+
+LIMIT_S = 300.0  # a host of eight GPUs or a TPU takes up to a minute
+_TOLD = 600
+_FLAGS = "XLA_FLAGS"
+
+
+def devices_started(*, limit_s: float = LIMIT_S) -> tuple[DeviceFacts, ...] | Finding:
+    """The devices of a backend that takes nothing before it must, or what went wrong with its start.
+
+    What the process logs is shown on stderr.
+
+    Args:
+        limit_s: Seconds after which it is ended.
+    """
+    command = [sys.executable, "-P", "-m", "jaxmem_callbacks.cli.starting"]
+    variables = os.environ | {PREALLOCATE: "false"}
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module, in our own interpreter
+            command, env=variables, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return _no_start(f"It had no devices within {limit_s:g} seconds, and was ended.")
+    sys.stderr.write(done.stderr)
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not said:
+        return _no_start(_last_words(done))
+    answer = json.loads(said[-1])
+    if "failed" in answer:
+        return _no_start(f"It says: {answer['failed'][:_TOLD]}")
+    return tuple(DeviceFacts(**each) for each in answer["devices"])
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    fatal = [
+        line for line in lines if line.startswith("F")
+    ]  # XLA's log marks what ends the process; a stack may follow
+    words = (fatal or lines or ["nothing"])[-1][:_TOLD]
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return f"It ends the process ({how}). Its last words: {words}"
+
+
+def _no_start(why: str) -> Finding:
+    line = 'JAX_PLATFORMS="" jaxmem doctor --start   # lets JAX choose'
+    if f"flag in {_FLAGS}" in why:
+        line = f"unset {_FLAGS}   # or correct the flag"
+    return Finding(kind="no start", given="JAX does not start.", why=why, type_next=line)
+
+
+def main() -> None:
+    """Start the backend of this process and print one JSON object, its devices or why there are none."""
+    from jaxmem_callbacks.probes.devices import devices_here
+
+    try:
+        answer = {"devices": [dataclasses.asdict(device) for device in devices_here()]}
+    except (RuntimeError, AssertionError) as error:  # JAX raises either, by what is missing
+        answer = {"failed": str(error) or "its own assertion failed: the platforms that are named give no device"}
+    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+
+
+if __name__ == "__main__":
+    main()
