@@ -1,11 +1,13 @@
 """Who holds device memory after a failure: live arrays enter; names, kinds, bytes and creation sites leave, the largest first.
 
 An array is named by its path in the failing step's arguments, where it is that very array, else by the user's variable, else by
-the path of an argument of its shape. Nothing is kept alive and nothing is allocated on a device.
+the path of an argument of its shape. Nothing is kept alive and nothing is allocated on a device. The largest arrays are named
+first, and those that there is no time for are counted.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.oom_report import Holder
 
 _LISTED = 24
+_SECONDS = 0.75  # for sizes and names; a report takes no more than two
+_AT_ONCE = 256
 _ASKED = 8  # arrays of one holder that are asked where they were made
 ITSELF, VARIABLE, SHAPE = "the call's own array", "variable", "shape"
 
@@ -32,7 +36,7 @@ class Held:
         holders: The largest.
         bytes: On the fullest device.
         count: All of them.
-        left_out_count: Those of holders that are not listed.
+        left_out_count: Those of holders that are not listed, and those that there was no time to name.
         left_out_bytes: Their bytes.
     """
 
@@ -41,6 +45,26 @@ class Held:
     count: int = 0
     left_out_count: int = 0
     left_out_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What arrays have in common, by what tells it: words are made once."""
+
+    types: dict[Any, str] = field(default_factory=dict[Any, str])
+    devices: dict[Any, tuple[str, ...]] = field(default_factory=dict[Any, tuple[str, ...]])
+
+    def type_text(self, array: Any) -> str:
+        key = array.dtype, array.shape
+        if key not in self.types:
+            self.types[key] = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+        return self.types[key]
+
+    def labels(self, array: Any) -> tuple[str, ...]:
+        sharding = array.sharding
+        if sharding not in self.devices:
+            self.devices[sharding] = tuple(sorted(map(device_label, sharding.addressable_devices)))
+        return self.devices[sharding]
 
 
 @dataclass(slots=True)
@@ -66,15 +90,16 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
     for leaf in () if are_the_calls else leaves:
         alike.setdefault((leaf.shape, str(leaf.dtype)), []).append(leaf)
     groups: dict[tuple[str, str, str], _Group] = {}
-    totals: Counter[str] = Counter()
-    for array in live_arrays():
-        try:
-            size = array.on_device_size_in_bytes() // len(array.sharding.device_set)
-        except RuntimeError:  # deleted or donated meanwhile
-            continue
-        type_text = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+    seen, ends = _Seen(), time.monotonic() + _SECONDS
+    arrays, sizes, totals = _sized(seen)
+    order, named = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True), 0
+    for place in order:
+        if named and named % _AT_ONCE == 0 and time.monotonic() >= ends:
+            break
+        named += 1
+        size, array = sizes[place], arrays[place]
+        type_text, devices = seen.type_text(array), seen.labels(array)
         name, known_by, kind = _named(array, own, variables, alike)
-        devices = tuple(sorted(device_label(device) for device in array.sharding.addressable_devices))
         apart = "" if known_by == VARIABLE else f"{type_text} {devices}"
         group = groups.setdefault((name, known_by, apart), _Group(kind, type_text, devices))
         if group.count < _ASKED:
@@ -83,8 +108,26 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
             group.type_text = "several"
         group.count += 1
         group.bytes += size
+    return _summed(groups, totals, [sizes[place] for place in order[named:]])
+
+
+def _sized(seen: _Seen) -> tuple[list[Any], list[int], Counter[str]]:
+    """Every live array, its bytes on one device, and the bytes of each device."""
+    arrays: list[Any] = []
+    sizes: list[int] = []
+    by_devices: Counter[tuple[str, ...]] = Counter()
+    for array in live_arrays():
+        try:
+            size = array.on_device_size_in_bytes() // len(array.sharding.device_set)
+        except RuntimeError:  # deleted or donated meanwhile
+            continue
+        arrays.append(array)
+        sizes.append(size)
+        by_devices[seen.labels(array)] += size
+    totals: Counter[str] = Counter()
+    for devices, size in by_devices.items():
         totals.update(dict.fromkeys(devices, size))
-    return _summed(groups, totals)
+    return arrays, sizes, totals
 
 
 def _named(
@@ -96,7 +139,7 @@ def _named(
     """Name, how it was found, and kind."""
     if (leaf := own.get(id(array))) is not None:
         return leaf.path, ITSELF, leaf.kind
-    same = alike.get((tuple(array.shape), str(array.dtype)), ())
+    same = alike.get((tuple(array.shape), str(array.dtype)), ()) if alike else ()
     if same and array.shape:
         more = f" or {len(same) - 1} more of its shape" if len(same) > 1 else ""
         variable = f", held by {variables[id(array)]}" if id(array) in variables else ""
@@ -106,7 +149,7 @@ def _named(
     return "", "", ""
 
 
-def _summed(groups: Mapping[tuple[str, str, str], _Group], totals: Mapping[str, int]) -> Held:
+def _summed(groups: Mapping[tuple[str, str, str], _Group], totals: Mapping[str, int], unnamed: Sequence[int]) -> Held:
     ordered = sorted(groups.items(), key=lambda item: -item[1].bytes)
     rest = [group for _, group in ordered[_LISTED:]]
     return Held(
@@ -124,9 +167,9 @@ def _summed(groups: Mapping[tuple[str, str, str], _Group], totals: Mapping[str, 
             for (name, known_by, _), group in ordered[:_LISTED]
         ),
         bytes=max(totals.values(), default=0),
-        count=sum(group.count for group in groups.values()),
-        left_out_count=sum(group.count for group in rest),
-        left_out_bytes=sum(group.bytes for group in rest),
+        count=sum(group.count for group in groups.values()) + len(unnamed),
+        left_out_count=sum(group.count for group in rest) + len(unnamed),
+        left_out_bytes=sum(group.bytes for group in rest) + sum(unnamed),
     )
 
 

@@ -29,9 +29,10 @@ def array_variables(error: BaseException) -> dict[int, str]:
         for name, value in list(names.items()):
             if name.startswith("_") or left <= 0:
                 continue
-            for leaf in _arrays(value):
-                left -= 1
-                found.setdefault(id(leaf), f"{name} ({where})")
+            arrays, words = _arrays(value), f"{name} ({where})"
+            left -= len(arrays)
+            for leaf in arrays:
+                found.setdefault(id(leaf), words)
     return found
 
 
