@@ -248,7 +248,9 @@ def test_other_files_are_refused_with_what_is_expected(tmp_path, capsys, text, w
     assert words in error
 
 
-@pytest.mark.parametrize("text", ["2", "two%", "-1%", "", "%", "1/0%", "nan%"])
+@pytest.mark.parametrize(
+    "text", ["2", "two%", "-1%", "", "%", "1/0%", "nan%", "1e400%", "1e-999999999%", "9" * 400 + "%"]
+)
 def test_shares_have_a_percent_sign(text, tmp_path, capsys):
     code, _, error = compared(capsys, tmp_path, tmp_path, f"--max-regress={text}")
     assert code == 2

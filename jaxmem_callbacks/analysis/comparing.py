@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,6 +11,9 @@ from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.errors import ComparisonError
 
 _TOLD = 3
+_NUMBER = re.compile(
+    r"[\d_.+/-]{1,30}(?:[eE][+-]?\d{1,2})?"
+)  # with an exponent of a hundred it is no share of a memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +40,11 @@ def parse_share(text: str) -> Fraction:
     """``2%`` or ``0.5 %`` as an exact share.
 
     Raises:
-        ComparisonError: no number with a percent sign, or a negative one.
+        ComparisonError: no number with a percent sign, a negative one, or one out of all proportion.
     """
     number = text.strip().removesuffix("%").strip()
     try:
-        share = Fraction(number) / 100
+        share = Fraction(number) / 100 if _NUMBER.fullmatch(number) else Fraction(-1)
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     if share < 0 or not text.strip().endswith("%"):
