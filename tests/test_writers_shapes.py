@@ -283,7 +283,24 @@ def test_our_own_writers_stay_what_they_are():
     assert as_writer(writer) is writer
 
 
-@pytest.mark.parametrize("wrong", [object(), 3, "runs/a", dict, logging.getLogger("x")])
+class Tunix:
+    """As tunix.sft.metrics_logger.MetricsLogger."""
+
+    def log(self, prefix: str, name: str, value: float, mode: str, step: int) -> None:
+        raise AssertionError((prefix, name, value, mode, step))
+
+
+class AnswersAll:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def test_what_answers_every_name_is_refused_with_the_reason():
+    with pytest.raises(TypeError, match=r"^AnswersAll is no writer\. It has every method.*write_scalars\(\)"):
+        as_writer(AnswersAll())
+
+
+@pytest.mark.parametrize("wrong", [Tunix(), object(), 3, "runs/a", dict, logging.getLogger("x")])
 def test_anything_else_is_refused_with_the_list(wrong: object):
     with pytest.raises(
         TypeError, match=r"is no writer\. Expected .*write_scalars\(\), add_scalar\(\).*f\(step, scalars\)"

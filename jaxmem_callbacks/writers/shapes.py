@@ -6,6 +6,7 @@ thread, never closed.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -21,6 +22,7 @@ from jaxmem_callbacks.writers.wandb_rows import WandbRows
 SendScalars = Callable[[int, Mapping[str, float]], object]
 SendText = Callable[[int, str, str], object]
 SendPicture = Callable[[Picture], object]
+_NO_LOGGERS = "no_logger_has_a_method_of_this_name"  # what answers to it answers to everything, as mocks do
 
 
 @final
@@ -85,18 +87,31 @@ def as_writer(obj: Any) -> Writer:
     """
     if isinstance(obj, Writer):
         return obj
-    if not isinstance(obj, logging.Logger):  # its log() takes a level, not scalars
+    answers_all = callable(getattr(obj, _NO_LOGGERS, None))
+    if not answers_all and not isinstance(obj, logging.Logger):  # its log() takes a level, not scalars
         for method, make in _SHAPES.items():
-            if callable(getattr(obj, method, None)):
+            if callable(getattr(obj, method, None)) and (method != "log" or _takes_scalars(obj.log)):
                 return make(obj)
         if callable(obj) and not isinstance(obj, type):
             return ForwardingWriter(obj)
     methods = ", ".join(f"{method}()" for method in _SHAPES)
+    why = " It has every method that it is asked for, so that its kind cannot be told." if answers_all else ""
     msg = (
-        f"{type(obj).__name__} is no writer. Expected a Writer of jaxmem_callbacks, an object with one of {methods}, or a "
-        "callable f(step, scalars). Wrap it: writer=lambda step, scalars: your_logger(...)."
+        f"{type(obj).__name__} is no writer.{why} Expected a Writer of jaxmem_callbacks, an object with one of {methods}, called as "
+        "log(scalars, step=...), or a callable f(step, scalars). Wrap it: writer=lambda step, scalars: your_logger(...)."
     )
     raise TypeError(msg)
+
+
+def _takes_scalars(log: Callable[..., object]) -> bool:
+    """Whether it can be called with a mapping and a step; Tunix's takes a name, a value and more."""
+    try:
+        inspect.signature(log).bind({}, step=0)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that tells no signature
+        return True
+    return True
 
 
 def _clu(obj: Any) -> Writer:
