@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxmem_callbacks.programs.memory_text import buffer_table
 from jaxmem_callbacks.programs.reading.dumps import Value
 from jaxmem_callbacks.programs.reading.flow import Flow, pass_of_name
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments, Groups
-from jaxmem_callbacks.programs.reading.hlo import parse_module
+from jaxmem_callbacks.programs.reading.hlo import parse_module, user_source
 from jaxmem_callbacks.programs.reading.shapes import element_count, unpadded_bytes
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
@@ -278,3 +279,13 @@ def test_a_group_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"There is no group 'weights' in a peak\. Expected one of batch, constants, "):
         peak_of([]).bytes_of("weights")
     assert dataclasses.replace(peak_of([]), moment=None).words == ""
+
+
+def test_what_calls_our_command_is_no_line_of_the_users():
+    ours, jax_file = Path(jm.__file__).parent, ("/v/site-packages/jax/_src/lax/slicing.py", 5)
+    command = [(str(ours / "cli" / "inspect.py"), 40), (str(ours / "cli" / "main.py"), 60), ("/v/bin/jaxmem", 8)]
+    step = (str(ours / "programs" / "steps" / "jit.py"), 9)
+    assert user_source([jax_file, step, *command]) == ":".join(map(str, jax_file))
+    assert user_source([step, *command]) is None
+    assert user_source([step, ("/u/train.py", 7), *command]) == "/u/train.py:7"
+    assert user_source([step, ("/u/climate/train.py", 7)]) == "/u/climate/train.py:7", "called by no command"

@@ -30,6 +30,7 @@ _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 # Instructions that only pass a buffer on; what they hold was made by their first operand.
 _PASSING = {"bitcast", "convert", "copy", "reshape", "transpose", "get-tuple-element", "copy-done", "slice-done"}
 _OURS = str(pathlib.Path(__file__).parents[2])
+_COMMAND = str(pathlib.Path(_OURS) / "cli" / "_").removesuffix("_")
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
@@ -154,9 +155,14 @@ def _dull(found: Instruction) -> bool:
 
 
 def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
-    """``file:line`` of the first of these frames, innermost first, that is the user's; else the first of a package's."""
+    """``file:line`` of the first of these frames, innermost first, that is the user's; else the first of a package's.
+
+    What calls this library's own command is nobody's line: the console's script, or what runs a module.
+    """
     first: str | None = None
     for file, line in frames:
+        if file.startswith(_COMMAND):
+            break
         if file.startswith((_OURS, "<")):
             continue
         if not any(part in file for part in _LIBRARIES):
