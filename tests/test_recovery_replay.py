@@ -1,11 +1,16 @@
-"""What a replay is given: the batch from ``batch_at`` or the buffer, and what steps take besides always from the buffer."""
+"""What a run goes back to: the batch from ``batch_at`` or the buffer, what steps take besides, and the latest checkpoint."""
 
 from __future__ import annotations
 
+import types
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryError
+from jaxmem_callbacks.recovery.ladder import saving
 from jaxmem_callbacks.recovery.ladder.replay import Batches
 
 pytestmark = pytest.mark.core
@@ -62,3 +67,30 @@ def test_what_the_buffer_let_go_of_is_told_at_once_and_refused_later(batch_at, i
     with pytest.raises(RecoveryError, match=rf"step 10 cannot be repeated: .*{what}"):
         batches.of(10)
     assert len(batches.of(11)) == len(inputs)
+
+
+def test_after_a_return_to_an_earlier_step_the_latest_is_what_was_saved_last(tmp_path):
+    def train_step(state, batch):
+        return {"w": state["w"] + batch}, {"loss": state["w"].sum()}
+
+    first, state = jm.Recovery(train_step, checkpoints=tmp_path), {"w": jnp.zeros(4)}
+    for step in (2, 3, 5):
+        first.save_before_oom(step, {"w": jnp.full(4, float(step))})
+    assert first.latest == 5
+    again = jm.Recovery(train_step, checkpoints=tmp_path)
+    start, back = again.restore(state, step=2)
+    back, _ = again.step(start, back, np.float32(0.5))
+    again.save_before_oom(3, back)
+    assert (again.latest, first.latest) == (3, 3)
+    begun = jm.Recovery(train_step, checkpoints=tmp_path)
+    start, goes_on = begun.restore(state)
+    assert (start, float(goes_on["w"][0])) == (3, 2.5)
+    assert float(begun.restore(state, step=5)[1]["w"][0]) == 5.0, "nothing of the branch that was left is deleted"
+
+
+def test_checkpoints_without_a_time_are_taken_by_their_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "time", types.SimpleNamespace(time=lambda: 0.0))
+    recovery = jm.Recovery(lambda state, batch: (state, {}), checkpoints=tmp_path)
+    for step in (7, 4):
+        recovery.save_before_oom(step, {"w": jnp.zeros(4)})
+    assert recovery.latest == 7

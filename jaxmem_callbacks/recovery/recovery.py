@@ -130,7 +130,7 @@ class Recovery:
 
     @property
     def latest(self) -> int | None:
-        """The newest step that was saved in ``checkpoints``, or None."""
+        """The step of what was saved last in ``checkpoints``, or None; after a return to an earlier step not the highest one."""
         return self._saving.latest
 
     def should_save(self, monitor: Any) -> bool:
@@ -160,14 +160,14 @@ class Recovery:
         return where
 
     def restore(self, state: Any, step: int | None = None) -> tuple[int, Any]:
-        """The newest checkpoint, or that of a step, in the place of a state that was just made.
+        """The checkpoint that was saved last, or that of a step, in the place of a state that was just made.
 
         Policy, plan, mesh, devices and versions are compared with those of the checkpoint. The first step after it is watched:
         it must reuse the state's memory as the program was compiled to.
 
         Args:
             state: A state of the same tree, shapes and dtypes, or `jax.ShapeDtypeStruct` of it; says where arrays lie.
-            step: Which checkpoint; None for the newest.
+            step: Which checkpoint; None for the one that was saved last.
 
         Returns:
             The step to go on with, and the state.

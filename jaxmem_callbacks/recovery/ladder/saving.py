@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from jaxmem_callbacks.recovery.ladder.keeping import DiskSnapshot
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
 
+_SAVED_AT = "saved_at_s"
 _SAVED, _SNAPSHOTS, _KEPT_SNAPSHOTS = "saved", "snapshots", 2
 
 
@@ -63,7 +65,7 @@ class Saving:
         return store.save(snapshot.step, state, self._note(snapshot.step, snapshot.shapes, policy))
 
     def restore(self, like: Any, step: int | None) -> tuple[int, Any, StepPolicy | None]:
-        """The newest state, or that of a step, placed as ``like``; and the policy to go on with, None for the user's own.
+        """The state saved last, or that of a step, placed as ``like``; and the policy to go on with, None for the user's own.
 
         Raises:
             RecoveryError: there is none, or it is another state's.
@@ -76,7 +78,8 @@ class Saving:
                 f"{', '.join(map(str, known)) or 'none'}. Begin without: recovery.latest is None there."
             )
             raise RecoveryError(msg)
-        number = max(known) if step is None else step
+        number = _newest(known) if step is None else step
+        assert number is not None  # there is one
         store = known[number]
         note = store.note(number)
         wrong = state_differences(note, like)
@@ -95,11 +98,11 @@ class Saving:
 
     @property
     def latest(self) -> int | None:
-        """The newest step that was saved, or None."""
-        return None if self.folder is None else max(self._known(), default=None)
+        """The step of what was saved last, or None. After a return to an earlier step that is not the highest one."""
+        return None if self.folder is None else _newest(self._known())
 
     def _note(self, step: int, state: Any, policy: StepPolicy) -> dict[str, Any]:
-        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan)
+        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {_SAVED_AT: time.time()}
 
     def _known(self) -> dict[int, Checkpoints]:
         """Each step that was saved, with where; of one that is also a snapshot the saved one."""
@@ -121,3 +124,8 @@ class Saving:
             msg = f"{what} a folder, and Recovery has none. Write jm.Recovery(..., checkpoints='runs/a/checkpoints')."
             raise RecoveryError(msg)
         return self.folder
+
+
+def _newest(known: Mapping[int, Checkpoints]) -> int | None:
+    """The step that was saved last. Nothing is deleted when a run goes on from an earlier one: higher ones can be there still."""
+    return max(known, key=lambda step: (known[step].note(step).get(_SAVED_AT, 0.0), step), default=None)
