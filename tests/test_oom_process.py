@@ -220,8 +220,9 @@ def test_a_refused_compile_for_another_device_is_an_answer(tmp_path):
 def test_planning_ends_at_its_deadline(tmp_path):
     began = time.monotonic()
     done = run("guard", tmp_path / "reports", "step", seconds=0.3)  # no process has started and compiled by then
+    took = time.monotonic() - began
     assert done.returncode == 1
     told = facts(only_folder(tmp_path / "reports"))
     assert told["planning"].startswith("Nothing was compiled: the time for planning was over; give it more by ")
     assert not any(remedy["compiled"] for remedy in told["remedies"])
-    assert time.monotonic() - began < 60
+    assert took < 10, "with the start of Python and of JAX, which takes three"

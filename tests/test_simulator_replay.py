@@ -257,7 +257,7 @@ def test_settings_that_no_device_has_are_refused(settings, told):
 
 
 def test_a_hundred_thousand_allocations_take_seconds_not_minutes():
-    """The bound is far above what is measured (results/simulator_*.json): it fails where a list is searched from end to end."""
+    """The bound is three times the goal of 100,000 a second, in time of the processor: a slow machine is no failure."""
     import time
 
     model = Bfc(64 * GIB)
@@ -266,4 +266,4 @@ def test_a_hundred_thousand_allocations_take_seconds_not_minutes():
         held.append(model.allocate(256 + number * 7919 % (512 * 1024)))
         if number % 2:
             model.free(held.pop(number * 31 % len(held)))
-    assert time.process_time() - begun < 10
+    assert time.process_time() - begun < 3
