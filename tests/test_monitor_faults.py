@@ -270,6 +270,22 @@ def test_a_metric_that_is_deleted_at_the_very_end_ends_nothing(capfd):
     assert told(capfd) == []
 
 
+def test_a_metric_that_is_odd_at_the_very_end_ends_nothing(capfd):
+    class Forgotten(DeletedMeanwhile):
+        def is_ready(self) -> bool:
+            msg = "no such handle"
+            raise KeyError(msg)
+
+    with jm.MemoryMonitor(MonitorSettings(scan_s=60.0, window_s=60.0)) as monitor:
+        monitor(0)
+        time.sleep(0.3)
+        monitor(1, {"loss": Forgotten()})
+    assert {line.split(": ")[1] for line in told(capfd)} <= {
+        "reading metrics is switched off for the rest of the run",
+        "waiting for metrics is switched off for the rest of the run",
+    }
+
+
 @pytest.mark.parametrize(("metrics", "error"), [({"loss": Unshaped()}, "ValueError"), (in_itself(), "RecursionError")])
 def test_an_odd_metric_takes_nothing_else_with_it(metrics: Any, error: str, capfd):
     double = jm.CollectingWriter()
