@@ -97,8 +97,8 @@ def as_writer(obj: Any) -> Writer:
     methods = ", ".join(f"{method}()" for method in _SHAPES)
     why = " It has every method that it is asked for, so that its kind cannot be told." if answers_all else ""
     msg = (
-        f"{type(obj).__name__} is no writer.{why} Expected a Writer of jaxmem_callbacks, an object with one of {methods}, called as "
-        "log(scalars, step=...), or a callable f(step, scalars). Wrap it: writer=lambda step, scalars: your_logger(...)."
+        f"{type(obj).__name__} is no writer.{why} Expected a Writer of jaxmem_callbacks, an object with one of {methods}, called "
+        "as log(scalars, step=...), or a callable f(step, scalars). Wrap it: writer=lambda step, scalars: your_logger(...)."
     )
     raise TypeError(msg)
 
