@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,20 @@ def test_a_flag_that_ends_the_process_is_a_finding_with_xlas_own_words():
     assert "Unknown flag in XLA_FLAGS: --xla_bogus_flag=1" in found["why"]
     assert found["type_next"].startswith("unset XLA_FLAGS")
     assert "Unknown flag" in err, "what JAX logs is shown"
+
+
+def test_of_several_flags_xla_says_it_in_the_plural():
+    _, out, _ = typed("--start", "--json", XLA_FLAGS="--xla_bogus_flag=1 --xla_other_bogus_flag=1")
+    (found,) = json.loads(out)["findings"]
+    assert "--xla_other_bogus_flag" in found["why"]
+    assert found["type_next"].startswith("unset XLA_FLAGS")
+
+
+def test_of_a_start_that_python_ends_the_error_is_told_and_no_line_of_its_traceback(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "maybe")
+    failed = devices_started()
+    assert isinstance(failed, Finding)
+    assert re.search(r"\(exit code 1\)\. Its last words: \w*Error: .*maybe", failed.why), failed.why
 
 
 def test_a_start_that_takes_too_long_is_a_finding():

@@ -143,3 +143,13 @@ def test_ctrl_c_right_after_the_old_array_went_loses_nothing(monkeypatch):
             [MoveStep(kind="device", keys=(1,), bytes=0, to=(0,))], copy=lambda array: jnp.copy(array.array)
         )
     check(mover.tree)
+
+
+def test_an_interrupt_stays_one_also_where_an_array_cannot_be_put_back(monkeypatch):
+    monkeypatch.setattr(moving, "staged", failing_at(KeyboardInterrupt(), 2, moving.staged))
+    monkeypatch.setattr(moving, "put_back", failing_at(RuntimeError(HICCUP), 1, moving.put_back))
+    mover = Mover(three())
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        mover.carry_out(TOGETHER)
+    assert isinstance(interrupted.value.__cause__, DefragmentError)
+    check(mover.tree)

@@ -179,15 +179,22 @@ def test_an_accelerator_without_its_plugin_is_a_finding_of_the_machine_only():
 
 
 PLATFORMS = [
-    ({"platforms_text": "gpu"}, "no plugin", r"gpu for each of cuda, rocm.*fails", "JAX_PLATFORMS=cpu"),
+    (
+        {"platforms_text": "gpu"},
+        "no plugin",
+        r"gpu for each of cuda, rocm, oneapi, and wants them all.*fails",
+        "JAX_PLATFORMS=cpu",
+    ),
     ({"platforms_text": "gpu,cpu", "plugins": {"cuda": "x 0.12.0"}}, "no plugin", r"fails", "JAX_PLATFORMS=cuda,cpu"),
+    ({"platforms_text": "gpu", "plugins": {"rocm": "x 1"}}, "no plugin", r"fails", "JAX_PLATFORMS=rocm"),
     ({"platforms_text": "cud,cpu"}, "unknown platform", r"Did you mean `cuda`\?.*fails", "JAX_PLATFORMS=cuda,cpu"),
     ({"platforms_text": "cpu, cpu"}, "unknown platform", r"blanks too.*fails", "JAX_PLATFORMS=cpu"),
     ({"platforms_text": "cpu,"}, "unknown platform", r"fails", "JAX_PLATFORMS=cpu"),
     ({"platforms_text": "CPU"}, "unknown platform", r"Did you mean `cpu`", "JAX_PLATFORMS=cpu"),
     ({"platforms_text": "bogus"}, "unknown platform", r"no plugin here has this name\. JAX fails", "lets JAX choose"),
-    ({"platform_name": "GPU"}, "no plugin", r"no plugin for cuda or rocm here", "JAX_PLATFORMS=cpu"),
+    ({"platform_name": "GPU"}, "no plugin", r"no plugin for cuda or rocm or oneapi here", "JAX_PLATFORMS=cpu"),
     ({"platform_name": "tpu"}, "no plugin", r"fails", "JAX_PLATFORMS=cpu"),
+    ({"platform_name": "tpu", "plugins": {"cuda": "x 0.12.0"}}, "no plugin", r"fails", "JAX_PLATFORMS=cuda"),
     ({"platform_name": "bogus"}, "unknown platform", r"fails", "JAX_PLATFORMS=cpu"),
 ]
 
@@ -204,7 +211,7 @@ def test_a_platform_that_cannot_start_is_a_finding_of_the_machine_only(more, kin
 @pytest.mark.parametrize(
     "more",
     [
-        {"platforms_text": "gpu", "plugins": {"rocm": "x 1"}},
+        {"platforms_text": "gpu", "plugins": {"rocm": "x 1"}, "other_plugins": ("oneapi_plugin",)},
         {"platforms_text": "neuron,cpu", "other_plugins": ("neuron_plugin",)},
         {"platform_name": "cpu"},
         {"platform_name": "gpu", "plugins": {"rocm": "x 1"}},

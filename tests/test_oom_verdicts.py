@@ -50,6 +50,19 @@ def test_an_error_of_the_users_callback_is_none_however_little_is_left(monkeypat
     assert judge(jax.errors.JaxRuntimeError(OPERATION_FAILED)) is not None
 
 
+def test_an_error_of_the_users_callback_that_names_one_in_passing_is_none():
+    def refuse(value):
+        del value
+        msg = "bad shard 7; the node log has CUDA_ERROR_OUT_OF_MEMORY"
+        raise ValueError(msg)
+
+    step = jax.jit(lambda x: jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.float32), x))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        step(jnp.float32(1)).block_until_ready()
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in str(caught.value)
+    assert judge(caught.value) is None
+
+
 def test_a_librarys_results_are_counted_once(monkeypatch):
     @jax.jit
     def one_product_that_is_sorted(x):

@@ -40,6 +40,20 @@ def test_what_a_step_takes_besides_the_batch_is_kept_also_where_batch_at_gives_t
     assert (batches.bytes, batches.of(12)) == (0, ("batch 12",))
 
 
+def test_arrays_that_every_step_takes_are_copied_once():
+    batches, said = kept(str, 4 * MIB)
+    frozen, others = {"w": jnp.ones(MIB // 4)}, jnp.zeros(MIB // 4)
+    for step in range(10, 15):
+        batches.keep(step, ("a batch", frozen))
+    assert batches.bytes == MIB
+    batches.keep(15, ("a batch", {"w": others}))
+    batches.keep(16, ("a batch", {"v": others}))
+    assert batches.of(12)[1]["w"][0] == 1.0
+    assert batches.of(15)[1]["w"][0] == 0.0, "another array"
+    assert list(batches.of(16)[1]) == ["v"], "in another place"
+    assert (batches.bytes, said) == (3 * MIB, [])
+
+
 def test_without_batch_at_all_of_it_is_kept():
     batches, _ = kept(None)
     batches.keep(10, (np.arange(3), 7))
@@ -94,3 +108,17 @@ def test_checkpoints_without_a_time_are_taken_by_their_step(tmp_path, monkeypatc
     for step in (7, 4):
         recovery.save_before_oom(step, {"w": jnp.zeros(4)})
     assert recovery.latest == 7
+
+
+def test_of_a_step_that_was_saved_and_is_a_snapshot_the_last_written_counts(tmp_path):
+    settings = jm.load_preset("recover_from_disk")
+
+    def train_step(state, batch):
+        return {"w": state["w"] + batch}, {"loss": state["w"].sum()}
+
+    recovery = jm.Recovery(train_step, settings, checkpoints=tmp_path)
+    state = {"w": jnp.zeros(4)}
+    recovery.save_before_oom(0, {"w": jnp.full(4, 9.0)})
+    recovery.step(0, state, np.float32(1.0))  # a snapshot of step 0, after that
+    assert recovery.latest == 0
+    assert float(jm.Recovery(train_step, settings, checkpoints=tmp_path).restore(state)[1]["w"][0]) == 0.0

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 
-_listing = threading.Lock()
+_PATIENCE_S = 1.0
+# Reentrant: a handler of a signal, or what the interpreter collects meanwhile, may ask on the thread that holds it.
+_listing = threading.RLock()
 _clones: dict[int, weakref.ref[Any]] = {}  # by id: clones that are alive, and their parts
 
 
@@ -35,9 +37,13 @@ def clone_of(array: jax.Array) -> jax.Array:
 
 def live_arrays() -> list[jax.Array]:
     """What ``jax.live_arrays()`` lists, without the clones of this file."""
-    with _listing:
+    alone = _listing.acquire(timeout=_PATIENCE_S)  # one look that counts a clone is better than one that hangs
+    try:
         listed = jax.live_arrays()
-        return [array for array in listed if id(array) not in _clones] if _clones else listed
+    finally:
+        if alone:
+            _listing.release()
+    return [array for array in listed if id(array) not in _clones] if _clones else listed
 
 
 def _cloned(array: Any) -> Any:

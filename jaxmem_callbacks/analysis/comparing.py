@@ -11,9 +11,8 @@ from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.errors import ComparisonError
 
 _TOLD = 3
-_NUMBER = re.compile(
-    r"[\d_.+/-]{1,30}(?:[eE][+-]?\d{1,2})?"
-)  # with an exponent of a hundred it is no share of a memory
+# With an exponent of a hundred it is no share of a memory.
+_NUMBER = re.compile(r"[\d_.+/-]{1,30}(?:[eE][+-]?\d{1,2})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
 from jaxmem_callbacks.environment.variables import PREALLOCATE
 from jaxmem_callbacks.records.environment import DeviceFacts, Finding
 
-LIMIT_S = 300.0  # a host of eight GPUs or a TPU takes up to a minute
+LIMIT_S = 300.0
 _TOLD = 600
 _FLAGS = "XLA_FLAGS"
+_FATAL = re.compile(r"F\d{4} |Fatal ")  # how XLA's log, and Python's, mark what ends the process; a stack may follow
 
 
 def devices_started(*, limit_s: float = LIMIT_S) -> tuple[DeviceFacts, ...] | Finding:
@@ -48,9 +50,7 @@ def devices_started(*, limit_s: float = LIMIT_S) -> tuple[DeviceFacts, ...] | Fi
 
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    fatal = [
-        line for line in lines if line.startswith("F")
-    ]  # XLA's log marks what ends the process; a stack may follow
+    fatal = [line for line in lines if _FATAL.match(line)]
     words = (fatal or lines or ["nothing"])[-1][:_TOLD]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return f"It ends the process ({how}). Its last words: {words}"
@@ -58,7 +58,7 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 def _no_start(why: str) -> Finding:
     line = 'JAX_PLATFORMS="" jaxmem doctor --start   # lets JAX choose'
-    if f"flag in {_FLAGS}" in why:
+    if re.search(rf"flags? in {_FLAGS}", why):
         line = f"unset {_FLAGS}   # or correct the flag"
     return Finding(kind="no start", given="JAX does not start.", why=why, type_next=line)
 

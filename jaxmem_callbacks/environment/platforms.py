@@ -12,7 +12,7 @@ _INSTALL = {
     "rocm": ("an AMD GPU", 'pip install "jax[rocm7-local]"'),
     "tpu": ("a TPU", 'pip install "jax[tpu]"'),
 }
-_GPUS = ("cuda", "rocm")  # what JAX takes `gpu` for; newer versions also for oneapi
+_GPUS = ("cuda", "rocm", "oneapi")  # what JAX takes `gpu` for
 _KNOWN = ("cpu", "gpu", *_INSTALL)
 _KNOWN_TO_JAX = ("oneapi", "METAL", "proxy")  # and nothing else is known of them here
 _ALIKE = 0.6
@@ -64,7 +64,8 @@ def _platforms(seen: Surroundings) -> Iterator[Finding]:
 
 def _missing_gpus(seen: Surroundings) -> list[str]:
     """What ``gpu`` stands for and has no plugin here; JAX passes over cuda where it sees no NVIDIA GPU and finds another."""
-    missing = [each for each in _GPUS if each not in seen.plugins]
+    # The plugin for oneapi is one of those whose platform is known after a start only.
+    missing = [each for each in _GPUS if each not in seen.plugins and not (each == "oneapi" and seen.other_plugins)]
     return [] if missing == ["cuda"] and "cuda" not in seen.hardware else missing
 
 
@@ -85,7 +86,7 @@ def _old_name(seen: Surroundings) -> Iterator[Finding]:
         kind="no plugin" if name in _KNOWN else "unknown platform",
         given=f"JAX_PLATFORM_NAME={seen.platform_name}.",
         why=why,
-        type_next=f"unset JAX_PLATFORM_NAME; export JAX_PLATFORMS={near or 'cpu'}   # the new name",
+        type_next=f"unset JAX_PLATFORM_NAME; export JAX_PLATFORMS={near or (here[0] if here else 'cpu')}   # the new name",
     )
 
 

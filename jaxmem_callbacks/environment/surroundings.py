@@ -6,7 +6,9 @@ Values are taken of the variables that JAX reads only. JAX itself is not importe
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Mapping
@@ -90,8 +92,16 @@ def _plugins() -> dict[Platform, str]:
 
 
 def _other_plugins() -> tuple[str, ...]:
-    """What is advertised as JAX's plugins, but for those of `_PLUGINS`: their modules are called ``xla_cuda12`` and the like."""
+    """What is advertised as JAX's plugins, but for those of `_PLUGINS`: their modules are called ``xla_cuda12`` and the like.
+
+    As JAX finds them: by entry points, as modules of the package ``jax_plugins``, and by a variable. None is imported.
+    """
     names = {each.name for each in importlib.metadata.entry_points(group="jax_plugins")}
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = spec.submodule_search_locations if spec is not None else None
+    names |= {each.name for each in pkgutil.iter_modules(folders or ())}
+    named = os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS", "")
+    names |= {part.partition(":")[0].strip() for part in named.split(",") if part.strip()}
     return tuple(sorted(name for name in names if not name.startswith(_OWN_PLUGINS)))
 
 

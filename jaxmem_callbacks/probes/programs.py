@@ -7,6 +7,7 @@ listener once a compile.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
@@ -113,11 +114,11 @@ class ProgramsProbe:
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
         name = match[1] if match else name
-        statistics = (
-            self._executables.statistics()
-        )  # asked for the others too, so that the next new one is the only one
-        if made_by_user(name):
-            self._heard.append(_Heard(name, time.time(), _memory(name, statistics)))
+        # JAX calls this in the user's compile, which nothing here may end.
+        with contextlib.suppress(Exception):
+            statistics = self._executables.statistics()  # of others too, so that the next new one is the only one
+            if made_by_user(name):
+                self._heard.append(_Heard(name, time.time(), _memory(name, statistics)))
 
 
 def _memory(name: str, statistics: Any) -> ProgramMemory | None:

@@ -50,6 +50,11 @@ class HostSnapshot:
         return sum(leaf.bytes for leaf in self._leaves)
 
     @property
+    def structure(self) -> Any:
+        """Of its tree."""
+        return self._tree
+
+    @property
     def is_whole(self) -> bool:
         """Whether this process alone has every part of every array."""
         return all(leaf.is_whole for leaf in self._leaves)

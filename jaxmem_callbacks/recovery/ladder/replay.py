@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, final
+
+import jax
 
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.units import format_bytes
@@ -28,6 +31,7 @@ class Batches:
         self._say = say
         self._kept: dict[int, HostSnapshot] = {}
         self._let_go: set[int] = set()
+        self._latest: list[weakref.ref[Any]] = []  # the arrays that the last copy is of, where it is of arrays alone
         self._largest = 0
         self._first: int | None = None  # the step of the snapshot
         self._told = False
@@ -35,7 +39,7 @@ class Batches:
     @property
     def bytes(self) -> int:
         """Host memory that the buffer takes."""
-        return sum(each.bytes for each in self._kept.values())
+        return sum(each.bytes for each in {id(each): each for each in self._kept.values()}.values())
 
     def given(self, step: int, inputs: Inputs) -> Inputs:
         """The inputs of a call: the user's own, or what ``batch_at`` has for the step.
@@ -64,7 +68,7 @@ class Batches:
         inputs = inputs if self._batch_at is None else inputs[1:]
         if not inputs:
             return
-        copied = HostSnapshot(step, inputs)  # NumPy's arrays too: their owner may write the next batch into them
+        copied = self._copy(step, inputs)
         self._kept[step] = copied
         self._largest = max(self._largest, copied.bytes)
         while self._kept and self.bytes > self._most:
@@ -74,6 +78,17 @@ class Batches:
             if not self._told:
                 self._told = True
                 self._say(f"a failure from step {step} on could not be repeated: {self._need(step)}")
+
+    def _copy(self, step: int, inputs: Inputs) -> HostSnapshot:
+        """On the host: NumPy's arrays too, whose owner may write into them; JAX's, such as frozen weights, once."""
+        latest = next(reversed(self._kept.values()), None)
+        leaves = jax.tree.leaves(inputs)
+        are_the_same = len(leaves) == len(self._latest) and all(map(_is, self._latest, leaves))
+        if latest is not None and are_the_same and jax.tree.structure(inputs) == latest.structure:
+            return latest
+        arrays = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        self._latest = [weakref.ref(leaf) for leaf in leaves] if arrays else []
+        return HostSnapshot(step, inputs)
 
     def of(self, step: int) -> Inputs:
         """The inputs of a step again.
@@ -96,6 +111,10 @@ class Batches:
         )
         return (
             f"the snapshot is of step {self._first}, and {what} of up to {format_bytes(self._largest)} fill the buffer "
-            f"of {format_bytes(self._most)} before step {step + 1}. {instead}, a larger "
+            f"of {format_bytes(self._most)} before step {step + 1}. {instead}, or a larger "
             "`recovery: {buffer: ...}`, or snapshots more often: `recovery: {every_steps: ...}`."
         )
+
+
+def _is(known: weakref.ref[Any], leaf: Any) -> bool:
+    return known() is leaf

@@ -79,7 +79,6 @@ class Saving:
             )
             raise RecoveryError(msg)
         number = _newest(known) if step is None else step
-        assert number is not None  # there is one
         store = known[number]
         note = store.note(number)
         wrong = state_differences(note, like)
@@ -99,19 +98,24 @@ class Saving:
     @property
     def latest(self) -> int | None:
         """The step of what was saved last, or None. After a return to an earlier step that is not the highest one."""
-        return None if self.folder is None else _newest(self._known())
+        known = {} if self.folder is None else self._known()
+        return _newest(known) if known else None
 
     def _note(self, step: int, state: Any, policy: StepPolicy) -> dict[str, Any]:
         return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {_SAVED_AT: time.time()}
 
     def _known(self) -> dict[int, Checkpoints]:
-        """Each step that was saved, with where; of one that is also a snapshot the saved one."""
+        """Each step that was saved, with where; of one that is also a snapshot what was written last."""
         folder = self._needed("restoring needs")
         found: dict[int, Checkpoints] = {}
         for name in (_SNAPSHOTS, _SAVED):
             if (folder / name).is_dir():
                 store = self._store() if name == _SAVED else checkpoints_in(folder / name, keep=_KEPT_SNAPSHOTS)
-                found |= dict.fromkeys(store.steps(), store)
+                found |= {
+                    step: store
+                    for step in store.steps()
+                    if step not in found or _saved_at(store, step) >= _saved_at(found[step], step)
+                }
         return dict(sorted(found.items()))
 
     def _store(self) -> Checkpoints:
@@ -126,6 +130,17 @@ class Saving:
         return self.folder
 
 
-def _newest(known: Mapping[int, Checkpoints]) -> int | None:
-    """The step that was saved last. Nothing is deleted when a run goes on from an earlier one: higher ones can be there still."""
-    return max(known, key=lambda step: (known[step].note(step).get(_SAVED_AT, 0.0), step), default=None)
+def _newest(known: Mapping[int, Checkpoints]) -> int:
+    """The step that was saved last, of one at least.
+
+    Nothing is deleted when a run goes on from an earlier one: higher ones can be there still.
+    """
+    return max(known, key=lambda step: (_saved_at(known[step], step), step))
+
+
+def _saved_at(store: Checkpoints, step: int) -> float:
+    """When, in seconds since the epoch by the clock of who saved it; 0 where its note does not say."""
+    try:
+        return float(store.note(step).get(_SAVED_AT, 0.0))
+    except (OSError, ValueError, TypeError, KeyError):  # a broken note of one checkpoint hides no other
+        return 0.0

@@ -18,9 +18,8 @@ from jaxmem_callbacks.records.defragment import MovedArray, MoveKind, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.recovery.moving.staging import Copier, Staged, copied, put_back, staged, why_not_staged
 
-_Held = dict[
-    int, tuple[Staged, int, tuple[int, ...]]
-]  # by its key: what stands on the host, its bytes, and where it lay
+# By its key: what stands on the host, its bytes, and where it lay.
+_Held = dict[int, tuple[Staged, int, tuple[int, ...]]]
 
 
 class Mover:
@@ -129,10 +128,14 @@ class Mover:
         for key in keys:
             try:
                 self._to_host(key, held)
-            except BaseException as error:
+            except Exception as error:
                 self._back(held)
-                if isinstance(error, Exception):
-                    raise self._failed(key, "be copied to the host") from error
+                raise self._failed(key, "be copied to the host") from error
+            except BaseException as interrupt:
+                try:
+                    self._back(held)
+                except DefragmentError as failed:  # what stands on the host is in the tree; Ctrl-C stays what it is
+                    raise interrupt from failed
                 raise
         self._back(held)
 
@@ -147,14 +150,18 @@ class Mover:
     def _back(self, held: _Held) -> None:
         """Put what stands on the host back, in its order; what cannot be put back stays there, and all others are put."""
         failed: list[tuple[int, BaseException]] = []
+        moved: list[tuple[int, int, tuple[int, ...]]] = []
         for key, (values, size, before) in list(held.items()):
             try:
                 self._replace(key, put_back(values))
-                self._tell(key, "host", size, before)
             except BaseException as error:  # noqa: BLE001 - whatever it is, Ctrl-C too, the others are put back first
                 failed.append((key, error))
+            else:
+                moved.append((key, size, before))
             finally:
                 del held[key]
+        for key, size, before in moved:
+            self._tell(key, "host", size, before)
         interrupted = next((error for _, error in failed if not isinstance(error, Exception)), None)
         if interrupted is not None:
             raise interrupted

@@ -97,7 +97,7 @@ def staged(array: jax.Array) -> Staged:
         layout=_layout(data),
         committed=data.committed,
         impl=impl,
-        parts=tuple((shard.device, _on_host(shard.data)) for shard in data.addressable_shards),
+        parts=tuple((next(iter(part.devices())), _on_host(part)) for part in parts_of(data)),
     )
 
 

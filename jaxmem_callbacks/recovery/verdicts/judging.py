@@ -21,11 +21,8 @@ from jaxmem_callbacks.recovery.verdicts.failing import Failing, failing_program,
 from jaxmem_callbacks.recovery.verdicts.limits import MACHINE, host_limits
 
 _CAUSES = 10  # `raise ... from ...` again and again
-_OF_RUNTIMES = (
-    RuntimeError,
-    MemoryError,
-    OSError,
-)  # JAX's own is a RuntimeError; of other types a name in passing is no proof
+# JAX's own is a RuntimeError; of other types a name in passing is no proof.
+_OF_RUNTIMES = (RuntimeError, MemoryError, OSError)
 # An error of the user's own function, which the runtime wraps; it says itself what it is.
 _OF_A_CALLBACK = ("CpuCallback error", "Traceback (most recent call last)")
 
@@ -81,7 +78,7 @@ def _by_text(error: Exception, before: CallsBefore | None) -> Verdict | None:
     # The text alone: an error that came while another was handled is not that one's failure.
     facts, surely = read_failure(f"{type(error).__name__}: {error}")
     evidence = "its text says so"
-    if facts is not None and not surely and not isinstance(error, _OF_RUNTIMES):
+    if facts is not None and not surely and not _is_of_a_runtime(error):
         return None
     if facts is None and isinstance(error, MemoryError):
         facts, evidence = OomFacts(phase="run", platform="host"), "it is a MemoryError"
@@ -93,12 +90,17 @@ def _by_text(error: Exception, before: CallsBefore | None) -> Verdict | None:
     return Verdict(error=error, facts=facts, evidence=evidence, failing=found, limits=host_limits())
 
 
+def _is_of_a_runtime(error: Exception) -> bool:
+    of_a_callback = isinstance(error, jax.errors.JaxRuntimeError) and any(each in str(error) for each in _OF_A_CALLBACK)
+    return isinstance(error, _OF_RUNTIMES) and not of_a_callback
+
+
 def _by_limits(error: Exception, before: CallsBefore | None) -> Verdict | None:
     """An INTERNAL error on the CPU is one where the program takes more than some bound leaves."""
     text = str(error)
     if not isinstance(error, jax.errors.JaxRuntimeError) or not text.lstrip().startswith("INTERNAL"):
         return None
-    if any(words in text for words in _OF_A_CALLBACK):
+    if not _is_of_a_runtime(error):
         return None
     limits = host_limits()
     tightest = min(limits, key=_bound, default=None)
