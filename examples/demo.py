@@ -31,7 +31,7 @@ from rich.table import Table
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.flops import step_flops
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.markdown import EVENT_TITLES
+from jaxmem_callbacks.writers.markdown import event_title
 
 HERE = Path(__file__).resolve().parent
 WIDTH, LAYERS, LENGTH, BATCH = 128, 12, 256, 4
@@ -154,7 +154,7 @@ def describe(console: Console, preset: jm.Preset, train_text: np.ndarray, held_o
 def list_events(console: Console, monitor: jm.MemoryMonitor) -> None:
     console.print(f"\n[bold]Events of the run: {len(monitor.events)}[/]")
     for event in monitor.events:
-        console.print(f"\n  [bold yellow]{EVENT_TITLES[event.kind]}[/] at step {event.step}")
+        console.print(f"\n  [bold yellow]{event_title(event.kind)}[/] at step {event.step}")
         for paragraph, style in ((event.message, ""), (f"To do: {event.action}", "dim")):
             filled = textwrap.fill(paragraph, console.width - 2, initial_indent="  ", subsequent_indent="  ")
             console.print(filled, style=style, markup=False, highlight=False)
