@@ -141,6 +141,41 @@ def test_metrics_are_held_for_two_steps_and_nothing_larger_ever():
         assert [each() for each in held] == [None] * 6
 
 
+class Later:
+    """A metric of a step that the device comes to a quarter of a second after its dispatch."""
+
+    shape = ()
+
+    def __init__(self, value: float) -> None:
+        self.value, self.ready_s = value, time.monotonic() + 0.25
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return time.monotonic() >= self.ready_s
+
+    def __float__(self) -> float:
+        assert self.is_ready(), "reading it would have waited"
+        return self.value
+
+
+def test_metrics_of_a_loop_that_is_dispatched_far_ahead_are_read_and_waited_for_by_nobody():
+    double, held = jm.CollectingWriter(), []
+    with jm.MemoryMonitor(MonitorSettings(window_s=0.01, on_error="raise"), writer=double) as monitor:
+        for step in range(150):
+            loss = Later(float(step))
+            held.append(weakref.ref(loss))
+            monitor(step, {"loss": loss})
+            del loss
+            assert sum(each() is not None for each in held) <= 3, "the last two, and the one that is waited for"
+            time.sleep(0.01)
+        seen = list(double.of(Metrics))
+        assert len(seen) >= 3
+    assert all(each.values == {"loss": float(each.step)} for each in seen)
+    assert [each.step for each in seen] == sorted({each.step for each in seen})
+
+
 def test_the_same_training_with_and_without_ends_bit_equal(tmp_path):
     def train(hook) -> bytes:
         state = jnp.full((32, 32), 0.01)

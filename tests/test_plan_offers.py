@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.offers import Offer, spread
+from jaxmem_callbacks.planning.search import choose
+from tests.sample_plans import candidate
 
 LEAST, PLAIN, CLOSE = 300, 1500, 1.01
 
@@ -67,3 +69,10 @@ def test_nothing_is_asked_for_without_compiles_or_without_a_range() -> None:
     assert spread([only], 4, needs=needs_of([only]), flops=10) == []
     assert spread([only, more], 0, needs=needs_of([only, more]), flops=10) == []
     assert spread([only, more], 4, needs=needs_of([only, more]), flops=10, known={0, 1}) == []
+
+
+def test_of_candidates_that_cost_the_same_the_plain_step_is_chosen_whatever_is_done_first():
+    full, plain, dots = (candidate(4, 0, remat=remat) for remat in ("full", "none", "dots"))
+    for found in itertools.permutations([full, plain, dots]):
+        assert found[choose(found)[0]] is plain
+    assert [found[choose(found)[0]] for found in itertools.permutations([full, dots])] == [dots, dots]

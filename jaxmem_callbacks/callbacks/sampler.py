@@ -77,6 +77,7 @@ class Sampler:
         self.due_s = [0.0]  # from when on a stamp has something to attend to; a list, so that the hook sees it change
         self._snapshots: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
         self._held: deque[Held] = deque(maxlen=_HELD)
+        self._awaited: tuple[Held, ...] = ()  # one step's, that were not ready when they were looked at
         self._skipped: set[str] = set()
         self._takes_metrics = True
         self._marks: list[tuple[float, int]] = []  # time and step of the latest stamps taken
@@ -175,13 +176,14 @@ class Sampler:
         """At the end of a run, give the metrics of running steps a moment, by looking at them; no device is waited for."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while time.monotonic() < deadline and not all(
-            user_metrics.all_ready(values) for *_, values in tuple(self._held)
+            user_metrics.all_ready(values) for *_, values in (*self._awaited, *self._held)
         ):
             time.sleep(0.005)
 
     def let_go(self) -> None:
         """Hold no metric any longer."""
         self._held.clear()
+        self._awaited = ()
 
     def _drain(self) -> list[Stamp]:
         # The length is taken once: what comes meanwhile is for the next look.
@@ -253,12 +255,16 @@ class Sampler:
 
     def _ready_metrics(self) -> list[Metrics]:
         found: list[Metrics] = []
-        for serial, step, time_s, values in tuple(self._held):
+        held = tuple(self._held)
+        for serial, step, time_s, values in (*self._awaited, *held):
             if serial > self._read_serial and user_metrics.all_ready(values):
                 self._read_serial = serial
                 floats = user_metrics.read(values, self._skipped)
                 found.append(Metrics(step=step, time_s=time_s, values=floats))
                 self._let_go_of(serial)
+        # Of a loop dispatched far ahead of the device the last two steps are never ready: one is waited for, look by look.
+        waiting = [each for each in (*self._awaited, *held) if each[0] > self._read_serial]
+        self._awaited = tuple(waiting[:1])
         for name in tuple(self._skipped):
             self._faults.note(f"metric {name}", f"the metric {name} is not shown: only scalars are kept.")
         return found

@@ -226,7 +226,8 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
     problem = compiler.problem
     hardware, limits = problem.target, problem.budget
     candidates = sorted(
-        (entry.candidate for entry in ledger.entries), key=lambda c: (-(c.step_bytes or 0), c.extra_flops)
+        (entry.candidate for entry in ledger.entries),
+        key=lambda c: (-(c.step_bytes or 0), c.extra_flops, c.policy.remat != "none", repr(c.policy)),
     )
     platform = hardware.platform if hardware is not None else jax.default_backend()
     answers = [answer for entry in ledger.entries for answer in entry.compiler.answers[:1]]

@@ -246,9 +246,17 @@ def _reason(best: Candidate) -> str:
     return "the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again"
 
 
-def _cost(candidate: Candidate) -> tuple[float, float, float, float]:
-    rows = candidate.batch_rows or 0
-    return -rows, candidate.extra_flops, candidate.modelled_s or 0.0, _bytes(candidate)
+def _cost(candidate: Candidate) -> tuple[float, float, float, float, bool, str]:
+    """What is least is best. Of equals the plain step, and never what a compiler happened to be done with first."""
+    rows, policy = candidate.batch_rows or 0, candidate.policy
+    return (
+        -rows,
+        candidate.extra_flops,
+        candidate.modelled_s or 0.0,
+        _bytes(candidate),
+        policy.remat != "none",
+        repr(policy),
+    )
 
 
 def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
