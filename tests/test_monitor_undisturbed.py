@@ -168,7 +168,8 @@ def test_metrics_of_a_loop_that_is_dispatched_far_ahead_are_read_and_waited_for_
             held.append(weakref.ref(loss))
             monitor(step, {"loss": loss})
             del loss
-            assert sum(each() is not None for each in held) <= 3, "the last two, and the one that is waited for"
+            # The last two and the one that is waited for; while the monitor's thread looks, those that it looks at.
+            assert sum(each() is not None for each in held) <= 6
             time.sleep(0.01)
         seen = list(double.of(Metrics))
         assert len(seen) >= 3
