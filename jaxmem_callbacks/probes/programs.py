@@ -7,7 +7,6 @@ listener once a compile.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections import deque
@@ -90,7 +89,7 @@ class ProgramsProbe:
                 program=heard.name, time_s=heard.time_s, signature=(), memory=heard.memory, unavailable=NOT_REGISTERED
             )
             for heard in self._settled(time.time() - settle_s)
-            if heard.name not in self._registered
+            if heard.name not in self._registered and made_by_user(heard.name)
         ]
         return tuple(sorted([*registered, *others], key=lambda compilation: compilation.time_s))
 
@@ -114,11 +113,9 @@ class ProgramsProbe:
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
         name = match[1] if match else name
-        # JAX calls this in the user's compile, which nothing here may end.
-        with contextlib.suppress(Exception):
-            statistics = self._executables.statistics()  # of others too, so that the next new one is the only one
-            if made_by_user(name):
-                self._heard.append(_Heard(name, time.time(), _memory(name, statistics)))
+        # Of JAX's own too, so that the next new one is the only one. JAX calls this in the user's compile: whose function it is
+        # is asked later, on the thread that drains.
+        self._heard.append(_Heard(name, time.time(), _memory(name, self._executables.statistics())))
 
 
 def _memory(name: str, statistics: Any) -> ProgramMemory | None:
