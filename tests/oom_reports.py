@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import FailedProgram, Holder, Hole, MemoryLimit, OomReport, Remedy
+from jaxmem_callbacks.records.oom_report import (
+    FailedProgram,
+    Holder,
+    Hole,
+    MemoryLimit,
+    ModuleHolder,
+    OomReport,
+    Remedy,
+)
 from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
@@ -37,6 +45,7 @@ def hostile_report() -> OomReport:
     holder = Holder(
         name=HOSTILE,
         known_by=HOSTILE,
+        module=HOSTILE,
         kind=HOSTILE,
         type_text=HOSTILE,
         count=1,
@@ -60,6 +69,7 @@ def hostile_report() -> OomReport:
         limits=(MemoryLimit(name=HOSTILE, limit_bytes=2, used_bytes=1, source=HOSTILE),),
         program=program,
         holders=(holder,),
+        modules=(ModuleHolder(name=HOSTILE, modules=2, count=2, bytes=GIB, kinds={HOSTILE: GIB}),),
         live_bytes=GIB,
         live_count=1,
         events=(MemoryEvent(kind="near_oom", step=1, time_s=0.0, device=HOSTILE, message=HOSTILE, action=HOSTILE),),

@@ -33,8 +33,8 @@ def test_nothing_is_fetched_or_run(browser: Browser, page: Path):
     widths = browser.run(
         "return [...document.querySelectorAll('.bar rect')].map(one => one.getBoundingClientRect().width)"
     )
-    assert len(widths) == 4
-    assert min(widths) > 20, "a holder, a group of the peak, a bound and a hole are drawn"
+    assert len(widths) == 5
+    assert min(widths) > 20, "a family of modules, a holder, a group of the peak, a bound and a hole are drawn"
 
 
 @pytest.mark.parametrize("seen", [{}, {"scheme": "dark"}, {"media": "print"}], ids=str)

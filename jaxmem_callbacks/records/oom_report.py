@@ -50,6 +50,8 @@ class Holder:
         name: Path in the step's arguments such as ``state.params['Dense_0']['kernel']``, or the variable that holds them;
             empty where nobody knows.
         known_by: How the name was found: ``the call's own arrays``, ``shape``, ``variable``, or empty.
+        module: The module that it belongs to, such as ``Block_3/Dense_0``, or ``Block_*/Dense_0`` where it may be of several;
+            empty where nobody knows.
         kind: What it is to the step, such as ``parameters``; empty outside of it.
         type_text: Dtype and shape: ``float32[8,128]``; of several kinds together, ``several``.
         count: Arrays.
@@ -66,6 +68,26 @@ class Holder:
     bytes: int
     devices: tuple[str, ...]
     site: str
+    module: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleHolder:
+    """Live arrays of one module of the model, or of all that repeat it: parameters with what the optimizer keeps for them.
+
+    Attributes:
+        name: ``Block_*`` for ``Block_0``, ``Block_1`` and so on; else the module, such as ``head``.
+        modules: How many they are.
+        count: Arrays.
+        bytes: All of them, on one device.
+        kinds: Kind such as ``parameters`` -> bytes of it, the largest first.
+    """
+
+    name: str
+    modules: int
+    count: int
+    bytes: int
+    kinds: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +177,7 @@ class OomReport:
         limits: Bounds of memory, and what is taken of them.
         program: The program that failed, or None where nobody knows.
         holders: Who holds live arrays, largest first.
+        modules: Modules of the model that hold most, alike ones together, largest first.
         live_bytes: All live arrays on the fullest device.
         live_count: All live arrays.
         left_out_count: Arrays of smaller holders that are not listed.
@@ -188,6 +211,7 @@ class OomReport:
     limits: tuple[MemoryLimit, ...] = ()
     program: FailedProgram | None = None
     holders: tuple[Holder, ...] = ()
+    modules: tuple[ModuleHolder, ...] = ()
     live_bytes: int | None = None
     live_count: int | None = None
     left_out_count: int = 0

@@ -19,10 +19,12 @@ from jaxmem_callbacks.writers.oom_tables import (
 from jaxmem_callbacks.writers.report_page import POLICY
 from jaxmem_callbacks.writers.report_style import STYLE
 
-_SIZE, _UNBROKEN = (
-    re.compile(r"(\d[\d.]*) ((?:[KMGT]i)?B)\b"),
-    r"<span>\1 \2</span>",
-)  # a size does not end in the next line
+# Where a cell may end a line: behind a slash of a module's path and before a key of an array's; in no size, type or kind.
+_BREAKS = (
+    (re.compile(r"(?<=\w)/(?=\w)"), "/<wbr>"),
+    (re.compile(r"\[(?=&#x27;)"), "<wbr>["),
+    (re.compile(r"(\d[\d.]* (?:[KMGT]i)?B\b|\b\w+\[[\d,]+\]|\bparameters\b)"), r"<span>\1</span>"),
+)
 _STYLE = """
 td span { white-space: nowrap; }
 .remedy { border: 1px solid var(--rule); border-left: 4px solid var(--act-edge); border-radius: 4px; padding: 10px 14px;
@@ -30,7 +32,7 @@ td span { white-space: nowrap; }
 .remedy h4 { margin: 0 0 4px; font-size: 15px; } .remedy p { margin: 4px 0; }
 .remedy pre { background: var(--band); border: 1px solid var(--rule); border-radius: 4px; padding: 8px 10px; margin: 8px 0;
   white-space: pre-wrap; overflow-wrap: anywhere; font: 13.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
-.bar { min-width: 90px; width: 14%; }
+.bar { min-width: 90px; width: 10%; }
 .bar svg { display: block; width: 100%; height: 12px; margin-top: 5px; }
 .bar rect { fill: var(--line-0); }
 .text td { font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; white-space: pre-wrap; }
@@ -86,13 +88,20 @@ def _table(table: OomTable) -> str:
     )
     bars = table.bars or (None,) * len(table.rows)
     body = "".join(
-        "<tr>" + "".join(f"<td>{_SIZE.sub(_UNBROKEN, escape(cell))}</td>" for cell in row) + _bar(bar) + "</tr>"
+        "<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + _bar(bar) + "</tr>"
         for row, bar in zip(table.rows, bars, strict=True)
     )
     kind = "text" if table.columns == ("text",) else "facts" if len(table.columns) == 2 else ""  # noqa: PLR2004 - name and value
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _cell(text: str) -> str:
+    marked = escape(text)
+    for pattern, instead in _BREAKS:
+        marked = pattern.sub(instead, marked)
+    return marked
 
 
 def _bar(share: float | None) -> str:

@@ -93,6 +93,7 @@ def _holders(report: OomReport) -> Section:
     rows = tuple(
         (
             holder.name or "no name is known",
+            holder.module or "-",
             holder.kind or "-",
             holder.type_text,
             str(holder.count),
@@ -103,14 +104,35 @@ def _holders(report: OomReport) -> Section:
         )
         for holder in report.holders
     )
-    columns = ("what", "kind", "type", "arrays", "bytes", "device", "made at", "named by")
+    columns = ("what", "module", "kind", "type", "arrays", "bytes", "device", "made at", "named by")
     bars = tuple(holder.bytes / whole for holder in report.holders)
     rest = (
         (f"{report.left_out_count:,} smaller arrays with {format_bytes(report.left_out_bytes)} are not listed.",)
         if report.left_out_count
         else ()
     )
-    return Section(title, (first, *rest), (OomTable(columns, rows, bars),) if rows else ())
+    tables = [OomTable(columns, rows, bars)] if rows else []
+    return Section(title, (first, *rest), (*_modules(report), *tables))
+
+
+def _modules(report: OomReport) -> Iterator[OomTable]:
+    """Modules of the model, where that tells more than the list of arrays does."""
+    if all(each.count == 1 for each in report.modules):
+        return
+    rows = tuple(
+        (
+            each.name + (f" ({each.modules} modules)" if each.modules > 1 else ""),
+            str(each.count),
+            format_bytes(each.bytes),
+            ", ".join(
+                f"{kind} {format_bytes(size)}" if len(each.kinds) > 1 else kind for kind, size in each.kinds.items()
+            ),
+        )
+        for each in report.modules
+    )
+    most = max(report.modules[0].bytes, 1)
+    bars = tuple(each.bytes / most for each in report.modules)
+    yield OomTable(("module of the model", "arrays", "bytes", "what they are"), rows, bars)
 
 
 def _program(program: FailedProgram | None) -> Section:

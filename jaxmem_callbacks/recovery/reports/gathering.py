@@ -95,6 +95,7 @@ def gather(
         limits=(*devices, *verdict.limits),
         program=parts.attempt("the program", _program, failing, forecasts, default=None),
         holders=held.holders if held else (),
+        modules=held.modules if held else (),
         live_bytes=held.bytes if held else None,
         live_count=held.count if held else None,
         left_out_count=held.left_out_count if held else 0,

@@ -19,9 +19,10 @@ from jaxmem_callbacks._compat.array_parts import live_arrays
 from jaxmem_callbacks._compat.creation import creation_site
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.records.oom_report import Holder
+from jaxmem_callbacks.records.oom_report import Holder, ModuleHolder
+from jaxmem_callbacks.recovery.reports.modules import family_of, modules_of, same_form
 
-_LISTED = 24
+_LISTED, _MODULES = 24, 8
 _SECONDS = 0.75  # for sizes and names; a report takes no more than two
 _AT_ONCE = 256
 _ASKED = 8  # arrays of one holder that are asked where they were made
@@ -34,6 +35,7 @@ class Held:
 
     Attributes:
         holders: The largest.
+        modules: The families of modules that hold most, of all that are named.
         bytes: On the fullest device.
         count: All of them.
         left_out_count: Those of holders that are not listed, and those that there was no time to name.
@@ -41,6 +43,7 @@ class Held:
     """
 
     holders: tuple[Holder, ...] = ()
+    modules: tuple[ModuleHolder, ...] = ()
     bytes: int = 0
     count: int = 0
     left_out_count: int = 0
@@ -67,9 +70,19 @@ class _Seen:
         return self.devices[sharding]
 
 
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What an array is called, how that was found, and what it is to the step; the modules that it may belong to."""
+
+    text: str = ""
+    known_by: str = ""
+    kind: str = ""
+    modules: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class _Group:
-    kind: str
+    name: _Name
     type_text: str
     devices: tuple[str, ...]
     count: int = 0
@@ -85,6 +98,7 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
         variables: ``id(array)`` -> variable.
         are_the_calls: Whether ``leaves`` are the very arrays of the call that failed.
     """
+    modules = modules_of(leaves)
     own = {id(leaf.value): leaf for leaf in leaves} if are_the_calls else {}
     alike: dict[tuple[tuple[int, ...], str], list[Leaf]] = {}
     for leaf in () if are_the_calls else leaves:
@@ -99,16 +113,17 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
         named += 1
         size, array = sizes[place], arrays[place]
         type_text, devices = seen.type_text(array), seen.labels(array)
-        name, known_by, kind = _named(array, own, variables, alike)
-        apart = "" if known_by == VARIABLE else f"{type_text} {devices}"
-        group = groups.setdefault((name, known_by, apart), _Group(kind, type_text, devices))
+        name = _named(array, own, variables, alike, modules)
+        apart = "" if name.known_by == VARIABLE else f"{type_text} {devices}"
+        group = groups.setdefault((name.text, name.known_by, apart), _Group(name, type_text, devices))
         if group.count < _ASKED:
             group.sites[creation_site(array)] += 1
         if group.type_text != type_text:
             group.type_text = "several"
         group.count += 1
         group.bytes += size
-    return _summed(groups, totals, [sizes[place] for place in order[named:]])
+    ordered = sorted(groups.values(), key=lambda group: -group.bytes)
+    return _summed(ordered, _by_module(ordered, modules), totals, [sizes[place] for place in order[named:]])
 
 
 def _sized(seen: _Seen) -> tuple[list[Any], list[int], Counter[str]]:
@@ -135,39 +150,68 @@ def _named(
     own: Mapping[int, Leaf],
     variables: Mapping[int, str],
     alike: Mapping[tuple[tuple[int, ...], str], Sequence[Leaf]],
-) -> tuple[str, str, str]:
-    """Name, how it was found, and kind."""
+    modules: Mapping[str, str],
+) -> _Name:
+    """The best name that there is for an array."""
     if (leaf := own.get(id(array))) is not None:
-        return leaf.path, ITSELF, leaf.kind
+        return _Name(leaf.path, ITSELF, leaf.kind, (modules.get(leaf.path, ""),))
     same = alike.get((tuple(array.shape), str(array.dtype)), ()) if alike else ()
     if same and array.shape:
         more = f" or {len(same) - 1} more of its shape" if len(same) > 1 else ""
         variable = f", held by {variables[id(array)]}" if id(array) in variables else ""
-        return f"{same[0].path}{more}{variable}", SHAPE, same[0].kind
+        kinds = " or ".join(dict.fromkeys(leaf.kind for leaf in same))
+        return _Name(
+            f"{same[0].path}{more}{variable}", SHAPE, kinds, tuple(modules.get(leaf.path, "") for leaf in same)
+        )
     if id(array) in variables:
-        return variables[id(array)], VARIABLE, ""
-    return "", "", ""
+        return _Name(variables[id(array)], VARIABLE)
+    return _Name()
 
 
-def _summed(groups: Mapping[tuple[str, str, str], _Group], totals: Mapping[str, int], unnamed: Sequence[int]) -> Held:
-    ordered = sorted(groups.items(), key=lambda item: -item[1].bytes)
-    rest = [group for _, group in ordered[_LISTED:]]
+def _by_module(groups: Sequence[_Group], modules: Mapping[str, str]) -> tuple[ModuleHolder, ...]:
+    """What families of modules hold together; an array that may be of several families is of none."""
+    told = family_of(set(modules.values()))
+    found: dict[str, tuple[set[str], Counter[str], list[int]]] = {}
+    for group in groups:
+        members = [told(module) if module else ("", "") for module in group.name.modules]
+        families = {family for _, family in members}
+        if len(families) != 1 or families == {""}:
+            continue
+        names, kinds, counts = found.setdefault(families.pop(), (set(), Counter(), []))
+        names.update(member for member, _ in members)
+        kinds[group.name.kind] += group.bytes
+        counts.append(group.count)
+    held = [
+        ModuleHolder(
+            name=family, modules=len(names), count=sum(counts), bytes=kinds.total(), kinds=dict(kinds.most_common())
+        )
+        for family, (names, kinds, counts) in found.items()
+    ]
+    return tuple(sorted(held, key=lambda each: -each.bytes)[:_MODULES])
+
+
+def _summed(
+    ordered: Sequence[_Group], modules: tuple[ModuleHolder, ...], totals: Mapping[str, int], unnamed: Sequence[int]
+) -> Held:
+    rest = ordered[_LISTED:]
     return Held(
         holders=tuple(
             Holder(
-                name=name,
-                known_by=known_by,
-                kind=group.kind,
+                name=group.name.text,
+                known_by=group.name.known_by,
+                module=same_form(group.name.modules),
+                kind=group.name.kind,
                 type_text=group.type_text,
                 count=group.count,
                 bytes=group.bytes,
                 devices=group.devices,
                 site=group.sites.most_common(1)[0][0],
             )
-            for (name, known_by, _), group in ordered[:_LISTED]
+            for group in ordered[:_LISTED]
         ),
+        modules=modules,
         bytes=max(totals.values(), default=0),
-        count=sum(group.count for group in groups.values()) + len(unnamed),
+        count=sum(group.count for group in ordered) + len(unnamed),
         left_out_count=sum(group.count for group in rest) + len(unnamed),
         left_out_bytes=sum(group.bytes for group in rest) + sum(unnamed),
     )
