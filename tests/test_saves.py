@@ -26,6 +26,7 @@ from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.saves import CheckpointSave, SaveSpan
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.protocol import Table
 from jaxmem_callbacks.writers.report_chart import chart_html
@@ -36,8 +37,9 @@ from tests.watching import NotingMonitor, assert_written
 pytestmark = pytest.mark.core
 
 MIB = 2**20
+BUFFER = 32 * MIB  # kept in NumPy: Orbax copies it before it goes on in the background, since a user may overwrite it
 STEPS, SAVED = 12, (3, 7, 11)
-SETTINGS = MonitorSettings(window_s=0.02, scan_s=0.02, on_error="raise")
+SETTINGS = MonitorSettings(window_s=0.02, scan_s=0.02, host_s=0.005, on_error="raise")
 STARTED, ENDED = "/jax/orbax/write/start", "/jax/orbax/write/total_duration_secs"
 
 
@@ -49,9 +51,10 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A training that saves by both interfaces of Orbax, one waiting for it and two in the background."""
+    """A training that saves by both interfaces of Orbax, one waiting for it and two in the background, one of a large buffer."""
     folder, double = tmp_path_factory.mktemp("run"), jm.CollectingWriter()
     state = {"w": jnp.ones((512, 512))}
+    replayed = np.random.default_rng(0).random(BUFFER // 8)
     manager = ocp.CheckpointManager(
         folder / "old", options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     )
@@ -62,7 +65,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             if step == 9:
                 manager.save(step, args=ocp.args.StandardSave(state))
             if step == 19:
-                later.save(step, args=ocp.args.StandardSave(state))
+                monitor.flush()  # what is held before is read
+                later.save(step, args=ocp.args.StandardSave({**state, "replayed": replayed}))
                 later.wait_until_finished()
             if step == 24:
                 v1.save_async(folder / "v1", state).result()
@@ -91,6 +95,27 @@ def test_saves_are_in_the_files_of_the_run(run: Run) -> None:
     assert text.startswith(f"| {DURING} | seconds |")
     assert "| after step 9 to " in text
     assert text.index("after step 24") < text.index("after step 9"), "newest first"
+
+
+def test_the_peak_of_a_save_is_what_each_file_of_the_run_shows(run: Run) -> None:
+    """Orbax's own copy of a buffer is the spike: in the record, the line, TensorBoard's table and chart, and the report."""
+    save = run.double.of(CheckpointSave)[1]
+    high, before = save.highs["resident_bytes"], save.before["resident_bytes"]
+    assert high - before >= BUFFER
+    lines = [json.loads(line) for line in (run.folder / "memory.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["kind"] == "checkpoint_save" and line["first_step"] == 19]
+    assert (line["highs"]["resident_bytes"], line["before"]["resident_bytes"]) == (high, before)
+    page = EventAccumulator(str(run.folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    text = page.Tensors("memory/checkpoint_saves/text_summary")[-1].tensor_proto.string_val[0].decode()
+    header, (row,) = text.splitlines()[0], [row for row in text.splitlines() if row.startswith("| after step 19 to ")]
+    assert dict(zip(header.split(" | "), row.split(" | "), strict=True))["host, highest |"] == (
+        f"{format_bytes(high)} ({format_bytes(before)} before) |"
+    )
+    chart = [point.value for point in page.Scalars("memory/host_gib/max") if 19 <= point.step <= save.step]
+    assert max(chart) * 1024 * MIB == pytest.approx(high, rel=1e-6)
+    (story,) = stories_of(run.folder)
+    words = f"{DURING}, {save.time_s - save.began_s:.1f} s after step 19"
+    assert words in chart_html(story.history.points, [], saves=story.saves)
 
 
 def trained(folder: Path, hook: Any) -> list[np.ndarray]:
@@ -208,10 +233,11 @@ def test_a_save_that_failed_counts_as_running_until_the_next_one_ends() -> None:
 def test_two_saves_at_once_end_in_their_order() -> None:
     probe = SavesProbe()
     probe.start()
+    began_s = time.time()
     jax.monitoring.record_event("/jax/orbax/write/async/start")
     time.sleep(0.02)
     jax.monitoring.record_event("/jax/orbax/write/async/start")
-    jax.monitoring.record_event_duration_secs("/jax/orbax/write/async/total_duration_secs", 0.02)
+    jax.monitoring.record_event_duration_secs("/jax/orbax/write/async/total_duration_secs", time.time() - began_s)
     first, second = probe.drain()
     probe.stop()
     assert (first[1] is None, second[1] is None) == (False, True)
