@@ -88,6 +88,7 @@ def test_every_public_name_is_used_under_a_strict_type_checker():
     assert re.match("# pyright: strict, reportUnnecessaryTypeIgnoreComment=true\n", text)
     used = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
     assert [name for name in PUBLIC if name not in used] == []
+    assert [method for method in methods() if method.rpartition(".")[2] not in used] == []
     assert [
         f"{name}.{inner}"
         for name in MODULES
@@ -96,6 +97,15 @@ def test_every_public_name_is_used_under_a_strict_type_checker():
     ] == []
     assert "tests/typed_use.py" in (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert (Path(jm.__file__).parent / "py.typed").exists()
+
+
+def methods() -> Iterator[str]:
+    """Methods and properties of the public classes, as ``Plan.policy``."""
+    classes = {name: getattr(jm, name) for name in PUBLIC if inspect.isclass(getattr(jm, name))}
+    assert len(classes) >= 8
+    for name, value in classes.items():
+        members = inspect.getmembers(value, lambda member: inspect.isfunction(member) or isinstance(member, property))
+        yield from (f"{name}.{member}" for member, _ in members if not member.startswith("_"))
 
 
 @pytest.mark.core
