@@ -24,6 +24,10 @@ import jaxmem_callbacks as jm
 STEPS, FAILS = 60, 36  # the 37th
 WIDTH, LAYERS = 32, 48
 ROWS, LONG = 256, 32768  # of every batch, and of the one that does not fit
+UNEVEN = {
+    34: 250,
+    38: 101,
+}  # rows that no power of two divides: of a batch that is repeated, and of one that comes later
 SPARE = 205 * 2**20  # less than half of what the long batch needs
 
 
@@ -76,8 +80,9 @@ def new_state():
     return {"params": params, "momentum": jnp.zeros_like(params), "key": jax.random.key(1), "count": jnp.int32(0)}
 
 
-def batch_at(step, seed=0):
-    x = np.random.default_rng(step + seed).standard_normal((LONG if step == FAILS else ROWS, WIDTH), np.float32)
+def batch_at(step, seed=0, *, uneven=False):
+    rows = UNEVEN.get(step, ROWS) if uneven else ROWS
+    x = np.random.default_rng(step + seed).standard_normal((LONG if step == FAILS else rows, WIDTH), np.float32)
     return {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
@@ -97,6 +102,7 @@ def train(
     spoil=False,
     buffered=False,
     donated=False,
+    uneven=False,
     loss=loss_fn,
     policy=None,
     **recovery,
@@ -110,7 +116,7 @@ def train(
             echoed(step_of(loss)) if donated else step_of(loss),
             preset,
             donate_argnames=("state", "batch") if donated else None,
-            batch_at=None if buffered else lambda step: batch_at(step, **source),
+            batch_at=None if buffered else lambda step: batch_at(step, **source, uneven=uneven),
             monitor=monitor,
             checkpoints=folder / "kept",
         )
@@ -177,6 +183,7 @@ SCENARIOS = {
     "other_batches": lambda folder: train(folder, first=34, spoil=True, ladder=["remat"]),
     "forgotten": lambda folder: train(folder, first=34, ladder=["remat"], buffered=True, buffer="1MiB"),
     "donated": lambda folder: train(folder, first=34, ladder=["remat"], buffered=True, donated=True),
+    "uneven": lambda folder: train(folder, first=34, uneven=True, ladder=["microbatches"]),
     "no_ladder": lambda folder: train(folder, first=35, ladder=[]),
 }
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.recoveries import RecoverySettings
-from jaxmem_callbacks.recovery.ladder.offers import microbatch_counts, offers, stronger_remats
+from jaxmem_callbacks.recovery.ladder.offers import fitting_count, microbatch_counts, offers, stronger_remats
 from jaxmem_callbacks.recovery.ladder.reuse import addresses, reused_bytes
 from jaxmem_callbacks.recovery.ladder.rungs import defragmented
 from jaxmem_callbacks.recovery.ladder.wanted import frontier_below
@@ -73,10 +73,34 @@ def test_a_copy_comes_back_as_it_was_and_in_memory_of_its_own():
     assert snapshot.bytes == 64 * 64 * 6 + 4 + 16
 
 
+@pytest.mark.parametrize(
+    ("rows", "count", "chosen_for", "fitting"),
+    [
+        (100, 8, 256, 4),  # of 25 rows, where 8 of 32 were chosen
+        (101, 8, 256, 101),  # a prime number
+        (17, 8, 256, 1),
+        (384, 16, 256, 24),
+        (100, 8, None, 10),  # as many at least, where the rows that they were chosen for are not known
+        (5, 8, None, 5),
+    ],
+)
+def test_microbatches_of_other_rows_are_no_larger_than_those_chosen(rows, count, chosen_for, fitting):
+    assert fitting_count(rows, count, chosen_for) == fitting
+
+
 def test_the_ladder_in_order():
     assert microbatch_counts(1, 64, None) == [2, 4, 8, 16, 32, 64]
     assert microbatch_counts(1, 64, 12) == [2, 4, 12], "divisors, each at least twice the one before"
     assert microbatch_counts(2, 3, 12) == []
+    prime = RecoverySettings(ladder=("microbatches", "remat"))
+    assert [each.why for each in offers(prime, jm.StepPolicy(remat="full"), rows=101)] == [
+        "no number from 2 to max_microbatches=64 divides the batch's 101 rows",
+        "",
+    ]
+    most = RecoverySettings(ladder=("microbatches",), max_microbatches=6)
+    assert [each.why for each in offers(most, jm.StepPolicy(microbatches=4), rows=64)] == [
+        "twice the 4 in force are more than max_microbatches=6"
+    ]
     words = [(each.remat, each.levels) for each in stronger_remats(jm.StepPolicy())]
     assert words == [("dots_saveable", 1), ("full", 1), ("full", 2)]
     assert [each.keep for each in stronger_remats(jm.StepPolicy(remat="full", keep=0.5))] == [0.0, 0.0]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FAILS = 36  # the 37th of 60
 # What XLA and JAX's errors decide, on both lines. Their order counts: what one has freed is mapped still for the next.
 RUNGS = ("unlimited", "microbatches", "remat", "both_from_disk", "resumed")
-LIMITS = ("refused", "alive", "other_batches", "forgotten", "no_ladder", "donated")
+LIMITS = ("refused", "alive", "other_batches", "forgotten", "no_ladder", "donated", "uneven")
 ACCUMULATED = 1e-4  # what docs/accumulation.md allows in float32; this loss is a sum of a million numbers
 
 
@@ -102,6 +102,15 @@ def test_an_exhausted_ladder_ends_with_the_failure_itself_and_a_checkpoint_to_go
     assert went_on["warned"] == [], "the restored state was donated, under the same conditions"
 
 
+def test_batches_of_other_rows_are_done_in_as_many_microbatches_as_divide_them(beside):
+    run = beside["uneven"]
+    assert "error" not in run
+    ((_, rung, policy, begun, _),) = run["moves"]
+    assert (rung, begun) == ("microbatches", 34)
+    assert policy in ("none, 4 microbatches", "none, 8 microbatches"), "which divide neither 250 rows nor 101"
+    assert [int(step) for step in run["losses"]] == list(range(34, 60)), "repeated, and one that came later"
+
+
 def test_a_loss_that_is_no_mean_is_not_accumulated(beside):
     ((_, rung, _, _, passed),) = beside["refused"]["moves"]
     assert rung == "remat"
@@ -138,10 +147,10 @@ def test_a_buffer_that_let_go_of_a_batch_says_what_would_hold_it(beside):
 
 
 def test_each_failure_is_one_event_and_one_line(told, beside):
-    for name in ("microbatches", "remat", "both_from_disk", "refused", "alive", "donated", "no_ladder"):
+    for name in ("microbatches", "remat", "both_from_disk", "refused", "alive", "donated", "uneven", "no_ladder"):
         assert (told | beside)[name]["events"].count("recovery") == 1, name
     said = (told["stderr"] + beside["stderr"]).splitlines()
     lines = [line for line in said if "memory ran out in step" in line]
-    assert len(lines) == 8
+    assert len(lines) == 9
     assert sum("the ladder is exhausted" in line for line in lines) == 1
     assert beside["no_ladder"]["error"][0] == "JaxRuntimeError"

@@ -24,11 +24,13 @@ class Offer:
         rung: What it is.
         microbatches: How many there are to be.
         remat: A policy whose remat is to be taken.
+        why: Why there is nothing to try on this rung, or an empty text.
     """
 
     rung: Rung
     microbatches: int | None = None
     remat: StepPolicy | None = None
+    why: str = ""
 
     def on(self, policy: StepPolicy) -> StepPolicy:
         """The policy in force with this change: microbatches keep the remat chosen before, and the other way round."""
@@ -63,6 +65,8 @@ def offers(
         if rung == "microbatches":
             counts = microbatch_counts(policy.microbatches, settings.max_microbatches, rows)
             yield from (Offer(rung=rung, microbatches=count) for count in counts)
+            if not counts:
+                yield Offer(rung=rung, why=_no_count(policy.microbatches, settings.max_microbatches, rows))
         elif rung == "remat":
             yield from (Offer(rung=rung, remat=stronger) for stronger in frontier or stronger_remats(policy))
         else:
@@ -81,6 +85,24 @@ def microbatch_counts(now: int, most: int, rows: int | None) -> list[int]:
         counts.append(wanted)
         now = wanted
     return counts
+
+
+def fitting_count(rows: int, count: int, chosen_for: int | None) -> int:
+    """The fewest microbatches that divide a batch of other rows, none of them larger than those that were chosen.
+
+    Args:
+        rows: Of this batch, 1 at least.
+        count: How many microbatches were chosen.
+        chosen_for: For how many rows; None where that is not known, and there are to be as many at least.
+    """
+    least = min(count, rows) if chosen_for is None else -(-rows * count // chosen_for)
+    return next(number for number in range(max(least, 1), rows + 1) if rows % number == 0)
+
+
+def _no_count(now: int, most: int, rows: int | None) -> str:
+    if 2 * now > most:
+        return f"twice the {now} in force are more than max_microbatches={most}"
+    return f"no number from {2 * now} to max_microbatches={most} divides the batch's {rows} rows"
 
 
 def stronger_remats(policy: StepPolicy) -> list[StepPolicy]:

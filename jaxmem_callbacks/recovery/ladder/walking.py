@@ -75,6 +75,7 @@ class Walk:
     ) -> None:
         self._settings, self._running, self._keeper, self._batches = settings, running, keeper, batches
         self._failure, self._began = failure, time.monotonic()
+        running.take_step(running.step_for(failure.inputs), failure.inputs)  # what really failed
         self._passed: list[str] = []
         self._stuck: tuple[int, ...] = failure.turn.on("stuck")
         self._need: int | None = None
@@ -93,6 +94,9 @@ class Walk:
             if offer.rung == "save_and_exit":
                 break
             if offer.rung in refused:
+                continue
+            if offer.why:
+                self._passed.append(f"{offer.rung}: {offer.why}")
                 continue
             candidate, why, need, is_alive = self._acceptable(offer)
             if candidate is None:
@@ -205,7 +209,7 @@ class Walk:
         now = self._running.step.policy
         need = need_of(self._running.step, self._failure.arguments)
         for offer in self._offers:
-            if offer.rung in ("microbatches", "remat"):
+            if offer.rung in ("microbatches", "remat") and not offer.why:
                 tried = try_policy(self._running.maker, offer.on(now), self._failure.arguments, had=need)
                 if tried.step is not None:
                     return tried.step.policy
