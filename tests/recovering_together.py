@@ -36,7 +36,13 @@ def batch_at(step):
     return recovering.batch_at(recovering.FAILS if step == FAILS else step)
 
 
-def train(folder, *, limited, mesh=None, dies=None, **recovery):
+def constant_in_the_program(params, batch, key):
+    """Needs memory while it is traced: 512 MiB for the long batch."""
+    np.empty((len(batch["x"]), 2**14), np.uint8)
+    return recovering.loss_fn(params, batch, key)
+
+
+def train(folder, *, limited, mesh=None, dies=None, loss=recovering.loss_fn, **recovery):
     """The loop of one process; over a mesh the batch is divided between both."""
     whole = None if mesh is None else NamedSharding(mesh, P())
     rows = None if mesh is None else NamedSharding(mesh, P("data"))
@@ -49,7 +55,7 @@ def train(folder, *, limited, mesh=None, dies=None, **recovery):
 
     preset = jm.load_preset("recover", recovery=recovery)
     kept = jm.Recovery(
-        recovering.step_of(recovering.loss_fn),
+        recovering.step_of(loss),
         preset,
         batch_at=placed,
         checkpoints=folder / "kept",
@@ -67,7 +73,10 @@ def train(folder, *, limited, mesh=None, dies=None, **recovery):
         losses.append(float(metrics["loss"]))
     recovering.limit_address_space(None)
     moves = [[move.step, move.rung, move.policy, move.from_step, move.failed_on] for move in kept.report.moves]
-    return {"losses": losses, "moves": moves}
+    if mesh is not None:
+        kept.save_before_oom(STEPS, state)
+        kept.save_before_oom(2, state)
+    return {"losses": losses, "moves": moves, "latest": kept.latest}
 
 
 def over_devices(rank):
@@ -112,6 +121,8 @@ def main(rank, folder, name):
     ladder = ["microbatches", "save_and_exit"]
     if name == "apart":
         return train(folder, limited=rank == 1, ladder=ladder)
+    if name == "compiling":
+        return train(folder, limited=rank == 1, loss=constant_in_the_program, ladder=ladder)
     if name == "both":
         return train(folder, limited=True, mesh=mesh, ladder=ladder)
     if name == "in_a_collective":

@@ -68,9 +68,9 @@ def lost(tmp_path_factory):
 
 @pytest.mark.core
 def test_all_stand_on_the_same_rung_at_the_same_step(tmp_path: Path):
-    first, second = ended(started(tmp_path, "apart", "both", "over_devices", "moved_by_one"))
+    first, second = ended(started(tmp_path, "apart", "compiling", "both", "over_devices", "moved_by_one"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    for name, failed_on in (("apart", [1]), ("both", [0, 1])):
+    for name, failed_on in (("apart", [1]), ("compiling", [1]), ("both", [0, 1])):
         here, there = first[1][name], second[1][name]
         assert here["moves"] == there["moves"]
         assert here["losses"] == there["losses"]
@@ -78,6 +78,8 @@ def test_all_stand_on_the_same_rung_at_the_same_step(tmp_path: Path):
         assert (step, rung, begun, who) == (FAILS, "microbatches", 0, failed_on)
     assert all("memory ran out in step 3 on process 1 of 2" in err for _, _, err in (first, second)), "told by both"
     assert len(first[1]["apart"]["losses"]) == 6
+    assert "process 1 of 2 (MemoryError: Unable to allocate 512. MiB" in first[2], "while it was traced, on one alone"
+    assert [run[1]["both"]["latest"] for run in (first, second)] == [2, 2], "saved after step 6, by both"
     heard = [{"from": 0, "text": ""}, {"from": 1, "text": "é"}]
     assert [run[1]["over_devices"]["heard"] for run in (first, second)] == [heard, heard]
     moved, still = first[1]["moved_by_one"], second[1]["moved_by_one"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +10,8 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryError
-from jaxmem_callbacks.recovery.ladder import saving
 from jaxmem_callbacks.recovery.ladder.replay import Batches
+from jaxmem_callbacks.transforms.frameworks import checkpoints_in
 
 pytestmark = pytest.mark.core
 MIB = 2**20
@@ -102,12 +102,27 @@ def test_after_a_return_to_an_earlier_step_the_latest_is_what_was_saved_last(tmp
     assert float(begun.restore(state, step=5)[1]["w"][0]) == 5.0, "nothing of the branch that was left is deleted"
 
 
-def test_checkpoints_without_a_time_are_taken_by_their_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "time", types.SimpleNamespace(time=lambda: 0.0))
-    recovery = jm.Recovery(lambda state, batch: (state, {}), checkpoints=tmp_path)
+def test_checkpoints_without_a_number_are_taken_by_their_step(tmp_path):
+    store = checkpoints_in(tmp_path / "saved")
     for step in (7, 4):
-        recovery.save_before_oom(step, {"w": jnp.zeros(4)})
+        store.save(step, {"w": jnp.zeros(4)}, {})
+    recovery = jm.Recovery(lambda state, batch: (state, {}), checkpoints=tmp_path)
     assert recovery.latest == 7
+    recovery.save_before_oom(5, {"w": jnp.zeros(4)})
+    assert recovery.latest == 5, "what says when it was saved is newer than what does not"
+
+
+def test_a_clock_that_is_set_back_between_two_saves_changes_nothing(tmp_path, monkeypatch):
+    def train_step(state, batch):
+        return {"w": state["w"] + batch}, {}
+
+    jm.Recovery(train_step, checkpoints=tmp_path).save_before_oom(5, {"w": jnp.zeros(4)})
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # years before
+    again = jm.Recovery(train_step, checkpoints=tmp_path)
+    again.save_before_oom(3, {"w": jnp.ones(4)})
+    assert again.latest == 3
+    again.save_before_oom(2, {"w": jnp.ones(4)})
+    assert jm.Recovery(train_step, checkpoints=tmp_path).latest == 2
 
 
 def test_of_a_step_that_was_saved_and_is_a_snapshot_the_last_written_counts(tmp_path):

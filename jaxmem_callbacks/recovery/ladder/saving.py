@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from jaxmem_callbacks.recovery.ladder.keeping import DiskSnapshot
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
 
-_SAVED_AT = "saved_at_s"
+_SAVE = "save"  # its number among the saves of the folder, from 1: a clock may be set back between two of them
 _SAVED, _SNAPSHOTS, _KEPT_SNAPSHOTS = "saved", "snapshots", 2
 
 
@@ -35,6 +34,7 @@ class Saving:
     def __init__(self, folder: Path | None, asked: StepPolicy, plan: PlanRecord | None) -> None:
         self.folder, self._asked, self._plan = folder, asked, plan
         self._saved: Checkpoints | None = None
+        self._saves: int | None = None
 
     def on_disk(self, policy: Callable[[], StepPolicy]) -> Callable[[int, Any], DiskSnapshot]:
         """What takes snapshots on disk.
@@ -62,7 +62,7 @@ class Saving:
         folder = self._needed("saving needs") / _SAVED
         state = snapshot.on_host()
         store = checkpoints_in(folder, alone=jax.process_count() > 1)
-        return store.save(snapshot.step, state, self._note(snapshot.step, snapshot.shapes, policy))
+        return store.save(snapshot.step, state, self._note(snapshot.step, snapshot.shapes, policy, alone=True))
 
     def restore(self, like: Any, step: int | None) -> tuple[int, Any, StepPolicy | None]:
         """The state saved last, or that of a step, placed as ``like``; and the policy to go on with, None for the user's own.
@@ -101,20 +101,25 @@ class Saving:
         known = {} if self.folder is None else self._known()
         return _newest(known) if known else None
 
-    def _note(self, step: int, state: Any, policy: StepPolicy) -> dict[str, Any]:
-        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {_SAVED_AT: time.time()}
+    def _note(self, step: int, state: Any, policy: StepPolicy, *, alone: bool = False) -> dict[str, Any]:
+        if self._saves is None:  # what an earlier run has saved counts on
+            self._saves = max((_save_of(store, at) for at, store in self._known(alone=alone).items()), default=0)
+        self._saves += 1
+        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {_SAVE: self._saves}
 
-    def _known(self) -> dict[int, Checkpoints]:
+    def _known(self, *, alone: bool = False) -> dict[int, Checkpoints]:
         """Each step that was saved, with where; of one that is also a snapshot what was written last."""
         folder = self._needed("restoring needs")
         found: dict[int, Checkpoints] = {}
         for name in (_SNAPSHOTS, _SAVED):
             if (folder / name).is_dir():
-                store = self._store() if name == _SAVED else checkpoints_in(folder / name, keep=_KEPT_SNAPSHOTS)
+                keep = _KEPT_SNAPSHOTS if name == _SNAPSHOTS else None
+                shared = self._store() if name == _SAVED and not alone else None
+                store = shared or checkpoints_in(folder / name, keep=keep, alone=alone and jax.process_count() > 1)
                 found |= {
                     step: store
                     for step in store.steps()
-                    if step not in found or _saved_at(store, step) >= _saved_at(found[step], step)
+                    if step not in found or _save_of(store, step) >= _save_of(found[step], step)
                 }
         return dict(sorted(found.items()))
 
@@ -135,12 +140,12 @@ def _newest(known: Mapping[int, Checkpoints]) -> int:
 
     Nothing is deleted when a run goes on from an earlier one: higher ones can be there still.
     """
-    return max(known, key=lambda step: (_saved_at(known[step], step), step))
+    return max(known, key=lambda step: (_save_of(known[step], step), step))
 
 
-def _saved_at(store: Checkpoints, step: int) -> float:
-    """When, in seconds since the epoch by the clock of who saved it; 0 where its note does not say."""
+def _save_of(store: Checkpoints, step: int) -> int:
+    """The number of the save that wrote it; 0 where its note does not say."""
     try:
-        return float(store.note(step).get(_SAVED_AT, 0.0))
+        return int(store.note(step).get(_SAVE, 0))
     except (OSError, ValueError, TypeError, KeyError):  # a broken note of one checkpoint hides no other
-        return 0.0
+        return 0
