@@ -54,7 +54,7 @@ MONITORS = st.builds(
     near_oom_steps=st.integers(1, 10**9),
     growth_steps=st.integers(10, 10**9),
     growth_min_bytes=st.integers(1, 2**50),
-    growth_min_arrays=st.integers(1, 10**9),
+    growth_min_arrays=st.none() | st.integers(1, 10**9),
     replication_min_bytes=st.integers(1, 2**50),
     imbalance_share=st.floats(0, 1, exclude_min=True),
     imbalance_min_bytes=st.integers(0, 2**50),

@@ -2,12 +2,14 @@
 
 A low one is what stays: temporaries, evaluations and batches of other lengths come and go above it, and it is not the lowest,
 since a donated state is counted nowhere while its step is dispatched. A rise also counts only as far as it passes what was
-there shortly before it began, so that a list which is emptied now and then is none.
+there shortly before it began, and what earlier rises had reached when they were let go of, so that a list which is emptied now
+and then is none. What stays each time that it is emptied is followed too: a leak beneath such a list shows there alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ _VALUES = 8  # seen in one stretch at least
 _KEPT = 256  # of them
 _BEFORE = 50  # stretches before a rise that it must pass
 _BEGUN = 0.5  # the order from which on something rises
+_LET_GO = 0.25  # of what a rise gained, whose loss ends it: less is noise, and more is not lost where a leak goes on beside it
+_FEW, _MANY = 6, 64  # floors that make a rise, and that are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,7 @@ class Rise:
         level: What is there now.
         per_step: What it gains a step, over its last stretches.
         order: How well the last stretches are in rising order, the worse of their halves: 1 perfectly, 0 not at all.
+        let_go: The most that an earlier rise had gained when it was let go of; 0 where none was.
     """
 
     since_step: int
@@ -37,12 +42,44 @@ class Rise:
     level: float
     per_step: float
     order: float
+    let_go: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
     step: int
     low: float
+
+
+class _LetGo:
+    """What earlier rises came to: how high they were when they were let go of, and from where the next ones began."""
+
+    def __init__(self) -> None:
+        self.reached = -math.inf
+        self.most = 0.0
+        self.floors: list[_Stretch] = []
+        self.base: float | None = None  # where the rise began that is not let go of yet
+        self._top = -math.inf
+
+    def begin(self, first: _Stretch) -> None:
+        """A rise begins, or goes on after a rest."""
+        if self.base is not None:
+            return
+        self.base = self._top = first.low
+        if self.most:  # what was there before the first rise is the start of the run, not what one left behind
+            self.floors.append(first)
+            if len(self.floors) > _MANY:
+                del self.floors[1:-1:2]
+
+    def see(self, low: float) -> None:
+        """Take the low of the next stretch."""
+        if self.base is None:
+            return
+        self._top = max(self._top, low)
+        gained = self._top - self.base
+        if low < self._top - _LET_GO * gained:
+            self.reached, self.most = max(self.reached, self._top), max(self.most, gained)
+            self.base = None
 
 
 @final
@@ -59,7 +96,9 @@ class Trend:
         self._values: list[float] = []
         self._opened: int | None = None
         self._begun: tuple[int, float] | None = None  # where the present rise began, and what was there before
+        self._earlier = _LetGo()
         self._rise: Rise | None = None
+        self._stays: Rise | None = None
 
     def add(self, step: int, value: float) -> None:
         """Take the next value; steps that go back, as after a restore, begin anew."""
@@ -78,18 +117,31 @@ class Trend:
         """The rise that is going on, or None where nothing rose for long enough."""
         return self._rise
 
+    def stays(self) -> Rise | None:
+        """The rise of what is left each time that what rose is let go of, or None."""
+        return self._stays
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether anything was learnt of it that is worth keeping while it is gone."""
+        return self._earlier.base is not None or self._earlier.most > 0
+
     def _close(self, step: int) -> None:
         self._done.append(_Stretch(step, sorted(self._values)[len(self._values) // 4]))
         self._values.clear()
+        self._earlier.see(self._done[-1].low)
         last = list(self._done)[-_STRETCHES:]
         if len(last) < _STRETCHES:
             return
-        lows, half = [each.low for each in last], _STRETCHES // 2
-        order = min(_order(lows), _order(lows[:half]), _order(lows[half:]))
+        lows = [each.low for each in last]
+        order = _steadily(lows)
         if order <= 0:
             self._begun = None
         elif self._begun is None and order > _BEGUN:
-            self._begun = last[0].step, max(each.low for each in self._done if each.step <= last[0].step)
+            before = max(each.low for each in self._done if each.step <= last[0].step)
+            self._begun = last[0].step, max(before, self._earlier.reached)
+            self._earlier.begin(last[0])
+            self._stays = _rise_of(self._earlier.floors)
         if self._begun is None:
             self._rise = None
             return
@@ -100,7 +152,25 @@ class Trend:
             level=lows[-1],
             per_step=(lows[-1] - lows[0]) / (last[-1].step - last[0].step),
             order=order,
+            let_go=self._earlier.most,
         )
+
+
+def _rise_of(floors: Sequence[_Stretch]) -> Rise | None:
+    """What rose from the first floor to the last, if all of them tell of it."""
+    lows = [each.low for each in floors]
+    order = _steadily(lows) if len(lows) >= _FEW else 0.0
+    if order <= _BEGUN:
+        return None
+    first, last = floors[0], floors[-1]
+    gain = last.low - first.low
+    return Rise(since_step=first.step, gain=gain, level=last.low, per_step=gain / (last.step - first.step), order=order)
+
+
+def _steadily(values: Sequence[float]) -> float:
+    """The order of all, or of one half where that is worse: a single leap is no rise."""
+    half = len(values) // 2
+    return min(_order(values), _order(values[:half]), _order(values[half:]))
 
 
 def _order(values: Sequence[float]) -> float:

@@ -129,7 +129,11 @@ def _check(settings: MonitorSettings) -> None:
             ("fragmentation_share", "a share above 0, at most 1", 0 < settings.fragmentation_share <= 1),
             ("growth_steps", f"at least {LEAST_GROWTH_STEPS}", settings.growth_steps >= LEAST_GROWTH_STEPS),
             ("growth_min_bytes", "at least 1 byte", settings.growth_min_bytes >= 1),
-            ("growth_min_arrays", "at least 1", settings.growth_min_arrays >= 1),
+            (
+                "growth_min_arrays",
+                "at least 1, or None",
+                settings.growth_min_arrays is None or settings.growth_min_arrays >= 1,
+            ),
             ("replication_min_bytes", "at least 1 byte", settings.replication_min_bytes >= 1),
             ("fragmentation_min_bytes", "at least 0 bytes", settings.fragmentation_min_bytes >= 0),
             ("imbalance_min_bytes", "at least 0 bytes", settings.imbalance_min_bytes >= 0),

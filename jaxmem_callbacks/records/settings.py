@@ -34,8 +34,8 @@ class MonitorSettings:
         fragmentation_share: A fragmentation event begins when this share of the free pool is outside the largest free block.
         fragmentation_min_bytes: and when at least so many bytes of the pool are free, so that an almost full pool is no event.
         growth_steps: Growth is what goes on for so many steps at least.
-        growth_min_bytes: Growth of live arrays begins when they grew by so many bytes,
-        growth_min_arrays: or by so many arrays.
+        growth_min_bytes: Growth of live arrays begins when they grew by so many bytes, each array counting as a KiB at least,
+        growth_min_arrays: or by so many arrays, whatever their size; null judges by bytes alone.
         replication_min_bytes: Arrays from this size on are to be split over a mesh where their like are.
         imbalance_share: An imbalance begins when a device of a mesh holds less than the fullest by this share,
         imbalance_min_bytes: and by at least so many bytes.
@@ -62,7 +62,7 @@ class MonitorSettings:
     fragmentation_min_bytes: int = 64 * 2**20
     growth_steps: int = 400
     growth_min_bytes: int = 64 * 2**20
-    growth_min_arrays: int = 10_000
+    growth_min_arrays: int | None = None
     replication_min_bytes: int = 64 * 2**20
     imbalance_share: float = 0.3
     imbalance_min_bytes: int = 256 * 2**20
