@@ -287,6 +287,12 @@ def test_no_text_makes_it_raise(text):
             "0: ",
             "\n | ",
         ),
+        *(
+            "process was OOM ",
+            "container oom ",
+            "java.lang.OutOfMemoryError ",
+            'exceeds job hard limit "h_vmem" of queue "',
+        ),
         *("Failed to materialize symbols: ", "unable to mmap 1 bytes from file ", "Exceeded hbm capacity by 1"),
     ],
 )

@@ -165,6 +165,7 @@ LINES: tuple[Rule, ...] = (
     rule(
         "library handle",
         r"(?:(?:CU|HIP|ROC)?(?:BLAS|SOLVER|DNN|FFT|SPARSE|RAND)\w{0,20}_ALLOC_FAILED"
+        r"|CUDNN_STATUS_\w{1,20}_DEVICE_ALLOCATION_FAILED|\bmiopenStatusAllocFailed\b|\brocblas_status_memory_error\b"
         r"|\b(?:cu|hip|roc)(?:Blas|BLAS|Solver|SOLVER|Sparse|SPARSE|Dnn|DNN|Fft|FFT|Rand|RAND) allocation failed"
         r"|(?:cublas|cusolver|cudnn|cufft|cusparse|rocblas|hipblas|handle).{0,160}?the resource allocation failed)",
         platform="gpu",

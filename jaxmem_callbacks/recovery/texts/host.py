@@ -71,7 +71,50 @@ HOST: tuple[Rule, ...] = (
         phase="compile",
         platform="host",
     ),
-    # The kernel's killer, and those of Slurm, Kubernetes and Ray.
+    # Other libraries of a data pipeline: Arrow's pools, Rust's allocator (polars, tokenizers), and pandas' reader.
+    rule("Arrow", r"\b(?:m|re)alloc of size <requested> failed", platform="host"),
+    rule("Rust", r"\bmemory allocation of <requested> failed", platform="host"),
+    rule("pandas", r"Error tokenizing data\. C error: out of memory", platform="host"),
+    # A Java heap has a bound of its own; its other wording is about threads.
+    rule(
+        "Java",
+        r"\bjava\.lang\.OutOfMemoryError(?=: |\s|$)",
+        platform="host",
+        strength="log",
+        unless=r": unable to create (?:new )?native thread",
+        vague=True,
+    ),
+    # tcmalloc, Google's and gperftools'; a large allocation that is told with an address was given out.
+    rule("tcmalloc", r"tcmalloc: large alloc <requested> == (?:\(nil\)|0x0+\b)", platform="host", strength="log"),
+    rule("tcmalloc", r"tcmalloc: allocation failed <requested>", platform="host", strength="log"),
+    rule(
+        "tcmalloc", r"tcmalloc\w{0,20}\.cc:\d{1,6}\] (?:\(\d{1,6}\) )?Unable to allocate <requested>", platform="host"
+    ),
+    rule("tcmalloc", r"Out of memory trying to allocate internal tcmalloc data", platform="host"),
+    # cuDNN's host memory.
+    rule("library handle", r"_HOST_ALLOCATION_FAILED\b", platform="host", strength="log"),
+    # Batch systems: PBS and Torque, Grid Engine, LSF, YARN. Of what they bound by name only memory is meant here.
+    rule(
+        "killed",
+        r"\bjob killed: p?v?mem (?:job total )?(?P<used>\d{1,19}\s{0,40}[kKMG])[bB] exceeded limit"
+        r" (?P<limit>\d{1,19}\s{0,40}[kKMG])[bB]",
+        platform="host",
+    ),
+    rule(
+        "killed",
+        r"[Ee]xceed(?:s|ed) job (?:\w{1,12} )?hard limit \"[hs]_(?:vmem|rss|data)\" of queue \"[^\"\s]{1,200}\""
+        r" \((?P<used>\d{1,20})(?:\.\d{1,9})? > limit:(?P<limit>\d{1,20})(?:\.\d{1,9})?\)",
+        platform="host",
+    ),
+    rule("killed", r"\bTERM_(?:MEMLIMIT|SWAP): job killed after reaching", platform="host"),
+    rule("killed", r"\b[Cc]group (?:mem|memory|memsw) limit exceeded: Killed process \d{1,10}", platform="host"),
+    rule(
+        "killed",
+        r"(?:running beyond physical memory limits\. Current usage:|killed by YARN for exceeding(?: physical)? memory limits\.)"
+        r" <used> of <limit> physical memory used",
+        platform="host",
+    ),
+    # The kernel's killer, and those of Slurm, Kubernetes, Docker and Ray.
     rule("killed", r"Out of memory: Kill(?:ed)? process \d{1,10}", platform="host"),
     rule(
         "killed",
@@ -83,6 +126,15 @@ HOST: tuple[Rule, ...] = (
         r"|node running low on memory|\b[1-9]\d{0,5} Workers?(?: \([^()]{1,60}\))? killed due to memory pressure \(OOM\))",
         platform="host",
     ),
+    # The same in a sentence.
+    rule(
+        "killed",
+        r"\b(?:[Cc]ontainer|[Pp]od|[Tt]ask|[Pp]rocess)\b[^.;?]{0,120}?\s(?:was|were|has been|have been|got)"
+        r" (?:OOM(?:-| )?[Kk]illed\b|killed by the (?:kernel )?(?:OOM|oom)(?:-| )[Kk]iller)",
+        platform="host",
+    ),
+    rule("killed", r"\bFailed with result 'oom-kill'", platform="host"),
+    rule("killed", r"\bcontainer oom [0-9a-f]{12,64}\b", platform="host"),  # of `docker events`
     # Slurm's srun and its tables, where states are cut to a column's width.
     rule("killed", r"srun: error: [^\s:]{1,200}: tasks? [\d,\[\]-]{1,80}: Out Of Memory", platform="host"),
     rule(

@@ -52,7 +52,18 @@ _ANNOUNCING = tuple(
         r"error:\s+out\s+of\s",
         r"xceeded\s+\w{3,5}\s+capacity",
         r"OOMKilled",
-        r"ALLOC_FAILED",
+        r"ALLOC(?:ATION)?_FAILED",
+        r"AllocFailed",
+        r"memory_error\b",
+        r"alloc\s+of\s+size",
+        r"emory\s+allocation\s+of",
+        r"large\s+alloc\s",
+        r"TERM_[MS]",
+        r"xceed(?:s|ed)\s+job\s",
+        r"limit\s+exceeded:",
+        r"eyond\s+physical",
+        r"exceeding\s+(?:physical\s+)?memory\s",
+        r"container\s+oom\s",
         r"allocation\s+failed",
         r"Attempting\s+to\s+(?:alloc|reserve)",
         r"would\s+exceed",
@@ -168,11 +179,11 @@ class _Taken:
 
 _SURVIVED = Rule(name="goes on", pattern=re.compile(r"(?!)"))
 """Stands for words that a program goes on after, so that no vaguer rule takes them for a failure."""
-# Advice on what may come names it too: "if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch".
+# Advice on what may come names it too: "if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch", "if the container was OOMKilled".
 _ADVICE = re.compile(
     r"(?:\b(?:[Ii]f|[Ww]hen(?:ever)?|[Ss]hould|[Ii]n\s+case)\s+(?:you|one|users?)\s+(?:ever\s+)?"
     r"(?:see|gets?|hit|meet|have|encounter|run\s+into)"
-    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of|\b[Tt]o\s+avoid)"
+    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of|\b[Tt]o\s+avoid|\b(?:[Ii]f|[Ww]hen|[Ww]hether)\s+(?:the|an?|your))"
     r"(?:\s+(?:an?|the|errors?|such\s+as|like|messages?|with)){0,5}\s+[\"'`(]{0,3}$"
 )
 
