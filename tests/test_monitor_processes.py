@@ -11,11 +11,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.readers.parts import process_name
 from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.records.events import EventKind
+from jaxmem_callbacks.writers.markdown import event_title
+from tests.processes import until
 
 ROOT = Path(__file__).parents[1]
 START = """
@@ -144,6 +151,50 @@ def test_of_two_processes_both_sample_and_the_first_writes(tmp_path: Path):
     (told,) = story.elsewhere.told
     assert (told.where, told.event.device, story.events) == ("process 1", "cpu:2048", [])
     assert own[0]["devices"]["process"] == 1
+    assert told_on_tensorboard(tmp_path) == {"process-1": ["near_oom"]}
+
+
+def told_on_tensorboard(folder: Path) -> dict[str, list[str]]:
+    """Runs that TensorBoard finds there beside the first process's, with the kinds of their events; they have nothing else."""
+    found = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    others = {name: tags for name, tags in found.Runs().items() if name != "."}
+    assert all(tags["tensors"] == ["memory/events/text_summary"] for tags in others.values())
+    titles = {event_title(kind): kind for kind in get_args(EventKind)}
+    texts = {name: found.Tensors(name, "memory/events/text_summary") for name in others}
+    shown = {name: [each.tensor_proto.string_val[0].decode() for each in told] for name, told in texts.items()}
+    return {name: [titles[each.split("**")[1]] for each in told] for name, told in shown.items()}
+
+
+FIRST_KILLED = """
+from dataclasses import replace
+rank = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=rank)
+x, held = jnp.zeros(8), []
+with jm.MemoryMonitor(replace(settings, limit_bytes=2**20), logdir=sys.argv[1]) as monitor:
+    for i in range(5000):
+        x, metrics = step(x)
+        monitor(i, metrics)
+        time.sleep(0.002)
+        if i == 100 and rank: held.append(jnp.zeros(2**18))
+"""
+
+
+@pytest.mark.core
+def test_of_a_run_whose_first_process_was_killed_the_report_tells_what_each_had_written(tmp_path: Path, capsys):
+    """JAX itself aborts the others then, within a second: what they told was on the disk before."""
+    where = address()
+    processes = [start(FIRST_KILLED, str(tmp_path), str(rank), where) for rank in range(2)]
+    files = [tmp_path / "memory.jsonl", tmp_path / process_name(1)]
+    until(lambda: all(path.exists() for path in files) and '"near_oom"' in files[1].read_text(), seconds=60)
+    processes[0].send_signal(signal.SIGKILL)
+    assert [finished(process)[0] for process in processes] == [-signal.SIGKILL, -signal.SIGABRT]
+    assert main(["report", str(tmp_path)]) == 0
+    sentence = capsys.readouterr().out.splitlines()[0]
+    assert "no event was told; other processes told near out of memory at step 1" in sentence
+    assert sentence.endswith("(process 1); the run has no closing line, so it was killed or is still running.")
+    assert main(["compare", str(tmp_path), str(tmp_path), "--max-regress", "0%"]) == 0
+    assert "was not closed" in capsys.readouterr().out
+    assert told_on_tensorboard(tmp_path) == {"process-1": ["near_oom"]}
 
 
 FOUR = """

@@ -1,7 +1,7 @@
 """Opening a run's writers: settings, a folder and the user's own loggers enter; the writers of this process leave.
 
 The one place that decides which process writes: process 0. The others sample and detect, and write their own events only, each
-to a file of its own, when there are any.
+to files of its own, when there are any.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -56,18 +57,28 @@ class Opening:
         return [*self.writers, *self._files()]
 
     def _own_events(self) -> list[Writer]:
-        """Without the folder's lock, which the first process may have on the same machine: no other has this file."""
-        if self.logdir is None or not self.settings.jsonl:
+        """Without the folder's lock, which the first process may have on the same machine: no other has these files."""
+        if self.logdir is None:
             return []
-        start, path = self._start(), self._folder / process_name(jax.process_index())
+        wanted = (
+            (self.settings.tensorboard, self._own_tensorboard),
+            (self.settings.jsonl, partial(self._own_jsonl, self._start())),
+        )
+        return [OwnEventsWriter(make) for want, make in wanted if want]
 
-        def make() -> Writer:
-            from jaxmem_callbacks.writers.jsonl import JsonlWriter
+    def _own_tensorboard(self) -> Writer:
+        """A run of its own beside that of the first process: two processes can't write one event file."""
+        from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 
-            path.parent.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own nobody else makes it
-            return JsonlWriter(path, self.run_id, start=start)
+        folder = self._folder / f"process-{jax.process_index()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return TensorBoardWriter(folder, self.run_id)
 
-        return [OwnEventsWriter(make)]
+    def _own_jsonl(self, start: RunStart) -> Writer:
+        from jaxmem_callbacks.writers.jsonl import JsonlWriter
+
+        self._folder.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own nobody else makes it
+        return JsonlWriter(self._folder / process_name(jax.process_index()), self.run_id, start=start)
 
     def _files(self) -> list[Writer]:
         if self.logdir is None:

@@ -1,6 +1,6 @@
-"""Own events: the events of a process that is not the first, in a file of its own; other records are passed over.
+"""Own events: the events of a process that is not the first, in files of its own; other records are passed over.
 
-A process without events leaves no file: the file is made at the first of them.
+A process without events leaves no file: each is made at the first of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class OwnEventsWriter(Writer):
         if isinstance(record, MemoryEvent):
             self._file = self._file or self._make()
             self._file.write(record)
+
+    def flush(self) -> None:
+        """Put what was written on disk."""
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         """Say that the run was closed, where anything was written."""
