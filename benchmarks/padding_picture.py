@@ -15,8 +15,8 @@ from benchmarks.allocation_picture import COLOURS, FREE, IMAGES, figure
 from benchmarks.sources import RESULTS
 
 TPU, EXAMPLE = "v5e", "f32[100,100]"
-DARK = "#455a64"
-# From the bottom: width, words, colour; of a GPU's memory and of a TPU's.
+DARK, OUTSIDE, ON_CHIP = "#455a64", "#b0bec5", "#546e7a"
+# From the bottom: width, words, colour; of a GPU's memory, of a TPU's, and of the host of either.
 SPACES = {
     "GPU: JAX's pool, three quarters of the card": [
         (20, "state", COLOURS["state"]),
@@ -25,13 +25,30 @@ SPACES = {
         (15, "free", FREE),
         (20, "temporaries", COLOURS["temporaries"]),
         (11, "free", FREE),
-        (25, "outside the pool:\nCUDA, NCCL, cuDNN", "#b0bec5"),
+        (25, "outside the pool:\nCUDA, NCCL, cuDNN", OUTSIDE),
     ],
-    "TPU: all of the chip's memory": [
+    "on the GPU's chip: no allocator's": [
+        (24, "L2 cache: by itself", ON_CHIP),
+        (38, "shared memory of each core: a kernel's,\nwhich fails where it wants too much", ON_CHIP),
+        (38, "registers: a kernel's,\nwhat does not fit spills into the card's memory", ON_CHIP),
+    ],
+    "TPU: all of the chip's main memory (HBM)": [
         (22, "reserved by programs", COLOURS["temporaries"]),
         (20, "state", COLOURS["state"]),
         (3, "kept", COLOURS["loss"]),
         (55, "free, in one piece: the runtime moves blocks", FREE),
+    ],
+    "on the TPU's chip: the compiler's alone": [
+        (
+            62,
+            "VMEM, vectors: tiles at work, and what need not wait in HBM;\na kernel that wants too much is refused",
+            ON_CHIP,
+        ),
+        (38, "SMEM, scalars: counters and addresses", ON_CHIP),
+    ],
+    "host of either: Linux's": [
+        (32, "pinned: offloaded arrays", COLOURS["samples"]),
+        (68, "the process: data, checkpoints on their way; on a TPU also arrays, unpinned", OUTSIDE),
     ],
 }
 
@@ -88,13 +105,13 @@ def draw_ratios(axes: Any) -> None:
 
 
 def draw_spaces(axes: Any) -> None:
-    """A bar for each kind of device, from low addresses to high ones."""
+    """A bar for each memory; of those that have addresses, from low ones to high ones."""
     for row, parts in enumerate(SPACES.values()):
         left = 0
         for width, words, colour in parts:
             axes.barh(row, width, left=left, height=0.6, color=colour, edgecolor="white")
-            dark = colour in (FREE, "#b0bec5")
-            if width > max(map(len, words.splitlines())) * 0.9:
+            dark = colour in (FREE, OUTSIDE)
+            if width > max(map(len, words.splitlines())) * 0.77:
                 axes.text(
                     left + width / 2,
                     row,
@@ -108,7 +125,9 @@ def draw_spaces(axes: Any) -> None:
     axes.set_yticks(range(len(SPACES)), [words.replace(": ", ":\n") for words in SPACES], fontsize=8)
     axes.invert_yaxis()
     axes.set_xticks([])
-    axes.set_xlabel("addresses, a sketch without a scale; red: a small array that is kept", fontsize=8)
+    axes.set_xlabel(
+        "a sketch without a scale; pools from low addresses to high ones; red: a small array that is kept", fontsize=8
+    )
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
@@ -132,7 +151,7 @@ def padding_figure() -> Any:
 def main() -> None:
     """Draw and write both."""
     padding_figure().savefig(IMAGES / "padding.png")
-    figure(1.9, 1, lambda axes: draw_spaces(axes[0])).savefig(IMAGES / "memory_spaces.png", bbox_inches="tight")
+    figure(3.9, 1, lambda axes: draw_spaces(axes[0])).savefig(IMAGES / "memory_spaces.png", bbox_inches="tight")
     print("docs/images/padding.png from results/padding_*.json, docs/images/memory_spaces.png")
 
 

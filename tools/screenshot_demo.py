@@ -1,9 +1,9 @@
-"""Pictures for the documents: the demo's run as the real TensorBoard shows it, its figure and report; a failure's report.
+"""Pictures for the documents: the demo's run as the real TensorBoard shows it, and its report; a failure's report.
 
     make demo && .venv/bin/python tools/screenshot_demo.py
 
-Enters: the files of a run; examples/out_of_memory.py, which is run. Leaves: docs/images/tensorboard.png, tensorboard_events.png,
-memory_over_time.png, report.png and oom_report.png. Needs Chromium with its driver, and the packages of the parts `project`
+Enters: the files of a run; examples/out_of_memory.py, which is run. Leaves: docs/images/tensorboard.png, tensorboard_charts.png,
+tensorboard_events.png, report.png and oom_report.png. Needs Chromium with its driver, and the packages of the parts `project`
 and `demo`.
 """
 
@@ -20,15 +20,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.browser import Browser, missing  # noqa: E402 - the checkout is put on the path first
 
 IMAGES = ROOT / "docs" / "images"
-PAGE = "?darkMode=false&smoothing=0&tagFilter={tags}#timeseries"
+CHARTS = "?darkMode=false&smoothing=0&tagFilter={tags}#timeseries"
+# Two wide charts in a row, and a narrow list of runs: as a user sets them by hand, once.
+WIDE = """
+localStorage.setItem('_tb_global_settings', JSON.stringify({timeSeriesCardMinWidth: 450, sideBarWidthInPercent: 10}));
+"""
 # The page after one has closed what stands in the way: the settings, and the table of the marked step.
 TIDY = """
 const boxes = [...document.querySelectorAll('mat-checkbox')];
@@ -38,6 +40,14 @@ if (input && input.checked) input.click();
 const button = [...document.querySelectorAll('button')].find((each) => each.textContent.trim().endsWith('Settings'));
 if (button) button.click();
 return Boolean(steps) && Boolean(button);
+"""
+# The Images page is made of shadow trees; its pictures are small unless this is asked for.
+FULL_SIZE = """
+const under = (root) =>
+  [...root.querySelectorAll('*')].flatMap((each) => [each, ...(each.shadowRoot ? under(each.shadowRoot) : [])]);
+const box = under(document).find((each) => each.localName === 'paper-checkbox' && each.textContent.includes('actual image size'));
+if (box) box.click();
+return Boolean(box);
 """
 
 
@@ -57,29 +67,28 @@ def tensorboard(folder: Path) -> Iterator[str]:
         server.terminate()
 
 
-def photograph(logdir: Path, path: Path, tags: str, events: Path) -> None:
-    """Save the Time Series page, and the Text page with the events."""
+def photograph(logdir: Path, out: Path, tags: str) -> None:
+    """Save the Images page with memory over time, the Time Series page, and the Text page with the events."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(logdir, folder / "runs" / logdir.name)  # seen from the folder above, the run has its own name
         with tensorboard(folder) as address, Browser() as browser:
-            browser.resize(1400, 900)
-            browser.open(f"{address}/{PAGE.format(tags=tags)}")
+            browser.resize(1240, 860)
+            browser.open(f"{address}/?darkMode=false#images&tagFilter=over_time")
+            browser.wait_for(lambda: browser.run(FULL_SIZE))
+            time.sleep(3)
+            browser.screenshot(out / "tensorboard.png")
+            browser.run(WIDE)
+            browser.open(f"{address}/{CHARTS.format(tags=tags)}")
             browser.wait_for(lambda: "live_arrays_gib" in browser.text())
             browser.wait_for(lambda: browser.run(TIDY))
             time.sleep(6)  # lines are drawn one by one
-            browser.screenshot(path)
-            browser.open("about:blank")
+            browser.screenshot(out / "tensorboard_charts.png")
+            browser.resize(1400, 900)
             browser.open(f"{address}/?darkMode=false#text")
             browser.wait_for(lambda: "What to do" in browser.text())
             time.sleep(1)
-            browser.screenshot(events)
-
-
-def save_figure(logdir: Path, path: Path) -> None:
-    """Save the last memory-over-time figure of the run."""
-    events = EventAccumulator(str(logdir)).Reload()
-    path.write_bytes(events.Images("memory/over_time")[-1].encoded_image_string)
+            browser.screenshot(out / "tensorboard_events.png")
 
 
 def photograph_page(page: Path, path: Path) -> None:
@@ -116,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES)
     parser.add_argument(
         "--tags",
-        default="(host|arrays)_gib$|/train_step$|train/loss$|over_time|heap_map",
+        default="live_arrays_gib$|(plain|train)_step$|train/loss$",
         help="regular expression of the tags to show",
     )
     args = parser.parse_args()
@@ -125,13 +134,10 @@ def main() -> None:
     if missing():
         sys.exit(f"{' and '.join(missing())} not found: apt-get install chromium chromium-driver")
     args.out.mkdir(parents=True, exist_ok=True)
-    photograph(args.logdir, args.out / "tensorboard.png", args.tags, args.out / "tensorboard_events.png")
-    save_figure(args.logdir, args.out / "memory_over_time.png")
+    photograph(args.logdir, args.out, args.tags)
     photograph_report(args.logdir, args.out / "report.png")
     photograph_failure(args.out / "oom_report.png")
-    print(
-        f"Saved tensorboard.png, tensorboard_events.png, memory_over_time.png, report.png and oom_report.png in {args.out}"
-    )
+    print(f"Saved tensorboard*.png, report.png and oom_report.png in {args.out}")
 
 
 if __name__ == "__main__":
