@@ -98,7 +98,7 @@ def test_it_is_quick_and_says_in_one_sentence_what_happened(failed):
     asked = re.search(r"allocating (\d+) bytes", str(error))[1]
     told = facts(folder)
     assert took < QUICK_S
-    assert told["sentence"].startswith("The program train_step asked for ")
+    assert told["sentence"].startswith("Probably the program train_step asked for ")
     assert told["sentence"].endswith("it did not fit for capacity, since more was asked for than was there.")
     assert told["facts"]["requested_bytes"] == int(asked)
     assert told["cause"] == "capacity"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.programs.steps import registry
+from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.recovery.reports.sentence import told
 from jaxmem_callbacks.recovery.verdicts import judging
+from jaxmem_callbacks.recovery.verdicts.failing import failing_program
 from jaxmem_callbacks.recovery.verdicts.judging import judge
 
 pytestmark = pytest.mark.core
@@ -76,6 +82,39 @@ def test_a_librarys_results_are_counted_once(monkeypatch):
     leave(monkeypatch, 104 * MIB)  # enough for the temporaries, and not for twice as many
     verdict = judge(jax.errors.JaxRuntimeError(OPERATION_FAILED))
     assert verdict is None or program.__name__ not in verdict.evidence
+
+
+@pytest.fixture(scope="module")
+def compiled_twice():
+    """A step that was compiled for many rows, then for few."""
+    step = jm.jit_step(lambda state, batch: (state + jnp.sort(batch @ batch.T, axis=0).sum(), {}), donate_argnames=())
+    for rows in (1024, 512):
+        step(jnp.float32(0), np.ones((rows, 8)))  # of 64 bits, of which JAX takes 32
+    return step
+
+
+def test_what_a_failed_call_needs_is_told_of_its_own_compile(compiled_twice):
+    gone = jnp.float32(0)
+    gone.delete()
+    for rows in (512, 1024):
+        failing = failing_program(caught(compiled_twice, gone, np.ones((rows, 8))), OomFacts())
+        assert (failing.memory.argument_bytes, failing.is_call, failing.proved) == (rows * 8 * 4 + 4, True, True)
+        assert failing.known_by == "the exception passed through its call"
+
+
+def test_a_program_that_only_its_size_tells_is_the_probable_one(compiled_twice):
+    small = next(each for each in registry.since(0)[0][::-1] if each.program == compiled_twice.name)
+    asked = small.memory.temp_bytes
+    assert 512 * 512 * 4 <= asked < 1024 * 1024 * 4
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
+    verdict = judge(error)
+    assert verdict.failing.step is compiled_twice
+    assert verdict.failing.memory.temp_bytes == asked, "of two compiles the one that is as large"
+    assert verdict.failing.known_by == "probably this one: what it takes is as large as what was asked for"
+    assert told(verdict, []).sentence.startswith(f"Probably the program {compiled_twice.name} asked for ")
+    named = failing_program(error, OomFacts(program=f"jit_{compiled_twice.name}", requested_bytes=asked))
+    assert (named.proved, named.known_by) == (True, "the exception names it")
+    assert named.memory.temp_bytes == asked
 
 
 ADVICE = "bad data file; note: if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch"

@@ -56,7 +56,7 @@ def told(verdict: Verdict, devices: Sequence[MemoryLimit]) -> Told:
 
 def _who(verdict: Verdict) -> str:
     if verdict.failing is not None:
-        return f"The program {verdict.failing.name}"
+        return f"{'The' if verdict.failing.proved else 'Probably the'} program {verdict.failing.name}"
     return "An allocation outside of any program that is known"
 
 

@@ -1,7 +1,8 @@
 """Which program failed: an exception and what its text says enter; the step, its call and its compiler's figures leave.
 
-A step of `jm.jit_step` is found where the exception passed through its call, which also tells the arrays of that call. An
-error that came later, when a result was waited for, is told by the program's name or by the bytes that were asked for.
+A step of `jm.jit_step` is found where the exception passed through its call, which also tells the arrays of that call, and so
+which of its compiles it was. An error that came later, when a result was waited for, is told by the program's name, or by the
+bytes that were asked for: that is probable, and no proof.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from jaxmem_callbacks.recovery.calls import CallsBefore
 
 _CALLS = {JitStep.__call__.__code__, JitStep.judge.__code__, JitStep.lower.__code__}
 _COMPILING = "JitStep._judged"  # where a step is lowered and compiled, and never run
-_ALONE = "of the programs here it takes most, and more than is left"
+_ALONE = "probably this one: of the programs here it takes most, and more than is left"
+_AS_LARGE = "probably this one: what it takes is as large as what was asked for"
+_LARGEST = "; its figures are those of its largest compile, since none for these arguments is known"
 _LOOKED_AT = 16  # of the newest programs, when nothing else tells which it was
 _NEAR = 0.01  # printed sizes are rounded, and allocators round up
 
@@ -40,6 +43,7 @@ class Failing:
     Attributes:
         name: Its name.
         known_by: How it was told from others, in words.
+        proved: Whether that leaves no other program.
         memory: What it needs by its compiler, or None with the reason in ``unavailable``.
         unavailable: Why there are no figures.
         step: The step, where it is one of `jm.jit_step`.
@@ -52,6 +56,7 @@ class Failing:
 
     name: str
     known_by: str
+    proved: bool = True
     memory: ProgramMemory | None = None
     unavailable: str | None = None
     step: JitStep | None = None
@@ -99,7 +104,8 @@ def by_name(facts: OomFacts) -> Failing | None:
     name = facts.program
     for step, compilation in _steps():
         if name in (step.name, f"jit_{step.name}"):
-            return _of_step(step, how, compilation)
+            asked = (each for each in _compiles(step) if each.memory and _is_asked(each.memory, facts.requested_bytes))
+            return _of_step(step, how, next(asked, compilation))
     others = [memory for memory in _others() if memory.name == name]
     found = others[0] if others else None
     return Failing(
@@ -109,15 +115,15 @@ def by_name(facts: OomFacts) -> Failing | None:
 
 def by_size(facts: OomFacts, before: CallsBefore | None = None) -> Failing | None:
     """The program whose temporaries are what was asked for, where the exception came after its call."""
-    asked = facts.requested_bytes
-    if asked is None:
+    if facts.requested_bytes is None:
         return None
+    found = _first(lambda memory: _is_asked(memory, facts.requested_bytes), _AS_LARGE, before)
+    return None if found is None else replace(found, proved=False)
 
-    def is_asked(memory: ProgramMemory) -> bool:
-        sizes = (memory.temp_bytes, memory.total_bytes or 0)
-        return any(size and abs(size - asked) <= _NEAR * asked for size in sizes)
 
-    return _first(is_asked, "what it takes is as large as what was asked for", before)
+def _is_asked(memory: ProgramMemory, asked: int | None) -> bool:
+    sizes = (memory.temp_bytes, memory.total_bytes or 0)
+    return asked is not None and any(size and abs(size - asked) <= _NEAR * asked for size in sizes)
 
 
 def too_large(error: BaseException, left_bytes: int, before: CallsBefore | None = None) -> Failing | None:
@@ -144,7 +150,8 @@ def too_large(error: BaseException, left_bytes: int, before: CallsBefore | None 
         if memory.platform == "cpu" and _own(memory) + size > most:
             most = _own(memory) + size
             known = _of_step(named[name][0], _ALONE, named[name][1]) if name in named else None
-            largest = replace(known or Failing(name=name, known_by=_ALONE, memory=memory), library_bytes=size)
+            largest = known or Failing(name=name, known_by=_ALONE, memory=memory)
+            largest = replace(largest, proved=False, library_bytes=size)
     return largest
 
 
@@ -162,7 +169,8 @@ def _called(step: JitStep, before: CallsBefore | None) -> bool:
 
 def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallsBefore | None) -> Failing | None:
     """The largest of the steps that were called, else of the other programs, for which something holds."""
-    steps = [(step, each) for step, each in _steps() if _called(step, before) and each.memory and is_it(each.memory)]
+    called = [step for step, _ in _steps() if _called(step, before)]
+    steps = [(step, each) for step in called for each in _compiles(step) if each.memory and is_it(each.memory)]
     if steps:
         step, compilation = max(steps, key=lambda pair: pair[1].memory.temp_bytes if pair[1].memory else 0)
         return _of_step(step, how, compilation)
@@ -176,6 +184,18 @@ def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallsBefore
 
 def _steps() -> list[tuple[JitStep, Compilation]]:
     return [(step, compilation) for step, compilation in registry.steps() if isinstance(step, JitStep)]
+
+
+def _compiles(step: JitStep) -> list[Compilation]:
+    """The compiles of a step: its largest, then what is kept under its name, the newest first."""
+    largest = [each for own, each in _steps() if own is step]
+    return [*largest, *(each for each in reversed(registry.since(0)[0]) if each.program == step.name)]
+
+
+def _is_for(compilation: Compilation, leaves: Sequence[Leaf]) -> bool:
+    """Whether it was compiled for arrays of these shapes: of a dtype JAX may take another one, and they may lie elsewhere."""
+    shapes = {path: text.partition(" ")[0].partition("[")[2] for path, text in compilation.signature}
+    return all(shapes.get(leaf.path) == leaf.type_text.partition("[")[2] for leaf in leaves)
 
 
 def _others() -> list[ProgramMemory]:
@@ -203,12 +223,16 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     compiling: bool = False,
 ) -> Failing:
-    if compilation is None:
-        compilation = next((each for own, each in _steps() if own is step), None)
-    memory = None if compilation is None or compiling else compilation.memory
-    why = "its compile did not come to an end" if compiling else "its compiler told no figures"
     known = call or step.latest_call
     given = arguments or ((known.args, known.kwargs) if known else ((), {}))
+    leaves = tuple(_leaves(step, *given))
+    if compilation is None:
+        every = _compiles(step)
+        compilation = next((each for each in every if _is_for(each, leaves)), None)
+        if compilation is None and every and not compiling:
+            compilation, how = every[0], how + _LARGEST
+    memory = None if compilation is None or compiling else compilation.memory
+    why = "its compile did not come to an end" if compiling else "its compiler told no figures"
     return Failing(
         name=step.name,
         known_by=how,
@@ -216,7 +240,7 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
         unavailable=None if memory else why,
         step=step,
         call=known,
-        leaves=tuple(_leaves(step, *given)),
+        leaves=leaves,
         is_call=arguments is not None,
         compiling=compiling,
     )
