@@ -48,7 +48,7 @@ class GrowthDetector:
             return ()
         groups = {group.key: (group.count, group.bytes) for group in census.groups}
         self._remember(census.step, groups)
-        costs = {key: (count, max(size, _LEAST * count)) for key, (count, size) in groups.items()}
+        costs: _Counts = {key: (count, max(size, _LEAST * count)) for key, (count, size) in groups.items()}
         rest = max(census.left_out_bytes, _LEAST * census.left_out_count)
         costs[_ALL] = census.count, rest + sum(cost for _, cost in costs.values())
         found = [
