@@ -14,7 +14,11 @@ from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_a
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.units import format_bytes
+
+# What JAX's paths of operations have of each loop and checkpoint; the step's own name comes before them.
+_OF_EVERY_LOOP = {"while", "body", "closed_call", "checkpoint"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +109,7 @@ class _Report:
             lines += ["", f"The plain step, without remat and donation: {self.plain_refused}"]
         if self.peak is not None:
             lines += ["", str(self.peak), "", "Its largest buffers", ""]
-            lines += buffer_table(self.peak.buffers[: self.top])
+            lines += buffer_table([_short(buffer) for buffer in self.peak.buffers[: self.top]])
         return "\n".join(lines)
 
     def _compared(self) -> list[tuple[str, str, str]]:
@@ -131,6 +135,15 @@ class _Report:
                 dataclasses.asdict(buffer) for buffer in (self.peak.buffers[: self.top] if self.peak else ())
             ],
         }
+
+
+def _short(buffer: Buffer) -> Buffer:
+    """The buffer as a table has room for it: ``--json`` has its layout and its operation whole."""
+    shape = buffer.shape if "T(" in buffer.shape else buffer.shape.partition("{")[0]  # tiles are what padding comes of
+    if buffer.operation is None or not buffer.operation.startswith("jit("):
+        return dataclasses.replace(buffer, shape=shape)
+    parts = [part for part in buffer.operation.split("/")[1:] if part not in _OF_EVERY_LOOP]
+    return dataclasses.replace(buffer, shape=shape, operation="/".join(parts) or buffer.operation)
 
 
 def _memory_json(memory: Any) -> dict[str, Any]:
