@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import get_args
 
 import pytest
 
 from jaxmem_callbacks.records.events import EventKind
+from jaxmem_callbacks.records.settings import MonitorSettings
 from tests.replay import Recording, names, recording
 
 # Runs with one fault, and the kind of the one event.
@@ -56,6 +58,20 @@ def test_enough_is_recorded_of_each_kind():
     assert len(real) >= 12, "real trainings, with nothing scripted"
     assert set(FAULTY) <= set(names())
     assert set(FAULTY.values()) == set(get_args(EventKind)) - {"recovery"}  # which no detector tells
+
+
+def test_healthy_runs_are_recorded_by_the_defaults_too():
+    """In which only the platform's limit may be named; with the number that was the default once, one would be an alarm."""
+    defaults = dataclasses.asdict(MonitorSettings(tensorboard=False, on_error="raise"))
+    found = [name for name in HEALTHY if recording(name).head["settings"] | {"limit_bytes": None} == defaults]
+    assert found == ["large_arrays_by_the_defaults", "losses_of_long_epochs_by_the_defaults"]
+    largest = [
+        max(group["bytes"] for line in recording(name).lines for group in line.get("groups", ())) for name in found
+    ]
+    assert largest[0] >= defaults["replication_min_bytes"]
+    (event,) = recording(found[1]).replay(growth_min_arrays=10_000)
+    assert event.kind == "growth"
+    assert event.figures["arrays_more"] >= 10_000
 
 
 def test_recordings_say_what_is_real():

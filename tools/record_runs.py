@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "recordings"
 sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 MIB = 2**20
-# Small models and short runs need lower thresholds; the shares are the defaults.
+RECORDED: dict[str, Any] = {"tensorboard": False, "on_error": "raise"}
+# Small models and short runs need lower thresholds; the shares are the defaults. Runs with `defaults=True` have none of these.
 SETTINGS: dict[str, Any] = {
+    **RECORDED,
     "scan_s": 0.01,
     "limit_bytes": 64 * MIB,
     "growth_steps": 50,
@@ -31,8 +33,6 @@ SETTINGS: dict[str, Any] = {
     "growth_min_arrays": 100,
     "replication_min_bytes": MIB // 16,
     "imbalance_min_bytes": MIB // 4,
-    "tensorboard": False,
-    "on_error": "raise",
 }
 
 
@@ -68,8 +68,10 @@ def record(name: str, out: Path) -> dict[str, Any]:
     opened: list[jm.MemoryMonitor] = []
     with tempfile.TemporaryDirectory() as folder:
 
-        def watch(preset: Any = None, *, plan: Any = None, probes: Any = None, **changes: Any) -> jm.MemoryMonitor:
-            settings = MonitorSettings(**(SETTINGS | changes))
+        def watch(
+            preset: Any = None, *, plan: Any = None, probes: Any = None, defaults: bool = False, **changes: Any
+        ) -> jm.MemoryMonitor:
+            settings = MonitorSettings(**((RECORDED if defaults else SETTINGS) | changes))
             head["settings"], head["split"] = dataclasses.asdict(settings), split_of(preset)
             head["since_s"] = time.time()
             preset = settings if preset is None else dataclasses.replace(preset, monitor=settings)

@@ -106,6 +106,53 @@ def metrics_freed_each_long_epoch(watch: Watch) -> None:
     models.run(watch(), 400, each=each)
 
 
+def losses_of_long_epochs_by_the_defaults(watch: Watch) -> None:
+    """Every loss is kept on the device for epochs of 20,000 steps and let go of at their end; the thresholds are the defaults."""
+    losses: list[jax.Array] = []
+
+    def each(index: int, state: Any, loss: Any) -> None:
+        del state
+        losses.append(loss)
+        if (index + 1) % 20_000 == 0:
+            losses.clear()
+
+    models.run(watch(defaults=True), 64_000, each=each, pace_s=0.004)
+
+
+def large_arrays_by_the_defaults(watch: Watch) -> None:
+    """ZeRO-1 over a weight of 64 MiB, with its average, evaluations and checkpoints; the thresholds are the defaults."""
+    mesh = models.mesh_of()
+    params = {"w0": jax.random.normal(jax.random.key(0), (4096, 4096)) / 64, "w1": jnp.ones((4096, 64)) / 64}
+    state = jax.device_put(models.state_of(params), NamedSharding(mesh, P()))
+    state["momentum"] = models.split_over(state["momentum"], mesh)
+    average = models.split_over(params, mesh)
+    mean = jax.jit(
+        lambda a, p: jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, a, p), out_shardings=models.shardings_of(average)
+    )
+    held_out = jax.jit(models.loss_of)
+    del params
+
+    def each(index: int, state: Any, loss: Any) -> None:
+        nonlocal average
+        jax.block_until_ready(loss)
+        if index % 20 == 0:
+            average = mean(average, state["params"])
+            jax.block_until_ready([held_out(average, models.batch_of(i, rows=64, width=4096)) for i in range(4)])
+        if index % 50 == 0:
+            jax.block_until_ready(jax.tree.map(jnp.copy, state))
+
+    step = jm.jit_step(models.train_step, state_shardings=models.shardings_of(state))
+    batch = NamedSharding(mesh, P("data"))
+    models.run(
+        watch(defaults=True, limit_bytes=4 * 2**30),
+        160,
+        step=step,
+        state=state,
+        batch=lambda index: jax.device_put(models.batch_of(index, width=4096), batch),
+        each=each,
+    )
+
+
 def prefetch(watch: Watch) -> None:
     """Four batches wait on the device."""
     queue = deque(jax.device_put(models.batch_of(i)) for i in range(4))

@@ -81,6 +81,7 @@ def run(  # noqa: PLR0913 - what the runs differ in
     batch: Callable[[int], Any] = batch_of,
     each: Callable[[int, Any, jax.Array], Any] | None = None,
     first: int = 0,
+    pace_s: float = PACE_S,
 ) -> Any:
     """A training loop as users write it.
 
@@ -92,6 +93,7 @@ def run(  # noqa: PLR0913 - what the runs differ in
         batch: From the step's number.
         each: Called with the step's number, the state and the loss; what it returns, unless None, is the state from then on.
         first: Number of the first step.
+        pace_s: Seconds that the loop rests after each step.
     """
     step = jm.jit_step(train_step) if step is None else step
     state = state_of(parameters()) if state is None else state
@@ -101,5 +103,5 @@ def run(  # noqa: PLR0913 - what the runs differ in
         if each is not None:
             changed = each(index, state, loss)
             state = state if changed is None else changed
-        time.sleep(PACE_S)
+        time.sleep(pace_s)
     return state
