@@ -82,7 +82,7 @@ def test_a_kind_that_is_gone_between_epochs_is_known_when_it_comes_again():
 
 
 def test_after_a_long_epoch_and_many_short_ones_another_long_one_is_none():
-    (event,) = told(epochs(600, *[150] * 10, 600), SHORT, every=1)
+    (event,) = told(epochs(600, *[150] * 10, 900), SHORT, every=1)
     assert event.step < 600
 
 
