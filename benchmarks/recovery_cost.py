@@ -2,6 +2,8 @@
 
     python -m benchmarks.recovery_cost
 
+What a report takes where memory does run out is measured beside it (`oom_report.py`).
+
 On the CPU, by wall clock. Short blocks of steps take turns, one way of running them beside the other, and each copy of a state
 stands beside a copy of the same bytes in memory. So what is compared happens within a moment on one machine, and medians of
 ratios hold where times do not.
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmem_callbacks as jm
+from benchmarks import oom_report
 from benchmarks.sources import write_result
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot
 
@@ -159,6 +162,7 @@ def main() -> None:
         rows = [snapshots(size, Path(folder) / str(size)) for size in STATES]
     write_result("recovery_cost", steps=compared, snapshots=rows)
     print(json.dumps({"steps": compared, "snapshots": rows}, indent=1))
+    oom_report.main()
 
 
 if __name__ == "__main__":

@@ -353,6 +353,22 @@ def test_costs_of_recovery_are_those_of_the_file():
     assert f"over a copy of its bytes by NumPy: {large[0]}, a checkpoint on disk: {large[1]}" in readme
 
 
+def test_the_time_of_a_report_is_that_of_the_file():
+    content = result("oom_report")
+    rows = content["reports"]
+    most = max(row["most_seconds"] for row in rows)
+    assert most < 2
+    few, few_dump, many, many_dump = (f"{row['seconds']:.2f}" for row in rows)
+    assert [row["live_arrays"] for row in rows] == [1_000, 1_000, 100_000, 100_000]
+    text = " ".join((ROOT / "docs" / "oom.md").read_text().split())
+    assert f"on a machine of {content['cores']} cores that had other work: {few} s beside 1,000 live arrays" in text
+    assert (
+        f"and {many} s beside 100,000; {few_dump} and {many_dump} s where the error's text is an allocator's dump"
+        in text
+    )
+    assert f"dump of {rows[1]['text_bytes'] / 1e6:.0f} MB; at most {most:.2f} s" in text
+
+
 def test_the_picture_of_the_simulator_is_drawn_from_a_case_of_the_package():
     text = (ROOT / "docs" / "simulate.md").read_text()
     assert SIMULATED.read_bytes()[:4] == b"\x89PNG"
