@@ -99,7 +99,7 @@ def test_it_is_quick_and_says_in_one_sentence_what_happened(failed):
     told = facts(folder)
     assert took < QUICK_S
     assert told["sentence"].startswith("Probably the program train_step asked for ")
-    assert told["sentence"].endswith("it did not fit for capacity, since more was asked for than was there.")
+    assert told["sentence"].endswith("it did not fit for lack of capacity, since more was asked for than was there.")
     assert told["facts"]["requested_bytes"] == int(asked)
     assert told["cause"] == "capacity"
     lines = (folder / "report.md").read_text().splitlines()

@@ -132,7 +132,7 @@ def test_a_tpu_log_tells_its_tables_largest_first():
     ]
     assert sentence(found) == (
         "An allocation of a program that the log does not name needs 17.6 GiB on the TPU while it was compiled; there are"
-        " 16.0 GiB in all: it did not fit for capacity, since the whole program is larger than the limit."
+        " 16.0 GiB in all: it did not fit for lack of capacity, since the whole program is larger than the limit."
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -125,12 +127,15 @@ def test_the_report_says_what_repeated_modules_hold_together(are_the_calls):
     mine = [each.module for each in found.holders if each.type_text == f"float32[{rows},3]"]
     assert mine[0] == ("Block_*/Dense_0" if not are_the_calls else mine[0])
     assert set(mine) == ({f"Block_{number}/Dense_0" for number in range(4)} if are_the_calls else {"Block_*/Dense_0"})
-    text = oom_markdown(
-        OomReport(
-            sentence="", cause="unknown", evidence="", time_s=0.0, process="", error_type="", error_text="",
-            holders=found.holders, modules=found.modules, live_bytes=found.bytes, live_count=found.count,
-        )
+    report = OomReport(
+        sentence="", cause="unknown", evidence="", time_s=0.0, process="", error_type="", error_text="",
+        holders=found.holders, modules=found.modules, live_bytes=found.bytes, live_count=found.count,
     )  # fmt: skip
+    text = oom_markdown(report)
+    assert "| what | module | kind |" in text
+    without = tuple(dataclasses.replace(each, module="") for each in found.holders)
+    told = oom_markdown(dataclasses.replace(report, holders=without, modules=()))
+    assert "| what | kind |" in told, "no column for what no array has"
     assert "| Block_* (4 modules) | 12 | 18.0 MiB | " in text
     assert "| float32[131072,3] | " in text
     del state, leaves

@@ -90,10 +90,11 @@ def _holders(report: OomReport) -> Section:
         "Temporaries of programs are not among them."
     )
     whole = max([holder.bytes for holder in report.holders], default=0) or 1
+    in_modules = any(holder.module for holder in report.holders)
     rows = tuple(
         (
             holder.name or "no name is known",
-            holder.module or "-",
+            *((holder.module or "-",) if in_modules else ()),
             holder.kind or "-",
             holder.type_text,
             str(holder.count),
@@ -104,7 +105,8 @@ def _holders(report: OomReport) -> Section:
         )
         for holder in report.holders
     )
-    columns = ("what", "module", "kind", "type", "arrays", "bytes", "device", "made at", "named by")
+    module = ("module",) if in_modules else ()
+    columns = ("what", *module, "kind", "type", "arrays", "bytes", "device", "made at", "named by")
     bars = tuple(holder.bytes / whole for holder in report.holders)
     rest = (
         (f"{report.left_out_count:,} smaller arrays with {format_bytes(report.left_out_bytes)} are not listed.",)

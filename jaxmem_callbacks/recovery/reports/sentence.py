@@ -119,11 +119,11 @@ def _cause(verdict: Verdict, asked: int | None, free: _Free) -> tuple[Cause, str
         free.bytes is not None and free.largest is not None and asked is not None and free.largest < asked <= free.bytes
     )
     if facts.fragmentation or in_pieces:
-        return "fragmentation", "it did not fit for fragmentation, since there was enough, but not in one piece"
+        return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
     if asked is None:
         return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
     if _is_too_large(facts) or any(each is not None and asked > each for each in (free.bytes, room)):
-        return "capacity", "it did not fit for capacity, since more was asked for than was there"
+        return "capacity", "it did not fit for lack of capacity, since more was asked for than was there"
     if free.bytes is None:
         return "unknown", "capacity or fragmentation is unknown, because nothing says what was free"
     return (

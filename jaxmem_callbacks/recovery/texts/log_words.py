@@ -24,13 +24,13 @@ def why(log: OomLog) -> tuple[OomCause, str]:
     facts, pool = log.facts, log.pool
     asked, free = facts.requested_bytes, _free_bytes(facts, pool)
     if facts.fragmentation or (asked is not None and pool is not None and _holes_would_do(asked, pool)):
-        return "fragmentation", "it did not fit for fragmentation, since there was enough, but not in one piece"
+        return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
     if asked is not None and free is not None and asked > free:
-        return "capacity", "it did not fit for capacity, since more was asked for than was free"
+        return "capacity", "it did not fit for lack of capacity, since more was asked for than was free"
     if asked is not None and facts.limit_bytes is not None and asked > facts.limit_bytes:
-        return "capacity", "it did not fit for capacity, since it alone is larger than the limit"
+        return "capacity", "it did not fit for lack of capacity, since it alone is larger than the limit"
     if facts.used_bytes is not None and facts.limit_bytes is not None and facts.used_bytes >= facts.limit_bytes:
-        return "capacity", "it did not fit for capacity, since the whole program is larger than the limit"
+        return "capacity", "it did not fit for lack of capacity, since the whole program is larger than the limit"
     if asked is None:
         return "unknown", "why it did not fit is unknown, because the log does not say how much was asked for"
     return "unknown", "capacity or fragmentation is unknown, because the log does not say what was free"
