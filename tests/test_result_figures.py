@@ -112,6 +112,14 @@ def test_every_extra_was_installed_from_the_wheel_on_both_jax_lines():
     assert "in clean environments: three Pythons, both JAX lines, each extra" in (ROOT / "README.md").read_text()
 
 
+def test_the_sdist_was_installed_by_pip_on_every_python_and_does_what_the_wheel_does():
+    rows = result("check_wheel")["rows"]
+    wheels = {row["python"]: row["found"] for row in rows if (row["installed"], row["extra"]) == ("wheel", None)}
+    assert {row["python"]: row["found"] for row in rows if row["installed"] == "sdist"} == wheels
+    assert len(wheels) == 3
+    assert "the sdist, installed by pip, does the same" in (ROOT / "README.md").read_text()
+
+
 POLICIES = ("full", "dots", "dots_no_batch", "names", "chunked")
 
 

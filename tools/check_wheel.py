@@ -4,7 +4,8 @@
     make check-wheel ARGS="--python 3.12 --extra nvidia"     # some of it; writes nothing
 
 Interpreters enter (`environments.py` finds them); for each and each extra a clean environment is made, ``tools/wheel_use.py``
-runs in it from an empty folder, and what it found leaves, with versions. The environments are deleted.
+runs in it from an empty folder, and what it found leaves, with versions. So it goes with the sdist, without an extra: pip builds
+it there by the backend that it fetches itself. The environments are deleted.
 """
 
 from __future__ import annotations
@@ -75,10 +76,12 @@ def use(python: Path, folder: Path, extra: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(minor: str, interpreter: str, wheel: Path, extra: str) -> dict[str, Any]:
-    """One clean environment: the wheel with one extra, installed and used."""
-    wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-    with tempfile.TemporaryDirectory() as name, environments.phase(f"Python {minor}, {extra or 'no extra'}"):
+def check(minor: str, interpreter: str, package: Path, extra: str) -> dict[str, Any]:
+    """One clean environment: the wheel or the sdist with one extra, installed and used."""
+    wanted = f"{package}[{extra}]" if extra else str(package)
+    kind = "wheel" if package.suffix == ".whl" else "sdist"
+    what = f"Python {minor}, {kind}, {extra or 'no extra'}"
+    with tempfile.TemporaryDirectory() as name, environments.phase(what):
         folder = Path(name).resolve()
         environments.run_quietly([interpreter, "-m", "venv", str(folder / "venv")])
         python = environments.venv_python(folder / "venv")
@@ -89,7 +92,7 @@ def check(minor: str, interpreter: str, wheel: Path, extra: str) -> dict[str, An
         told = use(python, folder / "away", extra)
         inside = told["found"].pop("package", None)
         assert inside is None or Path(inside).is_relative_to(folder / "venv"), inside
-    return {"extra": extra or None, **told}
+    return {"installed": kind, "extra": extra or None, **told}
 
 
 def main() -> int:
@@ -103,10 +106,10 @@ def main() -> int:
         sdist, wheel = build(Path(name) / "dist")
         again = wheel_of_sdist(sdist, Path(name) / "unpacked")
         assert again.read_bytes() == wheel.read_bytes(), "the sdist builds another wheel"
+        asked = options.extra or extras()
+        packages = [(wheel, extra) for extra in asked] + [(sdist, "")] * ("" in asked)
         rows = [
-            check(minor, found[minor], wheel, extra)
-            for minor in sorted(options.python or found)
-            for extra in options.extra or extras()
+            check(minor, found[minor], *package) for minor in sorted(options.python or found) for package in packages
         ]
         result = {
             "command": "make check-wheel",
