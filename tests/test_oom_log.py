@@ -123,6 +123,11 @@ def test_a_gpu_log_tells_figures_dump_and_tables_with_their_lines():
     assert "3.00GiB" in lines[found.buffers[0].line - 1]
 
 
+def test_a_job_that_took_more_than_it_may_had_no_negative_memory_free():
+    found = read_oom_log(["=>> PBS: job killed: mem 16843012kb exceeded limit 16777216kb"])
+    assert "needs 16.1 GiB in the host's memory; there are 16.0 GiB in all: it did not fit" in sentence(found)
+
+
 def test_a_tpu_log_tells_its_tables_largest_first():
     found = one(TPU_LOG)
     assert found.facts.phase == "compile"

@@ -54,7 +54,8 @@ def _free_bytes(facts: OomFacts, pool: PoolDump | None) -> int | None:
     if pool is not None:
         return pool.free_bytes
     if facts.limit_bytes is not None and facts.used_bytes is not None and facts.phase != "compile":
-        return facts.limit_bytes - facts.used_bytes
+        left = facts.limit_bytes - facts.used_bytes
+        return left if left >= 0 else None  # of a batch system, which ends what took more
     return None
 
 
