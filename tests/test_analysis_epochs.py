@@ -76,6 +76,12 @@ def test_epochs_after_the_first_are_none_also_where_the_first_one_was_told(setti
     assert event.step < length
 
 
+def test_an_epoch_that_ends_as_soon_as_its_rise_is_known_is_remembered():
+    """Over ten times the steps, 520 are ten stretches and the beginning of one more."""
+    (event,) = told(epochs(520, 520, 520), MonitorSettings(growth_steps=50, growth_min_bytes=20 * COST), every=1)
+    assert event.step < 520
+
+
 def test_a_kind_that_is_gone_between_epochs_is_known_when_it_comes_again():
     (event,) = told(epochs(*[400] * 8), SHORT, every=1, seen=lambda count: count > 20)
     assert event.step < 400

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
@@ -157,3 +158,13 @@ def test_an_array_that_may_be_of_several_modules_is_counted_to_none():
     found, modules = held(leaves, are_the_calls=False)
     (mine,) = [each for each in found.holders if each.type_text == "float32[131072,5]"]
     assert (mine.module, modules) == ("", {})
+
+
+def test_thousands_of_arrays_of_one_shape_are_all_named():
+    """In the time that there is for names: what is said of a shape is made once, and not for each array of it."""
+    kept = [jax.device_put(np.ones(11, np.float32)) for _ in range(4000)]
+    form = {"kind": "parameters", "shape": (11,), "dtype": kept[0].dtype}
+    paths = [f"params['Block_{number}']['scale']" for number in range(len(kept))]
+    found, modules = held([Leaf(argument="params", path=path, **form) for path in paths], are_the_calls=False)
+    assert (modules["Block_*"].modules, modules["Block_*"].count) == (4000, 4000)
+    assert found.count >= len(kept)

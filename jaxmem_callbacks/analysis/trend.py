@@ -61,11 +61,11 @@ class _LetGo:
         self.base: float | None = None  # where the rise began that is not let go of yet
         self._top = -math.inf
 
-    def begin(self, first: _Stretch) -> None:
-        """A rise begins, or goes on after a rest."""
+    def begin(self, first: _Stretch, top: float) -> None:
+        """A rise begins, or goes on after a rest; it is known only once it came to ``top``."""
         if self.base is not None:
             return
-        self.base = self._top = first.low
+        self.base, self._top = first.low, top
         if self.most:  # what was there before the first rise is the start of the run, not what one left behind
             self.floors.append(first)
             if len(self.floors) > _MANY:
@@ -140,7 +140,7 @@ class Trend:
         elif self._begun is None and order > _BEGUN:
             before = max(each.low for each in self._done if each.step <= last[0].step)
             self._begun = last[0].step, max(before, self._earlier.reached)
-            self._earlier.begin(last[0])
+            self._earlier.begin(last[0], max(lows))
             self._stays = _rise_of(self._earlier.floors)
         if self._begun is None:
             self._rise = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ _SECONDS = 0.75  # for sizes and names; a report takes no more than two
 _AT_ONCE = 256
 _ASKED = 8  # arrays of one holder that are asked where they were made
 ITSELF, VARIABLE, SHAPE = "the call's own array", "variable", "shape"
+
+_Form = tuple[tuple[int, ...], str]  # shape and dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +102,7 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
     """
     modules = modules_of(leaves)
     own = {id(leaf.value): leaf for leaf in leaves} if are_the_calls else {}
-    alike: dict[tuple[tuple[int, ...], str], list[Leaf]] = {}
-    for leaf in () if are_the_calls else leaves:
-        alike.setdefault((leaf.shape, str(leaf.dtype)), []).append(leaf)
+    alike = {} if are_the_calls else _by_shape(leaves, modules)
     groups: dict[tuple[str, str, str], _Group] = {}
     seen, ends = _Seen(), time.monotonic() + _SECONDS
     arrays, sizes, totals = _sized(seen)
@@ -145,27 +145,38 @@ def _sized(seen: _Seen) -> tuple[list[Any], list[int], Counter[str]]:
     return arrays, sizes, totals
 
 
+def _by_shape(leaves: Iterable[Leaf], modules: Mapping[str, str]) -> dict[_Form, _Name]:
+    """What an array of a shape and dtype may be, made once for all arrays of it: a deep model has thousands."""
+    alike: dict[_Form, list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.shape:
+            alike.setdefault((leaf.shape, str(leaf.dtype)), []).append(leaf)
+    return {
+        form: _Name(
+            same[0].path + (f" or {len(same) - 1} more of its shape" if len(same) > 1 else ""),
+            SHAPE,
+            " or ".join(dict.fromkeys(leaf.kind for leaf in same)),
+            tuple(modules.get(leaf.path, "") for leaf in same),
+        )
+        for form, same in alike.items()
+    }
+
+
 def _named(
     array: Any,
     own: Mapping[int, Leaf],
     variables: Mapping[int, str],
-    alike: Mapping[tuple[tuple[int, ...], str], Sequence[Leaf]],
+    alike: Mapping[_Form, _Name],
     modules: Mapping[str, str],
 ) -> _Name:
     """The best name that there is for an array."""
     if (leaf := own.get(id(array))) is not None:
         return _Name(leaf.path, ITSELF, leaf.kind, (modules.get(leaf.path, ""),))
-    same = alike.get((tuple(array.shape), str(array.dtype)), ()) if alike else ()
-    if same and array.shape:
-        more = f" or {len(same) - 1} more of its shape" if len(same) > 1 else ""
-        variable = f", held by {variables[id(array)]}" if id(array) in variables else ""
-        kinds = " or ".join(dict.fromkeys(leaf.kind for leaf in same))
-        return _Name(
-            f"{same[0].path}{more}{variable}", SHAPE, kinds, tuple(modules.get(leaf.path, "") for leaf in same)
-        )
-    if id(array) in variables:
-        return _Name(variables[id(array)], VARIABLE)
-    return _Name()
+    same = alike.get((tuple(array.shape), str(array.dtype))) if alike else None
+    variable = variables.get(id(array))
+    if same is not None:
+        return same if variable is None else replace(same, text=f"{same.text}, held by {variable}")
+    return _Name() if variable is None else _Name(variable, VARIABLE)
 
 
 def _by_module(groups: Sequence[_Group], modules: Mapping[str, str]) -> tuple[ModuleHolder, ...]:

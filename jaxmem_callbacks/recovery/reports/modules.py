@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, kind_of_argument
@@ -68,6 +69,7 @@ def family_of(modules: Iterable[str]) -> Callable[[str], tuple[str, str]]:
         for at, part in enumerate(parts):
             numbered.setdefault((*parts[:at], _NUMBER.sub("*", part)), set()).add(part)
 
+    @cache
     def told(module: str) -> tuple[str, str]:
         parts = tuple(module.split("/"))
         for at, part in enumerate(parts):
