@@ -102,3 +102,16 @@ def test_what_was_let_go_of_once_is_told_again_when_it_is_twice_as_much():
 def test_a_leak_beneath_a_list_that_is_emptied_each_epoch_is_told_once(length: int, leak: float):
     (event,) = told(epochs(*[length] * int(1.4 * LEAST / leak / length), leak=leak))
     assert event.figures["arrays_more"] >= 0.9 * LEAST
+
+
+def test_a_leak_beneath_lists_is_over_when_there_are_none_any_more_and_another_one_is_told():
+    leaked = epochs(*[100] * 12, leak=0.5)
+    kept = leaked + [leaked[-1] - 99] * 3_000
+    others = [0] * (len(kept) - 1_000) + [*range(1_000)]
+    observations = [
+        census(step, group((), count, bytes=4 * count), *([group((3,), other, bytes=12 * other)] if other else []))
+        for step, (count, other) in enumerate(zip(kept, others, strict=True))
+    ]
+    first, second = run(GrowthDetector(MonitorSettings(growth_steps=50, growth_min_bytes=400 * COST)), observations)
+    assert (first.figures["what"], second.figures["what"]) == ("float32[]", "float32[3]")
+    assert 400 <= second.figures["arrays_more"] < 450

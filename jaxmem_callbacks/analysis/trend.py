@@ -22,6 +22,7 @@ _BEFORE = 50  # stretches before a rise that it must pass
 _BEGUN = 0.5  # the order from which on something rises
 _LET_GO = 0.25  # of what a rise gained, whose loss ends it: less is noise, and more is not lost where a leak goes on beside it
 _FEW, _MANY = 6, 64  # floors that make a rise, and that are kept
+_OVER = 2  # times the longest time between two floors, after which the next is not waited for any more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,14 @@ class _LetGo:
             self.floors.append(first)
             if len(self.floors) > _MANY:
                 del self.floors[1:-1:2]
+
+    def is_over(self, step: int) -> bool:
+        """Whether nothing has begun to rise for twice the longest time between two rises; their floors are forgotten then."""
+        gaps = [after.step - before.step for before, after in itertools.pairwise(self.floors)]
+        if step - self.floors[-1].step <= _OVER * max(gaps):
+            return False
+        self.floors.clear()
+        return True
 
     def see(self, low: float) -> None:
         """Take the low of the next stretch."""
@@ -144,6 +153,8 @@ class Trend:
             self._stays = _rise_of(self._earlier.floors)
         if self._begun is None:
             self._rise = None
+            if self._stays is not None and self._earlier.is_over(step):
+                self._stays = None
             return
         since, before = self._begun
         self._rise = Rise(

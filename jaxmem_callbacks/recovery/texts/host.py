@@ -96,8 +96,9 @@ HOST: tuple[Rule, ...] = (
     # Batch systems: PBS and Torque, Grid Engine, LSF, YARN. Of what they bound by name only memory is meant here.
     rule(
         "killed",
-        r"\bjob killed: p?v?mem (?:job total )?(?P<used>\d{1,19}\s{0,40}[kKMG])[bB] exceeded limit"
-        r" (?P<limit>\d{1,19}\s{0,40}[kKMG])[bB]",
+        # OpenPBS writes kb, Torque bytes without a unit.
+        r"\bjob killed: p?v?mem (?:job total )?(?P<used>\d{1,19}(?:\s{0,40}[kKMG])?)[bB]? exceeded limit"
+        r" (?P<limit>\d{1,19}(?:\s{0,40}[kKMG](?=[bB]))?)",
         platform="host",
     ),
     rule(
@@ -129,7 +130,7 @@ HOST: tuple[Rule, ...] = (
     # The same in a sentence.
     rule(
         "killed",
-        r"\b(?:[Cc]ontainer|[Pp]od|[Tt]ask|[Pp]rocess)\b[^.;?]{0,120}?\s(?:was|were|has been|have been|got)"
+        r"(?<!\b[Nn]o\s)\b(?:[Cc]ontainer|[Pp]od|[Tt]ask|[Pp]rocess)\b[^.;?]{0,120}?\s(?:was|were|has been|have been|got)"
         r" (?:OOM(?:-| )?[Kk]illed\b|killed by the (?:kernel )?(?:OOM|oom)(?:-| )[Kk]iller)",
         platform="host",
     ),

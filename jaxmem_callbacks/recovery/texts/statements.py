@@ -183,7 +183,7 @@ _SURVIVED = Rule(name="goes on", pattern=re.compile(r"(?!)"))
 _ADVICE = re.compile(
     r"(?:\b(?:[Ii]f|[Ww]hen(?:ever)?|[Ss]hould|[Ii]n\s+case)\s+(?:you|one|users?)\s+(?:ever\s+)?"
     r"(?:see|gets?|hit|meet|have|encounter|run\s+into)"
-    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of|\b[Tt]o\s+avoid|\b(?:[Ii]f|[Ww]hen|[Ww]hether)\s+(?:the|an?|your))"
+    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of|\b[Tt]o\s+avoid|\b(?:[Ii]f|[Ww]hen|[Ww]hether)\s+(?:the|an?|your|one|any)(?:\s+(?:worker|main|child|parent|training))?)"
     r"(?:\s+(?:an?|the|errors?|such\s+as|like|messages?|with)){0,5}\s+[\"'`(]{0,3}$"
 )
 
