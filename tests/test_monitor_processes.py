@@ -171,7 +171,7 @@ rank = int(sys.argv[2])
 jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=rank)
 x, held = jnp.zeros(8), []
 with jm.MemoryMonitor(replace(settings, limit_bytes=2**20), logdir=sys.argv[1]) as monitor:
-    for i in range(5000):
+    for i in range(100000):
         x, metrics = step(x)
         monitor(i, metrics)
         time.sleep(0.002)
