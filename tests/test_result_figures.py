@@ -16,15 +16,7 @@ from benchmarks.plan_bench import at_equal_flops, closest
 from benchmarks.plan_picture import PICTURE, plan_of
 from benchmarks.simulator_picture import CASE
 from benchmarks.simulator_picture import PICTURE as SIMULATED
-from benchmarks.sources import (
-    COMMANDS,
-    RESULTS,
-    ROOT,
-    ROWS_BENCHMARK,
-    SOURCES,
-    benchmark_of,
-    command,
-)
+from benchmarks.sources import COMMANDS, RESULTS, ROOT, ROWS_BENCHMARK, SOURCES, benchmark_of, command
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import policy_words
@@ -370,10 +362,8 @@ def test_the_time_of_a_report_is_that_of_the_file():
     assert [row["live_arrays"] for row in rows] == [1_000, 1_000, 100_000, 100_000]
     text = " ".join((ROOT / "docs" / "oom.md").read_text().split())
     assert f"on a machine of {content['cores']} cores that had other work: {few} s beside 1,000 live arrays" in text
-    assert (
-        f"and {many} s beside 100,000; {few_dump} and {many_dump} s where the error's text is an allocator's dump"
-        in text
-    )
+    dumps = f"{few_dump} and {many_dump} s where the error's text is an allocator's dump"
+    assert f"and {many} s beside 100,000; {dumps}" in text
     assert f"dump of {rows[1]['text_bytes'] / 1e6:.0f} MB; at most {most:.2f} s" in text
 
 
