@@ -84,11 +84,14 @@ def test_a_librarys_results_are_counted_once(monkeypatch):
     assert verdict is None or program.__name__ not in verdict.evidence
 
 
+MANY, FEW = 1000, 700  # rows, whose squares no other test's program is likely to take
+
+
 @pytest.fixture(scope="module")
 def compiled_twice():
     """A step that was compiled for many rows, then for few."""
     step = jm.jit_step(lambda state, batch: (state + jnp.sort(batch @ batch.T, axis=0).sum(), {}), donate_argnames=())
-    for rows in (1024, 512):
+    for rows in (MANY, FEW):
         step(jnp.float32(0), np.ones((rows, 8)))  # of 64 bits, of which JAX takes 32
     return step
 
@@ -96,7 +99,7 @@ def compiled_twice():
 def test_what_a_failed_call_needs_is_told_of_its_own_compile(compiled_twice):
     gone = jnp.float32(0)
     gone.delete()
-    for rows in (512, 1024):
+    for rows in (FEW, MANY):
         failing = failing_program(caught(compiled_twice, gone, np.ones((rows, 8))), OomFacts())
         assert (failing.memory.argument_bytes, failing.is_call, failing.proved) == (rows * 8 * 4 + 4, True, True)
         assert failing.known_by == "the exception passed through its call"
@@ -105,7 +108,7 @@ def test_what_a_failed_call_needs_is_told_of_its_own_compile(compiled_twice):
 def test_a_program_that_only_its_size_tells_is_the_probable_one(compiled_twice):
     small = next(each for each in registry.since(0)[0][::-1] if each.program == compiled_twice.name)
     asked = small.memory.temp_bytes
-    assert 512 * 512 * 4 <= asked < 1024 * 1024 * 4
+    assert 4 * FEW**2 <= asked < 4 * MANY**2
     error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
     verdict = judge(error)
     assert verdict.failing.step is compiled_twice

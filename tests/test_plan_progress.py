@@ -43,6 +43,8 @@ def test_a_terminal_shows_a_bar_that_names_what_compiles_and_goes(monkeypatch: p
 def test_ctrl_c_leaves_no_thread_and_no_hidden_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     assert shown_on_a_terminal(monkeypatch, KeyboardInterrupt).count("\x1b[?25h") == 1
+    for thread in set(threading.enumerate()) - before:  # rich tells its own to end, and does not wait for that
+        thread.join(timeout=30)
     assert set(threading.enumerate()) <= before
 
 
