@@ -37,7 +37,9 @@ from tests.watching import NotingMonitor, assert_written
 pytestmark = pytest.mark.core
 
 MIB = 2**20
-BUFFER = 32 * MIB  # kept in NumPy: Orbax copies it before it goes on in the background, since a user may overwrite it
+# Kept in NumPy: Orbax copies it before it goes on in the background, since a user may overwrite it. So large that it is still
+# being written when the copy is read, and that what other tests of this process let go of meanwhile does not hide it.
+BUFFER, LET_GO = 128 * MIB, 32 * MIB
 STEPS, SAVED = 12, (3, 7, 11)
 SETTINGS = MonitorSettings(window_s=0.02, scan_s=0.02, host_s=0.005, on_error="raise")
 STARTED, ENDED = "/jax/orbax/write/start", "/jax/orbax/write/total_duration_secs"
@@ -103,7 +105,7 @@ def test_the_peak_of_a_save_is_what_each_file_of_the_run_shows(run: Run) -> None
     """Orbax's own copy of a buffer is the spike: in the record, the line, TensorBoard's table and chart, and the report."""
     save = run.double.of(CheckpointSave)[1]
     high, before = save.highs["resident_bytes"], save.before["resident_bytes"]
-    assert high - before >= BUFFER
+    assert high - before >= BUFFER - LET_GO
     lines = [json.loads(line) for line in (run.folder / "memory.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if line["kind"] == "checkpoint_save" and line["first_step"] == 19]
     assert (line["highs"]["resident_bytes"], line["before"]["resident_bytes"]) == (high, before)
