@@ -76,7 +76,7 @@ bench-padding: python ## what arrays take on TPUs and GPUs besides their own byt
 bench-analytic: python ## what a plan costs before anything is compiled, at 10,000 equations
 	@$(ENVIRONMENT) run project,test python -m benchmarks.analytic $(ARGS)
 
-bench-plan: python ## plans against remat written by hand, on H100 and v5e; hours, goes on where it stopped
+bench-plan: python ## plans against remat written by hand, on H100, v5e and CPU; hours, goes on where it stopped
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)
 
 bench-examples: python ## plans of two examples, one of them for a pod, for an H100; the figures of docs/plan.md

@@ -38,7 +38,7 @@ from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, Plan
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 
-TARGETS = ("h100_sxm", "v5e")  # one device each: for several, a plan also divides the state
+TARGETS = ("h100_sxm", "v5e", "cpu")  # one device each: for several, a plan also divides the state
 NONE, OURS = "none", "ours"
 MATCHED = f"{OURS} as "
 AT_ONCE = 2

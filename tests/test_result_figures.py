@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import tomllib
 from dataclasses import replace
 
@@ -12,11 +11,10 @@ import pytest
 
 import jaxmem_callbacks as jm
 from benchmarks.frameworks import FRAMEWORKS, OTHERS, why
-from benchmarks.plan_bench import at_equal_flops, closest
 from benchmarks.plan_picture import PICTURE, plan_of
 from benchmarks.simulator_picture import CASE
 from benchmarks.simulator_picture import PICTURE as SIMULATED
-from benchmarks.sources import COMMANDS, RESULTS, ROOT, ROWS_BENCHMARK, SOURCES, benchmark_of, command
+from benchmarks.sources import COMMANDS, RESULTS, ROOT, SOURCES, benchmark_of, command
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import policy_words
@@ -77,21 +75,6 @@ def test_figures_of_accumulation_are_those_of_the_file():
     assert f"masked mean over 32 rows comes out {masked} wrong and an in-batch contrastive loss {contrastive}" in text
 
 
-NAMES = {
-    "linen_transformer": "Linen transformer, unrolled",
-    "nnx_transformer": "NNX transformer, scanned",
-    "dropout_transformer": "dropout, tied embeddings, bf16 casts",
-    "mixture": "mixture of experts",
-    "vit": "ViT",
-    "resnet": "ResNet with BatchNorm",
-    "unet": "U-Net",
-    "lstm": "LSTM over time",
-    "equinox_transformer": "Equinox transformer",
-    "mixer": "MLP-mixer, plain JAX",
-    "encoder_decoder": "encoder-decoder",
-}
-
-
 def test_every_extra_was_installed_from_the_wheel_on_both_jax_lines():
     rows = result("check_wheel")["rows"]
     wanted = {None, *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
@@ -110,75 +93,6 @@ def test_the_sdist_was_installed_by_pip_on_every_python_and_does_what_the_wheel_
     assert {row["python"]: row["found"] for row in rows if row["installed"] == "sdist"} == wheels
     assert len(wheels) == 3
     assert "the sdist, installed by pip, does the same" in (ROOT / "README.md").read_text()
-
-
-POLICIES = ("full", "dots", "dots_no_batch", "names", "chunked")
-
-
-def nearest_points(target: str) -> dict[tuple[str, str], tuple[float, float]]:
-    """Model and policy by hand -> bytes and operations of the frontier's nearest point, over those of the hand."""
-    rows = [row for row in result(ROWS_BENCHMARK)["rows"] if row["target"] == target]
-    ours = {row["model"]: row["candidates"] for row in rows if row["policy"] == "ours"}
-    by_hand = [row for row in rows if row["policy"] != "none" and not row["policy"].startswith("ours")]
-    return {
-        (row["model"], row["policy"]): closest(ours[row["model"]], row)
-        for row in by_hand
-        if row["model"] in ours and row.get("step_bytes")
-    }
-
-
-@pytest.mark.parametrize("target", ["h100_sxm", "v5e"])
-def test_figures_of_plans_against_remat_by_hand_are_those_of_the_file(target):
-    text = (ROOT / "docs" / "plan.md").read_text().partition("## Against remat by hand")[2]
-    first, _, second = text.partition("For a v5e")
-    lines = (first if target == "h100_sxm" else second).splitlines()
-    points = nearest_points(target)
-    for (model, policy), (memory, work) in points.items():
-        (line,) = (line for line in lines if line.startswith(f"| {NAMES[model]} |"))
-        cells = [cell.strip() for cell in line.split("|")[2:]]
-        assert cells[POLICIES.index(policy)] == f"{memory:.2f} at {work:.2f}", (model, policy)
-    assert sum(line.startswith("| ") and " at " in line for line in lines) == len({model for model, _ in points})
-    far = sorted(max(both) for both in points.values())
-    near, within = sum(each <= 1.05 for each in far), sum(each <= 1.02 for each in far)
-    below, fewer = (sum(test(both) for both in points.values()) for test in (lambda b: max(b) < 1, lambda b: b[0] < 1))
-    readme = (ROOT / "README.md").read_text()
-    mean, asked = at_equal_operations(target)
-    if target == "v5e":
-        assert (
-            f"Of these {len(far)} policies {near} have a point within 1.05 of their bytes and FLOPs, {within} within 1.02"
-            in second
-        )
-        assert f"{within} within 1.02, {below} one below both, and {fewer} one with fewer bytes" in second
-        assert f"The farthest, {far[-1]:.3f}, is" in second
-        assert far[-2] <= 1.05
-        assert (
-            f"are {mean:.3f} of the hand's for a v5e (geometric mean of {asked} policies that were asked for)" in second
-        )
-        told = f"of {len(far)} policies in the same models, within 1.05 for {near} (the farthest {far[-1]:.3f})"
-        assert f"{told}, within 1.02 for {within}, below both for {below}, with fewer bytes for {fewer}" in readme
-        return
-    assert far[-1] <= 1.05
-    told = f"(the farthest is {far[-1]:.3f}), {within} within 1.02, {below} one\nbelow both, and {fewer} one with fewer bytes"
-    assert f"Of the {len(far)} policies by hand all have a point" in first
-    assert told in first
-    assert f"and\n{mean:.3f} for an H100 (of {asked})" in second
-    all_of_them = f"for all {len(far)} (the farthest {far[-1]:.3f})"
-    assert f"{all_of_them}, within 1.02 for {within}, below both for {below}, with fewer bytes for {fewer}" in readme
-
-
-def at_equal_operations(target: str) -> tuple[float, int]:
-    """Our bytes over those of the policies by hand that were asked for at equal operations: geometric mean, and of how many."""
-    ratios = []
-    for model in NAMES:
-        here = {
-            row["policy"]: row
-            for row in result(ROWS_BENCHMARK)["rows"]
-            if (row["model"], row["target"]) == (model, target)
-        }
-        ratios += [
-            ratio for policy in here if policy in POLICIES and (ratio := at_equal_flops(here, policy)) is not None
-        ]
-    return statistics.geometric_mean(ratios), len(ratios)
 
 
 def test_figures_of_plans_for_pods_are_those_of_the_file():

@@ -1,0 +1,103 @@
+"""Plans against remat by hand: docs/plan.md and the README say of each target what the rows of the bench do."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+
+import pytest
+
+from benchmarks.plan_bench import at_equal_flops, closest
+from benchmarks.sources import RESULTS, ROOT, ROWS_BENCHMARK
+
+NAMES = {
+    "linen_transformer": "Linen transformer, unrolled",
+    "nnx_transformer": "NNX transformer, scanned",
+    "dropout_transformer": "dropout, tied embeddings, bf16 casts",
+    "mixture": "mixture of experts",
+    "vit": "ViT",
+    "resnet": "ResNet with BatchNorm",
+    "unet": "U-Net",
+    "lstm": "LSTM over time",
+    "equinox_transformer": "Equinox transformer",
+    "mixer": "MLP-mixer, plain JAX",
+    "encoder_decoder": "encoder-decoder",
+}
+POLICIES = ("full", "dots", "dots_no_batch", "names", "chunked")
+TARGETS = {"h100_sxm": "an H100", "v5e": "a v5e", "cpu": "the CPU"}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Target -> model -> policy -> row."""
+    (path,) = RESULTS.glob(f"{ROWS_BENCHMARK}_jax_*.json")
+    found = {}
+    for row in json.loads(path.read_text("utf-8"))["rows"]:
+        found.setdefault(row["target"], {}).setdefault(row["model"], {})[row["policy"]] = row
+    return found
+
+
+@pytest.fixture(scope="module")
+def sections():
+    """Target -> what docs/plan.md says of it: from its own words to those of the next."""
+    text = (
+        (ROOT / "docs" / "plan.md").read_text("utf-8").partition("\n## Against remat by hand")[2].partition("\n## ")[0]
+    )
+    parts = re.split(r"^For (an H100|a v5e|the CPU)\b", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def nearest_points(models: dict) -> dict[tuple[str, str], tuple[float, float]]:
+    """Model and policy by hand -> bytes and operations of the frontier's nearest point, over those of the hand."""
+    return {
+        (model, policy): closest(here["ours"]["candidates"], row)
+        for model, here in models.items()
+        for policy, row in here.items()
+        if policy in POLICIES and row.get("step_bytes")
+    }
+
+
+def at_equal_operations(models: dict) -> list[float]:
+    """Our bytes over those of each policy by hand that was asked for at equal operations."""
+    found = [at_equal_flops(here, policy) for here in models.values() for policy in here if policy in POLICIES]
+    return [ratio for ratio in found if ratio is not None]
+
+
+def sentences(models: dict) -> tuple[str, str]:
+    """What a document says of a target beneath its table, and what it says of operations held equal."""
+    points = nearest_points(models)
+    far = sorted(max(both) for both in points.values())
+    near, within, below = sum(x <= 1.05 for x in far), sum(x <= 1.02 for x in far), sum(x < 1 for x in far)
+    fewer, equal = sum(memory < 1 for memory, _ in points.values()), at_equal_operations(models)
+    mean = statistics.geometric_mean(equal)
+    told = f"of {len(far)} policies by hand {near} have a point within 1.05 of their bytes and of their FLOPs"
+    return (
+        f"{told} (the farthest {far[-1]:.3f}), {within} within 1.02, {below} one below both, and {fewer} one with fewer bytes",
+        f"At equal FLOPs the least bytes are {mean:.3f} of the hand's (geometric mean of {len(equal)})",
+    )
+
+
+def test_every_model_was_planned_for_every_target(rows):
+    assert rows.keys() == TARGETS.keys()
+    assert all(here.keys() == NAMES.keys() for here in rows.values())
+    assert all({"none", "ours"} < policies.keys() for here in rows.values() for policies in here.values())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_table_of_a_target_is_that_of_the_rows(rows, sections, target):
+    lines = sections[TARGETS[target]].splitlines()
+    for (model, policy), (memory, work) in nearest_points(rows[target]).items():
+        (line,) = (line for line in lines if line.startswith(f"| {NAMES[model]} |"))
+        cells = [cell.strip() for cell in line.split("|")[2:]]
+        assert cells[POLICIES.index(policy)] == f"{memory:.2f} at {work:.2f}", (model, policy)
+    assert sum(line.startswith("| ") and " at " in line for line in lines) == len(NAMES)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sentences_of_a_target_are_those_of_the_rows(rows, sections, target):
+    first, second = sentences(rows[target])
+    told = " ".join(sections[TARGETS[target]].split())
+    assert f"O{first[1:]}" in told
+    assert second in told
+    assert f"for {TARGETS[target]}, {first}" in " ".join((ROOT / "README.md").read_text("utf-8").split())
