@@ -267,6 +267,9 @@ def test_of_four_processes_a_dead_one_holds_up_no_hook(tmp_path: Path):
     assert told[-1]["silent"] == [1, 2, 3], "the dead one, and those that have ended"
     page = EventAccumulator(str(tmp_path))
     page.Reload()
-    assert held["high"] / 2**30 in [
-        pytest.approx(point.value) for point in page.Scalars("memory/processes/live_arrays_gib/max")
-    ]
+    # A window of several exchanges shows the highest of them.
+    highest = max(
+        line["figures"]["live_arrays_bytes"]["high"] for line in told if "live_arrays_bytes" in line["figures"]
+    )
+    shown = max(point.value for point in page.Scalars("memory/processes/live_arrays_gib/max"))
+    assert shown * 2**30 == pytest.approx(highest)

@@ -90,7 +90,11 @@ MANY, FEW = 1000, 700  # rows, whose squares no other test's program is likely t
 @pytest.fixture(scope="module")
 def compiled_twice():
     """A step that was compiled for many rows, then for few."""
-    step = jm.jit_step(lambda state, batch: (state + jnp.sort(batch @ batch.T, axis=0).sum(), {}), donate_argnames=())
+
+    def sums_sorted_products(state, batch):  # the name of no other program
+        return state + jnp.sort(batch @ batch.T, axis=0).sum(), {}
+
+    step = jm.jit_step(sums_sorted_products, donate_argnames=())
     for rows in (MANY, FEW):
         step(jnp.float32(0), np.ones((rows, 8)))  # of 64 bits, of which JAX takes 32
     return step
