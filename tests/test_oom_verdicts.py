@@ -110,7 +110,7 @@ def test_what_a_failed_call_needs_is_told_of_its_own_compile(compiled_twice):
 
 
 def test_a_program_that_only_its_size_tells_is_the_probable_one(compiled_twice):
-    small = next(each for each in registry.since(0)[0][::-1] if each.program == compiled_twice.name)
+    small = registry.of(compiled_twice)[1]
     asked = small.memory.temp_bytes
     assert 4 * FEW**2 <= asked < 4 * MANY**2
     error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
@@ -122,6 +122,17 @@ def test_a_program_that_only_its_size_tells_is_the_probable_one(compiled_twice):
     named = failing_program(error, OomFacts(program=f"jit_{compiled_twice.name}", requested_bytes=asked))
     assert (named.proved, named.known_by) == (True, "the exception names it")
     assert named.memory.temp_bytes == asked
+
+
+def test_a_compile_is_that_of_its_step_where_another_has_its_name(compiled_twice):
+    other = jm.jit_step(compiled_twice.__wrapped__, donate_argnames=())
+    other(jnp.float32(0), np.ones((FEW // 2, 8)))
+    for step, asked in ((compiled_twice, registry.of(compiled_twice)[1]), (other, registry.of(other)[0])):
+        size = asked.memory.temp_bytes
+        error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {size} bytes.")
+        assert judge(error).failing.step is step
+        named = failing_program(error, OomFacts(program=f"jit_{step.name}", requested_bytes=size))
+        assert (named.step is step, named.memory.temp_bytes, named.proved) == (True, size, False)
 
 
 ADVICE = "bad data file; note: if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch"

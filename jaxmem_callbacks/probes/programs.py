@@ -46,7 +46,7 @@ class _Heard(NamedTuple):
 
     name: str
     time_s: float
-    memory: ProgramMemory | None
+    statistics: Any
 
 
 @final
@@ -86,7 +86,11 @@ class ProgramsProbe:
         self._registered.update(compilation.program for compilation in registered)
         others = [
             Compilation(
-                program=heard.name, time_s=heard.time_s, signature=(), memory=heard.memory, unavailable=NOT_REGISTERED
+                program=heard.name,
+                time_s=heard.time_s,
+                signature=(),
+                memory=_memory(heard.name, heard.statistics),
+                unavailable=NOT_REGISTERED,
             )
             for heard in self._settled(time.time() - settle_s)
             if heard.name not in self._registered and made_by_user(heard.name)
@@ -113,9 +117,9 @@ class ProgramsProbe:
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
         name = match[1] if match else name
-        # Of JAX's own too, so that the next new one is the only one. JAX calls this in the user's compile: whose function it is
-        # is asked later, on the thread that drains.
-        self._heard.append(_Heard(name, time.time(), _memory(name, self._executables.statistics())))
+        # Of JAX's own too, so that the next new one is the only one. JAX calls this in the user's compile: whose function it is,
+        # and what its statistics say, is asked later, on the thread that drains.
+        self._heard.append(_Heard(name, time.time(), self._executables.statistics()))
 
 
 def _memory(name: str, statistics: Any) -> ProgramMemory | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from jaxmem_callbacks.records.programs import Compilation
 
 KEPT = 1024  # a run that recompiles more often than this has told its story long before
+_OF_A_STEP = 16  # its newest
 
 
 class Step(Protocol):
@@ -22,19 +23,23 @@ class Step(Protocol):
 
 
 class _History:
-    """The last `KEPT` compilations and how many there were in all; for each living step, its largest one."""
+    """The last `KEPT` compilations and how many there were in all; for each living step, its largest one and its newest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: deque[Compilation] = deque(maxlen=KEPT)
         self._total = 0
         self._largest: weakref.WeakKeyDictionary[Step, Compilation] = weakref.WeakKeyDictionary()
+        self._newest: weakref.WeakKeyDictionary[Step, deque[Compilation]] = weakref.WeakKeyDictionary()
 
     def add(self, compilation: Compilation, step: Step | None) -> None:
         with self._lock:
             self._kept.append(compilation)
             self._total += 1
-            if step is not None and _need(compilation) >= _need(self._largest.get(step)):
+            if step is None:
+                return
+            self._newest.setdefault(step, deque(maxlen=_OF_A_STEP)).append(compilation)
+            if _need(compilation) >= _need(self._largest.get(step)):
                 self._largest[step] = compilation
 
     def calls(self) -> tuple[tuple[Compilation, int], ...]:
@@ -44,6 +49,11 @@ class _History:
     def steps(self) -> tuple[tuple[Step, Compilation], ...]:
         with self._lock:
             return tuple(self._largest.items())
+
+    def of(self, step: Step) -> tuple[Compilation, ...]:
+        with self._lock:
+            largest = self._largest.get(step)
+            return () if largest is None else (largest, *reversed(self._newest[step]))
 
     def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
         with self._lock:
@@ -72,6 +82,11 @@ def calls() -> tuple[tuple[Compilation, int], ...]:
 def steps() -> tuple[tuple[Step, Compilation], ...]:
     """Every step that still exists, with its largest compilation. Who asks holds the steps: not for long."""
     return _history.steps()
+
+
+def of(step: Step) -> tuple[Compilation, ...]:
+    """The compilations of one step: its largest, then its newest, the last one first. Several steps may bear one name."""
+    return _history.of(step)
 
 
 def since(cursor: int) -> tuple[tuple[Compilation, ...], int]:

@@ -102,10 +102,12 @@ def by_name(facts: OomFacts) -> Failing | None:
         return None
     how = "the exception names it"
     name = facts.program
-    for step, compilation in _steps():
-        if name in (step.name, f"jit_{step.name}"):
-            asked = (each for each in _compiles(step) if each.memory and _is_asked(each.memory, facts.requested_bytes))
-            return _of_step(step, how, next(asked, compilation))
+    named = [(step, each) for step, each in _steps() if name in (step.name, f"jit_{step.name}")]
+    if named:
+        every = [(step, each) for step, _ in named for each in registry.of(step)]
+        asked = [pair for pair in every if pair[1].memory and _is_asked(pair[1].memory, facts.requested_bytes)]
+        step, compilation = (asked or named)[0]
+        return replace(_of_step(step, how, compilation), proved=len(named) == 1)
     others = [memory for memory in _others() if memory.name == name]
     found = others[0] if others else None
     return Failing(
@@ -170,7 +172,7 @@ def _called(step: JitStep, before: CallsBefore | None) -> bool:
 def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallsBefore | None) -> Failing | None:
     """The largest of the steps that were called, else of the other programs, for which something holds."""
     called = [step for step, _ in _steps() if _called(step, before)]
-    steps = [(step, each) for step in called for each in _compiles(step) if each.memory and is_it(each.memory)]
+    steps = [(step, each) for step in called for each in registry.of(step) if each.memory and is_it(each.memory)]
     if steps:
         step, compilation = max(steps, key=lambda pair: pair[1].memory.temp_bytes if pair[1].memory else 0)
         return _of_step(step, how, compilation)
@@ -184,12 +186,6 @@ def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallsBefore
 
 def _steps() -> list[tuple[JitStep, Compilation]]:
     return [(step, compilation) for step, compilation in registry.steps() if isinstance(step, JitStep)]
-
-
-def _compiles(step: JitStep) -> list[Compilation]:
-    """The compiles of a step: its largest, then what is kept under its name, the newest first."""
-    largest = [each for own, each in _steps() if own is step]
-    return [*largest, *(each for each in reversed(registry.since(0)[0]) if each.program == step.name)]
 
 
 def _is_for(compilation: Compilation, leaves: Sequence[Leaf]) -> bool:
@@ -227,7 +223,7 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
     given = arguments or ((known.args, known.kwargs) if known else ((), {}))
     leaves = tuple(_leaves(step, *given))
     if compilation is None:
-        every = _compiles(step)
+        every = registry.of(step)
         compilation = next((each for each in every if _is_for(each, leaves)), None)
         if compilation is None and every and not compiling:
             compilation, how = every[0], how + _LARGEST
