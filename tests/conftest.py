@@ -6,6 +6,7 @@ import os
 import jax
 import pytest
 
+os.environ.pop("COLUMNS", None)  # pytest's own word for its workers: what is printed here is as wide as in a file
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # see quick_compiles

@@ -27,6 +27,11 @@ def candidate(
     )
 
 
+def sentences(shown: object) -> str:
+    """What is printed of a plan or a peak, with every sentence on one line."""
+    return " ".join(str(shown).split())
+
+
 def record(candidates: Sequence[Candidate], chosen: int, budget: int | None, **fields: Any) -> PlanRecord:
     """A plan of them for one H100."""
     usual: dict[str, Any] = {

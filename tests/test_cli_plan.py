@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.plan import lines_to_train
+from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
+from jaxmem_callbacks.planning.space import Space
 from tests import sample_plans as samples
 
 
@@ -27,14 +30,47 @@ from tests import sample_plans as samples
         (["--budget", "72"], "Type --budget 72GiB."),
         (["--budget", "1.5"], "Type --budget 1.5GiB."),
         (["--budget", "inf"], "Type --budget 72GiB."),
-        (["--budget", "much"], "budget='much': Not a size: 'much'."),
-        (["--resident", "1GiB", "--resident", "foo"], "resident='foo': Not a size: 'foo'."),
+        (["--budget", "much"], "--budget much: expected a size with its unit, such as 72GiB, or a share"),
+        (["--budget", "0GiB"], "such as 0.9. Type --budget 72GiB."),
+        (
+            ["--resident", "1GiB", "--resident", "foo"],
+            "--resident foo: expected a size with its unit. Type --resident 2GiB.",
+        ),
+        (["--resident", "1.5"], "Type --resident 1.5GiB."),
+        (["--target", "h101_sxm"], "Unknown target 'h101_sxm'. Did you mean `h100_sxm`?"),
+        (
+            ["--search", "microbatch=2"],
+            "there is no key 'microbatch'. Did you mean `microbatches`? Expected one of: remat, ",
+        ),
+        (
+            ["--search", "microbatches=two"],
+            "--search microbatches=two: expected whole numbers of at least 1 with commas",
+        ),
+        (
+            ["--search", "sharding=zero1,fspd"],
+            "for all. Did you mean `fsdp`? Type --search sharding=zero1,fsdp.",
+        ),
+        (["--search", "donate=perhaps"], "expected the key alone, yes or no. Type --search donate."),
+        (["--search", "offload=2"], "expected the key alone, yes or no. Type --search offload."),
+        (["--search", "remat=2"], "--search remat=2: expected yes or no. Type --search remat=no."),
+        (["--search", "batch.at_most=x"], "--search batch.at_most=x: expected batch=largest, or batch.multiple_of and"),
+        (["--search", "batch=5"], "Type --search batch.at_most=512."),
+        (
+            ["--search", "batch.at_most=4", "--search", "batch.multiple_of=8"],
+            "--search batch.at_most=4 is below --search batch.multiple_of=8, so no batch is left. Type --search batch.at_most=8,",
+        ),
+        (["--search", "offload", "--search", "remat=no"], "nothing to move. Leave out --search remat=no."),
         (["--logdir", "a_file/plan"], "a_file/plan'): expected a folder that can be written: Not a directory."),
         (["--logdir", "gs://a/b"], "logdir='gs://a/b'): expected a local folder."),
         (
             ["--beside", "train.py"],
             "--beside train.py: expected a file and the function in it that returns (function, args)",
         ),
+        (
+            ["--beside", "eval.py:make"],
+            "there is no file eval.py. Expected one as in: --beside train.py:make.",
+        ),
+        ([], "No such script: a_script_that_is_never_read.py. Expected a Python file, as in: jaxmem plan train.py "),
     ],
 )
 def test_what_could_not_be_written_or_meant_is_refused_first(
@@ -43,9 +79,37 @@ def test_what_could_not_be_written_or_meant_is_refused_first(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").touch()
     assert main(["plan", "a_script_that_is_never_read.py", *options]) == 2
-    assert told in capsys.readouterr().err
+    told_on = capsys.readouterr().err
+    assert told in told_on
+    assert "search=" not in told_on, "that is for Python"
 
 
+@pytest.mark.core
+def test_every_example_of_a_search_is_one() -> None:
+    for key, (_, example) in EXPECTED.items():
+        assert list(search_of([example]) or {}) == [key]
+    assert set(EXPECTED) == {field.name for field in dataclasses.fields(Space)}
+
+
+def test_ctrl_c_before_the_first_compile_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("def train_step", INTERRUPTED + "\ndef train_step"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
+    try:
+        for command, told in (("plan", " before the first compile ended, so there is no plan"), ("inspect", "")):
+            assert main([command, str(script)]) == 130
+            printed = capsys.readouterr()
+            assert (printed.out, printed.err.splitlines()[-1]) == ("", f"jaxmem: stopped by Ctrl-C{told}.")
+            assert "Traceback" not in printed.err
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Ends the tracing of the step.
+INTERRUPTED = """
+import signal
+loss = lambda params, batch: signal.raise_signal(signal.SIGINT)
+"""
 SCRIPT = """
 import jax, jax.numpy as jnp
 import jaxmem_callbacks as jm

@@ -55,7 +55,6 @@ def sizes(printed: str, row: str) -> tuple[int, int]:
     return parse_bytes(found[1]), parse_bytes(found[2])
 
 
-@pytest.mark.core
 def test_the_table_shows_what_the_preset_saves(printed: str):
     plain, preset = ({row: sizes(printed, row)[side] for row in ROWS} for side in (0, 1))
     assert plain["arguments"] == preset["arguments"]
@@ -68,7 +67,6 @@ def test_the_table_shows_what_the_preset_saves(printed: str):
         assert each["total"] == pytest.approx(added_up, rel=0.02)
 
 
-@pytest.mark.core
 def test_the_price_is_shown_too(printed: str):
     extra = re.search(r"extra FLOPs +none +([\d.]+) G +\+(\d+)%, recomputed", printed)
     assert extra, printed
@@ -78,14 +76,12 @@ def test_the_price_is_shown_too(printed: str):
     assert float(apart[1]) <= 1e-6
 
 
-@pytest.mark.core
 def test_the_held_out_loss_falls(printed: str):
     losses = re.search(r"Held-out loss ([\d.]+) -> ([\d.]+)", printed)
     assert losses, printed
     assert float(losses[2]) < 0.8 * float(losses[1])
 
 
-@pytest.mark.core
 def test_the_events_are_told(printed: str):
     limit = jm.load_preset(DEMO.with_suffix(".yaml")).monitor.limit_bytes
     assert limit is not None

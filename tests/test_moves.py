@@ -95,6 +95,12 @@ def test_a_full_size_split_is_made_as_the_pool_makes_it():
     assert plan.largest_after == 55 * MIB
 
 
+def test_nothing_is_moved_that_makes_no_hole_larger():
+    """A buffer between two that stay only changes sides with the hole before it."""
+    buffers = laid_out([(0, 1, False), (3, 2, True), (0, 1, False)])
+    assert plan_moves(buffers, extra_bytes=2**30, tail_bytes=40 * ALIGNMENT).steps == ()
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=20), st.integers(1, 9))
 def test_a_plan_of_what_a_plan_leaves_is_empty(parts, size):

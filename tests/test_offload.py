@@ -215,7 +215,7 @@ def test_offload_is_used_where_it_is_faster_or_all_that_fits() -> None:
     unknown, large, unmoved = (
         candidate(fits=True, seconds=None, host=1),
         candidate(fits=False, seconds=0.1, host=1),
-        here,
+        candidate(fits=True, seconds=0.1, host=0),
     )
     assert with_offload(here, [unknown, large, unmoved]) == (here, None)
 

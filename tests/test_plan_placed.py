@@ -13,9 +13,9 @@ from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.explore import explore
 from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.space import parse_search
 from jaxmem_callbacks.planning.spread import spread
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from tests.sample_plans import sentences
 from tests.test_plan_search import OPTIMIZER, ROWS, abstract, forward, loss_fn, obeys, parameters, rows_of, train_step
 
 
@@ -99,9 +99,16 @@ def test_what_would_split_nothing_is_noted() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
     params, _, batch = abstract()
-    plan = jm.plan(without_optimizer, params, batch, search={"sharding": ["zero1", "replicate"], "remat": False})
-    assert "zero1 was not tried: sharding='zero1' would do nothing on this mesh" in str(plan)
+    search = {"sharding": ["zero1", "replicate"], "remat": False}
+    plan = jm.plan(without_optimizer, params, batch, search=search)
+    assert (
+        "zero1 was not tried: sharding='zero1' divides the optimizer's state alone, and this step has none"
+        in sentences(plan)
+    )
     assert plan.policy.sharding == "replicate"
+    odd = {name: jax.ShapeDtypeStruct((3, 15, 15), jnp.float32) for name in ("up", "down")}
+    plan = jm.plan(train_step, odd, jax.eval_shape(OPTIMIZER.init, odd), jnp.ones((64, 15)), search=search)
+    assert "zero1 was not tried: sharding='zero1' would do nothing on this mesh (fsdp=8): no array" in sentences(plan)
 
 
 @pytest.mark.core
@@ -134,7 +141,7 @@ def test_on_several_devices_near_the_budget_with_no_compile_left_the_search_ends
         )
         traced, ledger = problem.step(problem.base).traced(problem.args, {}), Ledger(None, 3)
         placed = spread(problem, traced, jm.make_mesh({"fsdp": 8}), "fsdp", ledger.note)
-        explore(Compiler(placed), (), ledger, parse_search(None), frontier=False)
+        explore(Compiler(placed), (), ledger, remat=True, frontier=False)
         return ledger
 
     near = searched(min(each.candidate.step_bytes or 0 for each in searched(1024).entries) - 64)
@@ -165,7 +172,7 @@ def test_arrays_that_the_devices_do_not_divide_are_named() -> None:
         return *abstract()[:2], {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
     asked: dict[str, Any] = {"budget": "1GiB", "search": {"sharding": ["replicate"], "remat": False}}
-    noted = str(jm.plan(weighing, *given(ROWS, 7), **asked))
+    noted = sentences(jm.plan(weighing, *given(ROWS, 7), **asked))
     assert (
         "Whole on every device, since 8 devices do not divide its first dimension: batch['weight'] (7 rows)." in noted
     )

@@ -13,6 +13,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.records.errors import PlanError
+from tests.sample_plans import sentences
 from tests.searched_steps import (
     OPTIMIZER,
     ROWS,
@@ -84,8 +85,8 @@ def test_two_levels_are_used_where_one_does_not_reach_so_far() -> None:
         each for each in plan.candidates if each.batch_rows == 768 and each.policy == jm.StepPolicy(remat="full")
     ]
     assert once.fits is False
-    assert re.search(r"Under full (384|576) rows fit and (576|768) do not, both compiled\.", str(plan))
-    assert "Under full, 2 levels all 768 rows fit that were allowed." in str(plan)
+    assert re.search(r"Under full (384|576) rows fit and (576|768) do not, both compiled\.", sentences(plan))
+    assert "Under full, 2 levels all 768 rows fit that were allowed." in sentences(plan)
 
 
 def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:
@@ -94,7 +95,7 @@ def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:
     obeys(plan)
     assert plan.chosen.batch_rows == 1088 // 64 * 64 == 1088
     assert plan.chosen.extra_share < 0.05
-    assert "all 1088 rows fit that were allowed" not in str(plan) or plan.policy.microbatches == 4
+    assert "all 1088 rows fit that were allowed" not in sentences(plan) or plan.policy.microbatches == 4
 
 
 def test_the_batch_search_needs_a_limit_a_batch_and_a_size_that_divides() -> None:
@@ -247,8 +248,8 @@ def test_the_users_own_jit_keeps_its_donation_and_hears_what_to_write(
     if words is None:
         assert "donat" not in str(plan)
     else:
-        assert re.search(words, str(plan))
-        assert "jax.jit(train_step, donate_argnames=('params', 'opt_state'))" in str(plan)
+        assert re.search(words, sentences(plan))
+        assert "jax.jit(train_step, donate_argnames=('params', 'opt_state'))" in sentences(plan)
 
 
 @pytest.mark.core
@@ -287,7 +288,7 @@ def test_where_a_program_beside_is_too_much_no_policy_of_the_step_helps() -> Non
     plan = jm.plan(train_step, params, opt_state, batch, budget="3MiB", beside=[(eval_step, (params, batch))])
     obeys(plan)
     assert plan.chosen.fits is False
-    assert "That is too much, whatever the step's policy." in str(plan)
+    assert "That is too much, whatever the step's policy." in sentences(plan)
     assert (plan.compiles, plan.record.beside_compiles) == (2, 1), "the two ends and the program, nothing in vain"
     with pytest.raises(PlanError, match="Nothing fits"):
         jm.jit_step(train_step, plan.policy)

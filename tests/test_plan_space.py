@@ -43,9 +43,6 @@ from jaxmem_callbacks.records.policies import policy_words
 )
 def test_what_search_means(said: Any, space: Space) -> None:
     assert parse_search(said) == space
-    assert space.is_wide == bool(
-        {"offload", "microbatches", "sharding", "batch"} & {k for k, v in (said or {}).items() if v}
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmem_callbacks as jm
 from tests.searched_steps import (
     DEPTH,
+    OPTIMIZER,
     ROWS,
     WIDTH,
     forward,
@@ -67,3 +70,60 @@ def test_a_step_as_users_write_it_is_planned_and_keeps_its_numbers() -> None:
     got = jm.jit_step(users_step, plan.policy)(jax.tree.map(jnp.copy, state), batch, jax.random.key(3))
     same(got, wanted)
     same(got[0]["params"]["up"], params["up"])
+
+
+NESTEROV = optax.sgd(1e-1, momentum=0.5, nesterov=True)
+
+
+def gan_step(generator: Any, discriminator: Any, batch: Any) -> Any:
+    """Two losses and two optimizers in one step; each loss goes through both networks or twice through one."""
+
+    def fooling(params: Any, judge: Any, noise: Any) -> Any:
+        return -jnp.tanh(forward(judge, forward(params, noise))).mean()
+
+    def telling(params: Any, real: Any, made: Any) -> Any:
+        return jnp.tanh(forward(params, made)).mean() - jnp.tanh(forward(params, real)).mean()
+
+    (made, made_state), (judge, judge_state) = generator, discriminator
+    fooled, grads = jm.value_and_grad(fooling)(made, judge, batch["noise"])
+    updates, made_state = OPTIMIZER.update(grads, made_state, made)
+    made = optax.apply_updates(made, updates)
+    told, grads = jm.value_and_grad(telling)(judge, batch["real"], forward(made, batch["noise"]))
+    updates, judge_state = NESTEROV.update(grads, judge_state, judge)
+    return (made, made_state), (optax.apply_updates(judge, updates), judge_state), {"fooled": fooled, "told": told}
+
+
+@pytest.mark.core
+def test_a_step_with_two_losses_and_two_optimizers_is_planned_and_keeps_its_numbers() -> None:
+    params = parameters()
+    batch = {"noise": rows_of(ROWS), "real": rows_of(ROWS) / 2}
+    arguments = (params, OPTIMIZER.init(params)), (jax.tree.map(jnp.negative, params), NESTEROV.init(params)), batch
+    plan = jm.plan(gan_step, *jax.eval_shape(lambda *values: values, *arguments))
+    sizes = [each.step_bytes or 0 for each in plan.frontier]
+    assert len(sizes) >= 3
+    assert sizes == sorted(sizes, reverse=True)
+    # Were only one of the losses cut, the other would hold its activations: more than half of the peak.
+    assert sizes[-1] < 0.4 * sizes[0]
+    least = plan.frontier[-1].policy
+    assert least.remat == "full"
+    got = jm.jit_step(gan_step, least)(*jax.tree.map(jnp.copy, arguments))
+    same(got, jax.jit(gan_step)(*arguments))
+
+
+@pytest.mark.core
+def test_what_donating_would_take_under_nnx_jit_can_be_typed_as_it_stands() -> None:
+    def nnx_step(model: nnx.Linear, optimizer: nnx.Optimizer[Any], batch: Any) -> Any:
+        loss, grads = jm.nnx.value_and_grad(lambda model, batch: (model(batch) ** 2).mean())(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    batch = jnp.ones((8, 64))
+    told = str(jm.plan(nnx.jit(nnx_step), model, optimizer, batch, search={"remat": False}))
+    advice = "Write it where the step is jitted: nnx.jit(nnx_step, donate_argnames=('model', 'optimizer'))."
+    assert advice in " ".join(told.split())
+    before, old = np.asarray(model.kernel[...]).copy(), model.kernel[...]
+    nnx.jit(nnx_step, donate_argnames=("model", "optimizer"))(model, optimizer, batch)
+    assert old.is_deleted(), "the memory was not given away"
+    assert np.abs(np.asarray(model.kernel[...]) - before).max() > 0, "the update was lost"

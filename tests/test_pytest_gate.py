@@ -90,7 +90,6 @@ def baseline(pytester, name):
     return json.loads((pytester.path / "memory_baselines" / "test_memory" / f"{name}.json").read_text())["account"]
 
 
-@pytest.mark.core
 def test_a_baseline_is_written_held_and_missed(users, pytester):
     written = users(BEFORE, "--jaxmem-update")
     written.assert_outcomes(passed=6, failed=1)

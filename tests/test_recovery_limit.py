@@ -19,11 +19,11 @@ LIMITS = ("refused", "alive", "other_batches", "forgotten", "no_ladder", "donate
 ACCUMULATED = 1e-4  # what docs/accumulation.md allows in float32; this loss is a sum of a million numbers
 
 
-def runs(folder, scenarios):
-    """What each scenario gave, and stderr."""
+def runs(folder, scenarios, **more):
+    """What each scenario gave, and stderr; ``more`` variables of the environment."""
     command = [sys.executable, "-m", "tests.recovering", str(folder), *scenarios]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **more}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout), "stderr": done.stderr}
@@ -36,7 +36,8 @@ def told(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory):
-    return runs(tmp_path_factory.mktemp("limits"), LIMITS)
+    # What ends a run is asked here, or losses within a tolerance: unoptimised code does. Compiles are most of the time.
+    return runs(tmp_path_factory.mktemp("limits"), LIMITS, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 
 
 def apart(run, told):

@@ -66,7 +66,6 @@ def lost(tmp_path_factory):
     return *(ended(pair) for pair in pairs), folder
 
 
-@pytest.mark.core
 def test_all_stand_on_the_same_rung_at_the_same_step(tmp_path: Path):
     first, second = ended(started(tmp_path, "apart", "compiling", "both", "over_devices", "moved_by_one"))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]

@@ -35,11 +35,12 @@ def test_the_worker_gets_the_users_compiler_flags_but_not_their_jax_settings(mon
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.setenv("JAX_DISABLE_JIT", "1")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "bogus")
+    monkeypatch.setenv("TEST_TMPDIR", "bogus")
     given = worker_environment("v5litepod-4")
     assert given["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=true"
     assert given["JAX_PLATFORMS"] == "cpu"
     assert given["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
-    assert not {"JAX_DISABLE_JIT", "XLA_PYTHON_CLIENT_ALLOCATOR"} & set(given)
+    assert not {"JAX_DISABLE_JIT", "XLA_PYTHON_CLIENT_ALLOCATOR", "TEST_TMPDIR"} & set(given)
 
 
 def test_a_worker_that_crashes_is_an_error_with_the_end_of_its_output(tmp_path):
@@ -158,10 +159,12 @@ def test_an_answer_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, answer
         run_worker(tmp_path, name="step for v5e", accelerator_type="", timeout_s=60)
 
 
-# A worker that starts a process of its own, as compilers do, and hangs. It stands in for no compiler: none is reached.
+# A worker that has a temporary file and a process of its own, as compilers do, and hangs. It stands in for no compiler: none is
+# reached.
 HANGING = """
-import subprocess, sys, time
+import subprocess, sys, tempfile, time
 if "--with-caller" in sys.orig_argv:
+    tempfile.mkstemp()
     subprocess.Popen(["sleep", "60"])
     time.sleep(60)
 """
@@ -192,7 +195,8 @@ def test_ctrl_c_ends_the_worker_at_once_and_leaves_nothing(tmp_path):
     environment = os.environ | own
     with subprocess.Popen([sys.executable, "-c", CALLER], env=environment, stderr=subprocess.PIPE, text=True) as caller:
         started = until(lambda: family(caller), seconds=60)
-        assert [place.name.startswith("jaxmem-") for place in places.iterdir()] == [True]
+        (place,) = places.iterdir()  # the worker's temporary file is in the folder too
+        assert place.name.startswith("jaxmem-")
         before = time.monotonic()
         caller.send_signal(signal.SIGINT)
         errors = caller.communicate(timeout=20)[1]

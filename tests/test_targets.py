@@ -14,6 +14,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment
@@ -240,3 +244,37 @@ def test_the_users_process_sees_nothing_of_the_compilers():
         line for line in answer.stderr.splitlines() if "cudart_stub" not in line and "absl::InitializeLog" not in line
     ]
     assert ours == []  # those two lines are what an older plugin beside JAX prints by itself
+
+
+# Each worker notes when it begins and ends. It begins when another has started too, and alone after a while.
+NOTING = """
+import atexit, json, pathlib, sys, time
+if "--with-caller" in sys.orig_argv:
+    note = pathlib.Path(__file__).parent / "notes" / f"{time.monotonic_ns()}.json"
+    note.touch()
+    while len(list(note.parent.iterdir())) < 2 and time.monotonic_ns() < int(note.stem) + 60 * 10**9:
+        time.sleep(0.02)
+    begun = time.monotonic_ns()
+    atexit.register(lambda: note.write_text(json.dumps([begun, time.monotonic_ns()])))
+"""
+
+
+def test_a_plan_compiles_two_policies_at_the_same_time(tmp_path, monkeypatch):
+    target = needs_compiler("h100_sxm")
+    (tmp_path / "sitecustomize.py").write_text(NOTING)
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("JAXMEM_CACHE_DIR", "off")
+
+    def step(w, x):
+        return w - jm.grad(lambda w: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean())(w)
+
+    args = shape(32, 32), shape(64, 32)
+    problem = Problem(train_step=step, args=args, kwargs={}, target=target, budget=budget_for(None, target))
+    compiler = Compiler(problem)
+    found = Ledger(None, 2).compile([(compiler, jm.StepPolicy()), (compiler, jm.StepPolicy(remat="full"))])
+    assert all(each.step_bytes > 0 for each in found)
+    (first_begun, first_ended), (second_begun, second_ended) = (
+        json.loads(note.read_text()) for note in (tmp_path / "notes").iterdir()
+    )
+    assert max(first_begun, second_begun) < min(first_ended, second_ended)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.planning.ledger import Progress
-from jaxmem_callbacks.planning.plan import Ask, make_plan, unfit_reason
+from jaxmem_callbacks.planning.plan import make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.planning.spending import Ask
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
@@ -150,9 +151,10 @@ class Plan:
         if chosen.fits is False:
             raise PlanError(unfit_reason(record))
         rows = f" at {chosen.batch_rows} rows" if chosen.batch_rows is not None else ""
+        budget = f" of {format_bytes(record.budget_bytes)}" if record.budget_bytes is not None else ""
         text = (
-            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}: {format_bytes(chosen.step_bytes)} of "
-            f"{format_bytes(record.budget_bytes)} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
+            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}: {format_bytes(chosen.step_bytes)}"
+            f"{budget} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
             f"program {record.fingerprint})."
         )
         return preset_to_yaml(Preset(name="plan", description=text, policy=chosen.policy))

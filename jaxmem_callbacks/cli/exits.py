@@ -16,5 +16,7 @@ NONE_SURVIVES = 1
 REFUSED = 2
 """Wrong arguments, a wrong preset, a script that never reaches a step, a plan in which nothing fits, a log
 that cannot be read, or things that cannot be compared."""
+INTERRUPTED = 130
+"""Ctrl-C; what a shell reports for SIGINT."""
 BROKEN_PIPE = 141
 """The reader of the output went away, as in ``jaxmem presets | head -1``; what a shell reports for SIGPIPE."""

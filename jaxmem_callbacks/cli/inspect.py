@@ -15,6 +15,7 @@ from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.records.shortening import short_shape
 from jaxmem_callbacks.records.units import format_bytes
 
 # What JAX's paths of operations have of each loop and checkpoint; the step's own name comes before them.
@@ -139,7 +140,7 @@ class _Report:
 
 def _short(buffer: Buffer) -> Buffer:
     """The buffer as a table has room for it: ``--json`` has its layout and its operation whole."""
-    shape = buffer.shape if "T(" in buffer.shape else buffer.shape.partition("{")[0]  # tiles are what padding comes of
+    shape = buffer.shape if "T(" in buffer.shape else short_shape(buffer.shape)  # tiles are what padding comes of
     if buffer.operation is None or not buffer.operation.startswith("jit("):
         return dataclasses.replace(buffer, shape=shape)
     parts = [part for part in buffer.operation.split("/")[1:] if part not in _OF_EVERY_LOOP]

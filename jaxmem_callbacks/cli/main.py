@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import jaxmem_callbacks
-from jaxmem_callbacks.cli.exits import BROKEN_PIPE, OK, REFUSED
+from jaxmem_callbacks.cli.exits import BROKEN_PIPE, INTERRUPTED, OK, REFUSED
 from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1 where a script failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem oom` nothing or no
-        settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 141 where the output's
-        reader went away.
+        settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 130 at Ctrl-C; 141
+        where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.
@@ -67,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except JaxmemError as error:
         return _refuse(str(error))
+    except KeyboardInterrupt:
+        sys.stderr.write("jaxmem: stopped by Ctrl-C.\n")
+        return INTERRUPTED
     except BrokenPipeError:
         # Python would fail once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,22 +7,24 @@ import contextlib
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED
+from jaxmem_callbacks.cli.exits import FAILED, INTERRUPTED, OK, REFUSED
 from jaxmem_callbacks.cli.script import (
     ScriptFailedError,
     add_script_arguments,
     reach_program,
     reach_step,
-    require_named,
+    require_program,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import MIB
@@ -59,38 +61,28 @@ def run(args: argparse.Namespace) -> int:
     """Reach the step, plan it, print.
 
     Returns:
-        0; 1 where the script itself failed; 2 where nothing fits.
+        0; 1 where the script itself failed; 2 where nothing fits; 130 at Ctrl-C before the first compile ended.
 
     Raises:
         JaxmemError: as `reach_step` and `jm.plan`; the command line turns it into exit code 2.
     """
+    # All that can be told before the script runs, which may load data for minutes.
     _require_places(args)
     for program in args.beside:
-        require_named(program)
+        require_program(program)
+    if args.target is not None:
+        resolve_target(args.target)
+    search = search_of(args.search)
     budget = None if args.budget is None else _budget(args.budget)
-    parse_resident(args.resident)
-    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+    _require_sizes(args.resident)
     try:
-        with own_output:
-            reached = reach_step(args.script, args.script_args)
-            beside = [reach_program(program, args.script_args) for program in args.beside]
+        made = _made(args, search, budget)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
         return FAILED
-    from jaxmem_callbacks.answers.plan import plan
-
-    search = search_of(args.search)
-    made = plan(
-        _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),
-        *reached.args,
-        target=args.target,
-        budget=budget,
-        resident=args.resident,
-        beside=beside,
-        search=search,
-        progress=True,
-        **reached.kwargs,
-    )
+    except KeyboardInterrupt:  # later ones leave a plan of what was compiled until then
+        sys.stderr.write("jaxmem: stopped by Ctrl-C before the first compile ended, so there is no plan.\n")
+        return INTERRUPTED
     sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
     unfit = made.chosen.fits is False
     if args.save is not None and unfit:
@@ -102,6 +94,31 @@ def run(args: argparse.Namespace) -> int:
     if args.logdir is not None:
         made.to_tensorboard(args.logdir)
     return REFUSED if unfit else OK
+
+
+def _made(args: argparse.Namespace, search: dict[str, Any] | None, budget: float | None) -> Plan:
+    """Run the script up to its step, and plan that.
+
+    Raises:
+        ScriptFailedError, JaxmemError: as `run`.
+    """
+    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
+    with own_output:
+        reached = reach_step(args.script, args.script_args, command="plan")
+        beside = [reach_program(program, args.script_args) for program in args.beside]
+    from jaxmem_callbacks.answers.plan import plan
+
+    return plan(
+        _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),
+        *reached.args,
+        target=args.target,
+        budget=budget,
+        resident=args.resident,
+        beside=beside,
+        search=search,
+        progress=True,
+        **reached.kwargs,
+    )
 
 
 def _without_gradient_policy(step: Any, *, places: bool) -> Any:
@@ -147,20 +164,38 @@ def _budget(text: str) -> int | float:
     Raises:
         PlanError: neither.
     """
+    meant = "72GiB"
     try:
         number = float(text)
     except ValueError:
-        return parse_budget(text)
-    if 0 < number <= 1:
-        return number
-    if MIB <= number < math.inf:
-        return int(number)
-    meant = f"{text}GiB" if 0 < number < MIB else "72GiB"
+        with contextlib.suppress(PlanError):
+            return parse_budget(text)
+    else:
+        if 0 < number <= 1:
+            return number
+        if MIB <= number < math.inf:
+            return int(number)
+        meant = f"{text}GiB" if 0 < number < MIB else meant
     msg = (
         f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
         f"such as 0.9. Type --budget {meant}."
     )
     raise PlanError(msg)
+
+
+def _require_sizes(texts: Sequence[str]) -> None:
+    """Refuse a ``--resident`` that is no size.
+
+    Raises:
+        PlanError: with what to type.
+    """
+    for text in texts:
+        try:
+            parse_resident(text)
+        except PlanError:
+            meant = f"{text}GiB" if text.replace(".", "", 1).isdigit() else "2GiB"
+            msg = f"--resident {text}: expected a size with its unit. Type --resident {meant}."
+            raise PlanError(msg) from None
 
 
 def _text(plan: Plan, saved: Path | None) -> str:

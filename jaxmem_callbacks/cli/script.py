@@ -61,13 +61,14 @@ class _StopScript(BaseException):
     """Ends the script at its first step. No Exception, so that the script's own handlers let it pass."""
 
 
-def reach_step(script: str, argv: Sequence[str] = ()) -> Reached:
+def reach_step(script: str, argv: Sequence[str] = (), *, command: str = "inspect") -> Reached:
     """Run a script up to its first step, or call the function that it names.
 
     Args:
         script: ``train.py``, run as ``__main__``, or ``train.py:name``, imported, where ``name()`` returns
             ``(train_step, args)``.
         argv: The script's own arguments.
+        command: What ``jaxmem`` was asked for.
 
     Raises:
         ScriptError: no such file or name, or the script ends without calling a step; the message has the line to add.
@@ -75,14 +76,16 @@ def reach_step(script: str, argv: Sequence[str] = ()) -> Reached:
     """
     path, name = _split(script)
     if not path.is_file():
-        msg = f"No such script: {path}. Expected a Python file, as in: jaxmem inspect train.py (or train.py:make_step)."
+        msg = (
+            f"No such script: {path}. Expected a Python file, as in: jaxmem {command} train.py (or train.py:make_step)."
+        )
         raise ScriptError(msg)
     with _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module:
         return _run(path, module) if name is None else _ask(path, module, name)
 
 
-def require_named(program: str) -> None:
-    """Refuse a ``--beside`` that names no function, before anything is run.
+def require_program(program: str) -> None:
+    """Refuse a ``--beside`` that names no file or no function, before anything is run.
 
     Raises:
         ScriptError: with what to type.
@@ -93,6 +96,9 @@ def require_named(program: str) -> None:
             f"--beside {program}: expected a file and the function in it that returns (function, args), such as "
             f"{path.stem or 'train'}.py:make_eval. Add to it: def make_eval(): return eval_step, (state, batch)"
         )
+        raise ScriptError(msg)
+    if not path.is_file():
+        msg = f"--beside {program}: there is no file {path}. Expected one as in: --beside train.py:{name}."
         raise ScriptError(msg)
 
 
@@ -106,7 +112,7 @@ def reach_program(program: str, argv: Sequence[str] = ()) -> tuple[Callable[...,
     Raises:
         ScriptError, ScriptFailedError: as `reach_step`.
     """
-    require_named(program)
+    require_program(program)
     reached = reach_step(program, argv)
     return reached.step, reached.args
 

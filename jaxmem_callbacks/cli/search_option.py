@@ -1,4 +1,4 @@
-"""``--search KEY=VALUE`` as typed enters; the mapping that `jm.plan` takes as ``search`` leaves. Nothing is judged here."""
+"""``--search KEY=VALUE`` as typed enters; the mapping that `jm.plan` takes as ``search`` leaves, or what to type in a shell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,27 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmem_callbacks.planning.space import SHARDINGS, parse_search
+from jaxmem_callbacks.records.errors import PlanError, did_you_mean
+
+# Key -> what a shell says after it, and an example.
+EXPECTED = {
+    "remat": ("yes or no", "remat=no"),
+    "offload": ("the key alone, yes or no", "offload"),
+    "microbatches": (
+        "whole numbers of at least 1 with commas between, or the key alone for every power of two that divides the rows",
+        "microbatches=2,4",
+    ),
+    "donate": ("the key alone, yes or no", "donate"),
+    "sharding": (
+        f"some of {', '.join(SHARDINGS)} with commas between, or the key alone for all",
+        "sharding=zero1,fsdp",
+    ),
+    "batch": (
+        "batch=largest, or batch.multiple_of and batch.at_most as whole numbers of at least 1, or batch.argnames as names",
+        "batch.at_most=512",
+    ),
+}
 _WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
 
@@ -27,7 +48,54 @@ def search_of(texts: Sequence[str]) -> dict[str, Any] | None:
 
     Args:
         texts: Such as ``["microbatches=1,2,4", "donate", "batch.at_most=512"]``.
+
+    Raises:
+        PlanError: a key or a value that `jm.plan` would refuse, in a shell's words.
     """
+    for text in texts:
+        _require_meant(text)
+    found = _read(texts)
+    if found.get("offload") is True and found.get("remat") is False:
+        msg = (
+            "--search offload --search remat=no: what is moved into host memory is what remat stores, so without it there is "
+            "nothing to move. Leave out --search remat=no."
+        )
+        raise PlanError(msg)
+    batch = found.get("batch")
+    if isinstance(batch, dict) and "at_most" in batch and batch["at_most"] < batch.get("multiple_of", 1):
+        msg = (
+            f"--search batch.at_most={batch['at_most']} is below --search batch.multiple_of={batch['multiple_of']}, so no batch "
+            f"is left. Type --search batch.at_most={batch['multiple_of']}, or more."
+        )
+        raise PlanError(msg)
+    return found or None
+
+
+def _require_meant(text: str) -> None:
+    """Refuse one option that means nothing.
+
+    Raises:
+        PlanError: says what was expected there, and what to type.
+    """
+    try:
+        parse_search(_read([text]))
+    except PlanError:
+        key = text.partition("=")[0].partition(".")[0].strip()
+        if key in EXPECTED:
+            expected, example = EXPECTED[key]
+            words = text.partition("=")[2].split(",") if key == "sharding" else []
+            near = did_you_mean(next((word for word in words if word not in SHARDINGS), ""), SHARDINGS)
+            msg = f"--search {text}: expected {expected}.{near} Type --search {example}."
+        else:
+            msg = (
+                f"--search {text}: there is no key {key!r}.{did_you_mean(key, EXPECTED)} Expected one of: "
+                f"{', '.join(EXPECTED)}. Type for example --search batch.at_most=512."
+            )
+        raise PlanError(msg) from None
+
+
+def _read(texts: Sequence[str]) -> dict[str, Any]:
+    """The mapping that options say together; nothing is judged here."""
     found: dict[str, Any] = {}
     for text in texts:
         key, _, value = text.partition("=")
@@ -37,7 +105,7 @@ def search_of(texts: Sequence[str]) -> dict[str, Any] | None:
             found[outer] = (before if isinstance(before, dict) else {}) | {inner: _value(value)}
         elif not isinstance(found.get(outer), dict):
             found[outer] = _value(value) if value else True
-    return found or None
+    return found
 
 
 def _value(text: str) -> Any:

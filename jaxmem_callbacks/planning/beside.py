@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.own_step import traced_by_name
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.targets.step_on_target import compile_traced_here, lower_traced_for
+from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compile_traced_here, lower_traced_for
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -131,6 +132,7 @@ def compile_beside(
         ledger: Told what is compiled, and counts it.
 
     Raises:
+        PlanError: a program fails while it is traced, which is its cause.
         CompileError: a compiler failed.
     """
     given, placed = traced
@@ -149,7 +151,8 @@ def compile_beside(
         name = getattr(function, "__name__", type(function).__name__)
         ledger.tell(f"{name} beside the step")
         with problem.in_mesh():
-            own = _as_it_is(function).traced(args, {})
+            with traced_by_name(f"{name}, a program beside the step,", name):
+                own = _as_it_is(function).traced(args, {})
             same = _same(own.leaves, stays, passing)
             own = own._replace(
                 leaves=[_placed(leaf, held, problem) for leaf, held in zip(own.leaves, same, strict=True)]
@@ -203,8 +206,11 @@ def _placed(leaf: Leaf, held: Held | None, problem: Problem) -> Leaf:
 def _compiled(problem: Problem, traced: Traced, name: str, ledger: Ledger) -> int | None:
     ledger.beside += 1
     if problem.target is None:
-        compiled = compile_traced_here(traced, name)
         ledger.beside_compiled += 1
+        try:
+            compiled = compile_traced_here(traced, name)
+        except MemoryRefusalError as refusal:
+            return refusal.needed_bytes
         return program_memory(compiled, name=name, platform=jax.default_backend(), target="attached").step_bytes
     answer = lower_traced_for(traced, name, problem.target.name)()
     ledger.beside_compiled += not answer.cached

@@ -25,13 +25,16 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.step_on_target import (
+    MemoryRefusalError,
     compile_traced_here,
+    compiling_here,
     described,
     lower_traced_for,
+    refused_peak,
     taken_inputs,
 )
 from jaxmem_callbacks.programs.targets.target import Target
-from jaxmem_callbacks.records.peaks import UNPLACED, with_total
+from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.plans import BesideProgram, Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
@@ -107,6 +110,7 @@ class Facts:
     """What a traced step tells before any compile.
 
     Attributes:
+        traced: The step itself.
         flops: Operations of one call.
         modelled_s: Modelled seconds on the target, or None where its speed is unknown.
         operations: Identifies them, with shapes and dtypes.
@@ -115,6 +119,7 @@ class Facts:
         unchecked: Whether a loss is accumulated that did not say its weight, and that nobody compared yet.
     """
 
+    traced: Traced = field(repr=False)
     flops: int
     modelled_s: float | None
     operations: str
@@ -166,6 +171,7 @@ class Compiler:
         self.leaves = self.leaves or tuple(traced.leaves)
         speed = speed_of(problem.target)
         return Facts(
+            traced=traced,
             flops=count_flops(traced.jaxpr).flops,
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
             operations=operations_of(traced.jaxpr),
@@ -187,7 +193,8 @@ class Compiler:
 
         Raises:
             PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
-            CompileError, TargetError: the program cannot leave this process, or needs more devices than the target has.
+            CompileError, TargetError: the program cannot be lowered for its devices, cannot leave this process, or needs more
+                devices than the target has.
         """
         problem = self.problem
         step = self._plain_step if policy == problem.base else problem.step(policy)
@@ -196,22 +203,28 @@ class Compiler:
         if problem.target is None:
             return self._lowered_here(step, facts)
         with problem.in_mesh():
-            traced = step.traced(problem.args, dict(problem.kwargs))
             compiling = lower_traced_for(
-                traced, step.name, problem.target, want_buffers=True, need_lines=False, timeout_s=timeout_s
+                facts.traced, step.name, problem.target, want_buffers=True, need_lines=False, timeout_s=timeout_s
             )
         return lambda: self._answered(policy, facts, compiling())
 
     def _answered(self, policy: StepPolicy, facts: Facts, answer: TargetCompilation) -> Candidate:
-        problem = self.problem
         self.answers.append(answer)
         if answer.memory is not None:
             judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
             return replace(judged, peak=answer.peak and answer.peak.largest(_SHOWN))
-        need, largest = self._need(answer.needed_bytes)
+        refused = self._refused(policy, facts, answer.needed_bytes, answer.refusal, answer.peak)
+        return replace(refused, cached=answer.cached)
+
+    def _refused(
+        self, policy: StepPolicy, facts: Facts, needed_bytes: int | None, words: str | None, peak: Peak | None
+    ) -> Candidate:
+        """A policy under which the compiler refused the step for its memory."""
+        problem = self.problem
+        need, largest = self._need(needed_bytes)
         return Candidate(
             policy=policy,
-            step_bytes=answer.needed_bytes,
+            step_bytes=needed_bytes,
             fits=False,
             flops=facts.flops,
             extra_flops=facts.flops - self.plain.flops,
@@ -223,9 +236,8 @@ class Compiler:
             mesh=mesh_sizes(problem.mesh),
             operations=facts.operations,
             modelled_s=facts.modelled_s,
-            peak=answer.peak and answer.peak.largest(_SHOWN),
-            refusal=answer.refusal,
-            cached=answer.cached,
+            peak=peak and peak.largest(_SHOWN),
+            refusal=words,
         )
 
     def donating(
@@ -253,17 +265,21 @@ class Compiler:
         arguments = Arguments(
             by_number=dict(enumerate(facts.arguments)), by_name={each.path: each for each in facts.arguments}
         )
-        with problem.in_mesh():
+        with problem.in_mesh(), compiling_here(step.name):
             if step.policy.microbatches == 1:
                 lowered = step.lower(*problem.args, **problem.kwargs)
             else:  # `lower` would compare the loss on real rows, which was done once before
                 lowered = jax_traced(step.trace(*problem.args, **problem.kwargs)).lower()
 
         def compiled() -> Candidate:
-            with problem.in_mesh():
-                program, peak = (
-                    (lowered.compile(), None) if past_the_cache() else compiled_with_peak(lowered, arguments)
-                )
+            try:
+                with problem.in_mesh(), compiling_here(step.name):
+                    program, peak = (
+                        (lowered.compile(), None) if past_the_cache() else compiled_with_peak(lowered, arguments)
+                    )
+            except MemoryRefusalError as refusal:
+                needed = refusal.needed_bytes
+                return self._refused(step.policy, facts, needed, refusal.words, refused_peak(facts.traced, needed))
             hlo, platform = program.as_text() or "", jax.default_backend()
             memory = program_memory(program, name="step", platform=platform, target="attached", hlo_text=hlo)
             told = peak and with_total(peak, memory.total_bytes, UNPLACED).largest(_SHOWN)

@@ -60,6 +60,7 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:
     step = entry.compiler.problem
-    if already_jitted(step.train_step) is not None:
-        return f"Write it where the step is jitted: jax.jit({step.name}, donate_argnames={names!r})."
+    own = already_jitted(step.train_step)
+    if own is not None:
+        return f"Write it where the step is jitted: {own.word}({step.name}, donate_argnames={names!r})."
     return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."

@@ -6,7 +6,7 @@ where none of them fits, remat is searched over the most microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from jaxmem_callbacks.planning.boundary import last_that_fits
@@ -14,43 +14,20 @@ from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.search import RematSearch
-from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 
 
-def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, space: Space, *, frontier: bool) -> None:
-    """Compile policies for one placement of the state and one batch.
+def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
+    """Compile policies that keep all on the device, for one placement of the state and one batch.
 
     Args:
         compiler: Of the problem.
         counts: Microbatches to try besides 1, ascending.
         ledger: Where compiles are counted and kept.
-        space: Whether remat may be used, and whether values may wait in host memory.
+        remat: Whether it may be used.
         frontier: Fill the whole range; else stop where the answer is known.
     """
-    moving = offloading_policies(compiler.problem.base) if space.offload else ()
-    with ledger.within(ledger.left - len(moving)):
-        _on_the_device(compiler, counts, ledger, remat=space.remat, frontier=frontier)
-    ledger.compile([(compiler, policy) for policy in moving])
-
-
-def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
-    """Compile what lies between the two ends of some placements, with the compiles that are left.
-
-    Args:
-        entries: One candidate of each placement, which says over how many microbatches.
-        ledger: Where compiles are counted and kept.
-    """
-    wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
-    for index, (compiler, count) in enumerate(wanted):
-        with ledger.within(ledger.left // (len(wanted) - index)):
-            _one(
-                RematSearch(compiler, ledger, replace(compiler.problem.base, microbatches=count)), remat=ledger.left > 1
-            )
-
-
-def _on_the_device(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
     bases = [replace(compiler.problem.base, microbatches=count) for count in (1, *counts)]
     if frontier:
         for index, base in enumerate(bases):
@@ -66,6 +43,27 @@ def _on_the_device(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *,
         last.close_in()
     else:
         first.close_in()
+
+
+def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
+    """Compile policies under which values wait in host memory, one placement of the state after the other."""
+    for compiler in compilers:
+        ledger.compile([(compiler, policy) for policy in offloading_policies(compiler.problem.base)])
+
+
+def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
+    """Compile what lies between the two ends of some placements, with the compiles that are left.
+
+    Args:
+        entries: One candidate of each placement, which says over how many microbatches.
+        ledger: Where compiles are counted and kept.
+    """
+    wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
+    for index, (compiler, count) in enumerate(wanted):
+        with ledger.within(ledger.left // (len(wanted) - index)):
+            _one(
+                RematSearch(compiler, ledger, replace(compiler.problem.base, microbatches=count)), remat=ledger.left > 1
+            )
 
 
 def _one(search: RematSearch, *, remat: bool) -> None:

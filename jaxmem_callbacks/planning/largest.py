@@ -16,7 +16,7 @@ import jax
 
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
-from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.explore import explore, offload
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.rows import Rows, with_rows
@@ -77,7 +77,10 @@ class LargestBatch:
         if roomy == plain:
             return
         if reached is not None and reached == self._most:
-            explore(self._compiler(reached), self._counts, self._ledger, space, frontier=False)
+            compiler, moving = self._compiler(reached), offloading_policies(plain) if space.offload else ()
+            with self._ledger.within(self._ledger.left - len(moving)):
+                explore(compiler, self._counts, self._ledger, remat=space.remat, frontier=False)
+            offload([compiler] if moving else (), self._ledger)
         else:
             self._largest(plain)
 

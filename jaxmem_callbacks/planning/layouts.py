@@ -17,6 +17,7 @@ from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER
 
 # What is tried where several devices are named and nothing is said of the state.
 UNASKED = ("replicate", "zero1", "fsdp")
@@ -67,6 +68,7 @@ def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: L
         words = policy_words(StepPolicy(sharding=sharding)).partition(":")[0]
         try:
             divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding, ledger.note)
+            _require_state_for(sharding, traced)
             arguments = argument_bytes(divided)
         except PolicyError as error:  # it would split nothing, or the mesh has no axis for it
             refused = error
@@ -81,6 +83,20 @@ def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: L
         yield divided
     if not given and refused is not None:
         raise refused
+
+
+def _require_state_for(sharding: Any, traced: Traced) -> None:
+    """Refuse to divide the optimizer's state where there is none, in these words and not in those of a mesh that does not fit.
+
+    Raises:
+        PolicyError: says what to type.
+    """
+    if sharding == "zero1" and not any(leaf.kind == OPTIMIZER and leaf.shape for leaf in traced.leaves):
+        msg = (
+            "sharding='zero1' divides the optimizer's state alone, and this step has none beside scalars, as under plain SGD. "
+            "Use sharding='fsdp' to divide the parameters."
+        )
+        raise PolicyError(msg)
 
 
 def with_donation(problem: Problem, donate: Any) -> Problem:

@@ -16,6 +16,7 @@ from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 
 _AT_ONCE = 2
+_SHOWN = 4  # policies that share a failure and are named
 Progress = Callable[[str, int, int], None]
 
 
@@ -41,11 +42,13 @@ class Ledger:
         self.most = most
         self.asked = 0
         self._until = most
+        self.compiled = 0  # of those that were asked what the cache did not know
         self.beside = self.beside_compiled = 0  # programs beside the step, and those that the cache did not know
         self.entries: list[Entry] = []
         self.failed: list[Exception] = []
         self._known: dict[tuple[Compiler, StepPolicy], Candidate | None] = {}
-        self._notes: dict[str, None] = {}
+        self._cut: dict[tuple[Compiler, StepPolicy], None] = {}
+        self._notes: dict[str, list[str]] = {}
 
     @property
     def left(self) -> int:
@@ -62,13 +65,30 @@ class Ledger:
             self._until = before
 
     @property
+    def cut(self) -> list[tuple[Compiler, StepPolicy]]:
+        """What was asked for when no compile was left, and was not compiled since."""
+        return [one for one in self._cut if one not in self._known]
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks, each once, in their order."""
-        return tuple(self._notes)
+        """Remarks, each once, in their order; a failure that several policies share is one."""
+        return tuple(
+            f"{_titles(titles)} not compiled: {text}" if titles else text for text, titles in self._notes.items()
+        )
 
     def note(self, text: str) -> None:
         """Remember a remark."""
-        self._notes[text] = None
+        self._notes[text] = []
+
+    def note_cut(self) -> None:
+        """Remember what the limit of all compiles cut off; what only a share of it did may be made up for."""
+        cut = ", ".join(compiler.title(policy) for compiler, policy in self.cut)
+        if cut and not self.left:
+            self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
+
+    def allow(self, most: int) -> None:
+        """Take another number of compiles as the most."""
+        self.most = self._until = most
 
     def tell(self, what: str) -> None:
         """Say what is being compiled, or was last."""
@@ -83,14 +103,12 @@ class Ledger:
         wanted = [one for one in dict.fromkeys(asked) if one not in self._known]
         new = wanted[: self.left]
         self.asked += len(new)
-        if wanted[len(new) :]:
-            cut = ", ".join(compiler.title(policy) for compiler, policy in wanted[len(new) :])
-            self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
-        if new:
-            self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
+        self._cut |= dict.fromkeys(wanted[len(new) :])
         pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
         waiting: dict[concurrent.futures.Future[Candidate], tuple[Compiler, StepPolicy]] = {}
         try:
+            if new:
+                self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
             for (
                 compiler,
                 policy,
@@ -102,6 +120,7 @@ class Ledger:
                 with self._told_if_it_fails(compiler, policy):
                     found = self._known[compiler, policy] = done.result()
                     self.entries.append(Entry(compiler, found))
+                    self.compiled += not found.cached
                 going = [compiler.title(policy) for each, (compiler, policy) in waiting.items() if each.running()]
                 self.tell(" and ".join(going) or compiler.title(policy))
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
@@ -109,6 +128,7 @@ class Ledger:
             while not all(each.done() for each in waiting):
                 end_workers()
                 time.sleep(0.05)
+            self.asked -= sum(one not in self._known for one in new)  # interrupted
         return [self._known.get(one) for one in asked]
 
     @contextmanager
@@ -119,5 +139,15 @@ class Ledger:
         except (CompileError, PolicyError, LossRefusedError) as error:
             self._known[compiler, policy] = None
             self.failed.append(error)
-            self.asked -= not isinstance(error, CompileError)  # refused before any compiler saw it
-            self.note(f"{compiler.title(policy)} was not compiled: {error}")
+            seen = isinstance(error, CompileError)  # else refused before any compiler saw it
+            self.asked -= not seen
+            self.compiled += seen
+            self._notes.setdefault(str(error), []).append(compiler.title(policy))
+
+
+def _titles(titles: Sequence[str]) -> str:
+    """Who shares a failure, and the verb."""
+    several = dict.fromkeys(titles)
+    shown = ", ".join(list(several)[:_SHOWN])
+    more = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
+    return f"{shown}{more} {'were' if len(several) > 1 else 'was'}"

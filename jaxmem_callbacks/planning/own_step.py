@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 
 from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.records.errors import JaxmemError, PlanError
@@ -83,11 +85,20 @@ def own_step(train_step: Callable[..., Any]) -> OwnStep:
     """The function to plan, and what was said of it.
 
     Raises:
-        PlanError: no function, or a step that is under remat or microbatches already.
+        PlanError: no function, a jit that cannot be traced, or a step that is under remat or microbatches already.
     """
     if not callable(train_step):
         given = type(train_step).__name__
         msg = f"jm.plan was given {given} as its step. Expected a function: jm.plan(train_step, state, batch)."
+        raise PlanError(msg)
+    own = already_jitted(train_step.__wrapped__ if isinstance(train_step, JitStep) else train_step)
+    if own is not None and not hasattr(own.lowering, "trace"):
+        framework = type(own.lowering).__module__.partition(".")[0]
+        msg = (
+            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan a function whose "
+            "arguments are arrays: for Equinox take params, static = eqx.partition(model, eqx.is_array), and join both inside it "
+            "by eqx.combine(params, static)."
+        )
         raise PlanError(msg)
     if not isinstance(train_step, JitStep):
         return OwnStep(function=train_step)
@@ -111,17 +122,32 @@ def traced_plainly(problem: Problem) -> Traced:
     """The plain step's trace, before anything is searched.
 
     Raises:
-        JaxmemError: this library's own refusals, as they are; a PlanError where the step fails by itself, with that as its cause.
+        JaxmemError: as `traced_by_name` says.
+    """
+    with traced_by_name(problem.name, "train_step"):
+        return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
+
+
+@contextmanager
+def traced_by_name(title: str, function: str) -> Generator[None]:
+    """Where a function of the user's is traced.
+
+    Args:
+        title: What failed if it fails, for messages.
+        function: What its user calls it.
+
+    Raises:
+        JaxmemError: this library's own refusals, as they are; a PlanError where it fails by itself, with that as its cause.
     """
     try:
-        return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
+        yield
     except JaxmemError:
         raise
     except Exception as error:
         words = next(iter(str(error).strip().splitlines()), "without a word").rstrip(".")
         msg = (
-            f"{problem.name} could not be traced for planning: {type(error).__name__}: {words}{_place(error)} Expected a step "
-            "that jax.jit can trace with these arguments; jax.eval_shape(train_step, ...) shows the same error."
+            f"{title} could not be traced for planning: {type(error).__name__}: {words}{_place(error)} Expected a step "
+            f"that jax.jit can trace with these arguments; jax.eval_shape({function}, ...) shows the same error."
         )
         raise PlanError(msg) from error
 

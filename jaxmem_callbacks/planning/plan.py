@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from jaxmem_callbacks.planning.beside import Resident, compile_beside, parse_beside, parse_resident
+from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem, mesh_sizes
+from jaxmem_callbacks.planning.candidates import Problem, mesh_sizes
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
-from jaxmem_callbacks.planning.explore import explore, fill_frontiers
-from jaxmem_callbacks.planning.largest import LargestBatch
-from jaxmem_callbacks.planning.layouts import UNASKED, is_divided, layouts, with_donation
+from jaxmem_callbacks.planning.layouts import is_divided, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
-from jaxmem_callbacks.planning.offloading import with_offload
 from jaxmem_callbacks.planning.own_step import own_step, traced_plainly
 from jaxmem_callbacks.planning.rows import find_rows
-from jaxmem_callbacks.planning.search import choose
-from jaxmem_callbacks.planning.space import Space, parse_search
+from jaxmem_callbacks.planning.space import parse_search
+from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
@@ -53,27 +48,6 @@ _UNCHECKED = (
     "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
     "its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """What a plan is asked for, as `jm.plan` takes it.
-
-    Attributes:
-        target: Name of hardware that need not be there, or None.
-        budget: Bytes, text, a share, or None.
-        resident: What else stays in memory.
-        mesh: Axes of the target's devices, where the arguments carry no shardings; None for one axis, ``fsdp``.
-        search: What may be varied; None for remat, and shardings where the arguments carry none.
-        beside: Pairs of a function and its arguments: other programs that must fit.
-    """
-
-    target: str | None = None
-    budget: str | float | None = None
-    resident: Any = ()
-    mesh: Any = None
-    search: Any = None
-    beside: Any = ()
 
 
 def make_plan(
@@ -110,67 +84,29 @@ def make_plan(
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
     divided = is_divided(problem, traced, space, ask.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
-    planned = _Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
-    ledger = Ledger(progress, _MOST_WIDE_COMPILES if divided or space.is_wide else _MOST_COMPILES)
+    planned = Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
+    ledger, compared = Ledger(progress, _MOST_WIDE_COMPILES), False
     try:
+        counts = _counts(planned, ledger)
+        compared = _compared(planned, counts, ledger)
+        counts = () if compared is None else counts
+        if not (divided or counts or space.offload or space.batch is not None):
+            ledger.allow(_MOST_COMPILES)
         with ledger.within(ledger.most - bool(traced.undonated)):
-            _search(planned, ledger, divided=divided)
+            spend(planned, counts, ledger, divided=divided)
         if not ledger.entries:
             raise ledger.failed[0]
-        note_donation(ledger, _chosen(ledger)[0], own.donation, traced.undonated)
+        note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
         if not ledger.entries:
             raise
-    return _record(ledger, *_chosen(ledger))
+    if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
+        ledger.note(_UNCHECKED)
+    return _record(ledger, *chosen(ledger))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Planned:
-    """A problem as it was asked, and what was parsed of that."""
-
-    problem: Problem
-    traced: Traced
-    space: Space
-    ask: Ask
-    resident: Resident
-
-
-def _search(planned: _Planned, ledger: Ledger, *, divided: bool) -> None:
-    """Everything that is to be compiled, one placement of the state after the other."""
-    problem, traced, space, ask = planned.problem, planned.traced, planned.space, planned.ask
-    counts = _counts(planned, ledger)
-    compared = bool(counts) and _compared(planned, counts, ledger)
-    counts = () if compared is None else counts
-    rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
-    ways = layouts(problem, traced, space, ask.mesh, ledger) if divided else iter((problem,))
-    share = len(space.sharding or UNASKED) if divided else 1
-    programs = parse_beside(ask.beside)
-    try:
-        for way in ways:
-            placed = _with_beside(planned, way, programs, ledger) if programs else way
-            with ledger.within(ledger.most // share):
-                if space.batch is not None and rows is not None:
-                    LargestBatch(placed, rows, space.batch, counts, ledger).run(space)
-                else:
-                    explore(Compiler(placed), counts, ledger, space, frontier=ask.budget is None and not divided)
-        if divided and ask.budget is None and space.remat and space.batch is None and ledger.entries:
-            least = min(ledger.entries, key=lambda entry: entry.candidate.step_bytes or math.inf)
-            fill_frontiers([_chosen(ledger)[0], least], ledger)
-    finally:  # also of what was compiled before Ctrl-C
-        if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
-            ledger.note(_UNCHECKED)
-
-
-def _with_beside(planned: _Planned, placed: Problem, programs: Any, ledger: Ledger) -> Problem:
-    """The same problem, with what must fit beside it."""
-    with placed.in_mesh():
-        there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
-    found = compile_beside(placed, (planned.traced, there), programs, planned.resident, ledger)
-    return replace(placed, beside=found)
-
-
-def _counts(planned: _Planned, ledger: Ledger) -> tuple[int, ...]:
+def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
     """Numbers of microbatches to try."""
     problem, asked = planned.problem, planned.space.microbatches
     if asked and accumulates_already(problem.args, dict(problem.kwargs)):
@@ -191,7 +127,7 @@ def _counts(planned: _Planned, ledger: Ledger) -> tuple[int, ...]:
     return tuple(count for count in tried if rows % count == 0)
 
 
-def _rows_if_known(planned: _Planned) -> int | None:
+def _rows_if_known(planned: Planned) -> int | None:
     """Rows of the step's batch; None where its arguments do not tell, and only the losses' own do."""
     space = planned.space
     try:
@@ -200,7 +136,7 @@ def _rows_if_known(planned: _Planned) -> int | None:
         return None
 
 
-def _compared(planned: _Planned, counts: Sequence[int], ledger: Ledger) -> bool | None:
+def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool | None:
     """Whether the loss was held against its accumulation on real rows; None, and a note, where it is another gradient."""
     problem, rows = planned.problem, _rows_if_known(planned)
     count = next((each for each in counts if rows is None or rows % each == 0), None)
@@ -212,13 +148,6 @@ def _compared(planned: _Planned, counts: Sequence[int], ledger: Ledger) -> bool 
     except PolicyError as error:
         ledger.note(f"Microbatches were not tried: {error}")
         return None
-
-
-def _chosen(ledger: Ledger) -> tuple[Entry, str]:
-    staying = [entry for entry in ledger.entries if not entry.candidate.policy.offload] or ledger.entries
-    index, reason = choose([entry.candidate for entry in staying])
-    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in ledger.entries])
-    return next(entry for entry in ledger.entries if entry.candidate is best), why or reason
 
 
 def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
@@ -246,7 +175,7 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         least_bytes=_state_bytes(compiler.leaves),
         compiles=ledger.asked,
         beside_compiles=ledger.beside,
-        compiled=sum(not candidate.cached for candidate in candidates) + ledger.beside_compiled,
+        compiled=ledger.compiled + ledger.beside_compiled,
         margin=_MARGINS.get(platform, "") if hardware is not None else "",
         versions=_versions(answers, hardware),
         flags={name: str(value) for answer in answers[:1] for name, value in answer.compiler_options.items()},
@@ -291,15 +220,19 @@ def unfit_reason(record: PlanRecord) -> str:
     """What did not fit and by how much, for whoever is to run the policy all the same."""
     best = record.candidates[record.chosen]
     return (
-        f"Nothing fits: {record.step} needs {format_bytes(best.step_bytes)} on {record.target} under the policy that came "
-        f"nearest{_over(record, best)} (parameters and optimizer state alone are {format_bytes(record.least_bytes)})."
+        f"Nothing fits: {record.step} {_over(record, best)} (parameters and optimizer state alone are "
+        f"{format_bytes(record.least_bytes)})."
         + (f" What makes its peak: {best.peak.words}." if best.peak else "")
         + " Plan for more or larger devices, a larger budget or a smaller batch."
     )
 
 
 def _over(record: PlanRecord, best: Candidate) -> str:
-    budget = f"the budget of {format_bytes(record.budget_bytes)}"
-    if best.need_bytes is None:
-        return f"; by how much that is more than {budget} allows is unknown, because its compiler refused it without a figure"
-    return f", {format_bytes(best.need_bytes - (record.budget_bytes or 0))} more than {budget} allows"
+    over, need, where = record.over_bytes, record.need_of(best), f"{record.target} under the policy that came nearest"
+    if best.step_bytes is None or over is None or need is None:
+        return f"is too much for {where}; by how much is unknown, because the compiler refused it without a figure"
+    most = need - over
+    allowed = f"budget of {format_bytes(most)} allows"
+    if most != record.budget_bytes:
+        allowed = f"{format_bytes(most)} that can be used there"
+    return f"needs {format_bytes(best.step_bytes)} on {where}, {format_bytes(over)} more than the {allowed}"

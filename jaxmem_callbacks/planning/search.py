@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -131,23 +131,24 @@ class RematSearch:
 
     def _spread(self) -> list[Offer]:
         """What to compile next of the offers, as far as compiles are left."""
-        measured = {
-            place: found.step_bytes
-            for place, offer in enumerate(self._offered.between)
-            if (found := self.found.get(offer.policy)) is not None and found.step_bytes is not None
-        }
-        measured = measured or {0: min((each.step_bytes or 1 for each in self.found.values()), default=1)}
-        modelled = np.array([offer.bytes for offer in self._offered.between], np.float64)
-        places, last = list(measured), max(measured)
-        between = np.interp(modelled, modelled[places], list(measured.values()))
-        beyond = self._corrected(measured[min(measured)]) * np.maximum(modelled - modelled[last], 0)
-        return spread(
-            self._offered.between,
-            self._ledger.left,
-            needs=np.maximum.accumulate(between + beyond),
-            flops=self._compiler.plain.flops,
-            known={0, *places},
-        )
+        offered = self._offered.between
+        known = {place for place, offer in enumerate(offered) if self._measured(offer) is not None}
+        needs, flops = self._foreseen(offered), self._compiler.plain.flops
+        return spread(offered, self._ledger.left, needs=needs, flops=flops, known={0, *known})
+
+    def _measured(self, offer: Offer) -> int | None:
+        found = self.found.get(offer.policy)
+        return None if found is None else found.step_bytes
+
+    def _foreseen(self, offered: Sequence[Offer]) -> np.ndarray:
+        """Bytes of the step under some offers, float64[offers]: on the line between compiled ones, modelled beyond the last."""
+        points = [(offer.bytes, self._measured(offer)) for offer in self._offered.between]
+        known = [(at, needs) for at, needs in points if needs is not None]
+        known = known or [(0, min((each.step_bytes or 1 for each in self.found.values()), default=1))]
+        modelled = np.array([offer.bytes for offer in offered], np.float64)
+        between = np.interp(modelled, [at for at, _ in known], [needs for _, needs in known])
+        beyond = self._corrected(known[0][1]) * np.maximum(modelled - known[-1][0], 0)
+        return np.maximum.accumulate(between + beyond)
 
     def close_in(self) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
@@ -155,34 +156,46 @@ class RematSearch:
         if problem.beside_alone_is_too_much:
             return
         self._ask_fewer()
-        offered, full = self._offered.between, self.full
-        limit = problem.budget.bytes
+        full, limit = self.full, problem.budget.bytes
         if full is None or full.fits is False:
-            self._compile([self._twice])
+            if self._is_another(self._twice):
+                self._compile([self._twice])
             if limit is not None and self._is_near(limit):
                 self.fill()  # a compiler may well need less for a step that computes less again
         if full is None or limit is None or full.fits is not True or full.step_bytes is None:
             return
-        least, spare = full.step_bytes, limit - problem.resident_bytes - full.step_bytes
-        reached = 0
+        room = limit - problem.resident_bytes
+        offered, reached = self._apart((1 - _FILLED) * room), 0
 
-        def guess(low: int, high: int | None) -> int:
+        def guess(low: int, _high: int | None) -> int:
             nonlocal reached
             reached = low
-            scale = self._corrected(least)
-            under = [place for place in range(low + 1, high or len(offered)) if offered[place].bytes * scale <= spare]
-            return max(under, default=low + 1)
+            return int(np.searchsorted(self._foreseen(offered), room, side="right")) - 1
 
         def ask(places: Sequence[int]) -> dict[int, bool]:
             worth = (offered[reached].flops - offered[-1].flops) > _WORTH * self._compiler.plain.flops
-            worth = worth and self._most_that_fits() < _FILLED * (limit - problem.resident_bytes)
+            worth = worth and self._most_that_fits() < _FILLED * room
             asked = places[: self._ledger.left] if worth else []
             self._compile([offered[place].policy for place in asked])
             kept = {place: self.found.get(offered[place].policy) for place in asked}
             return {place: bool(candidate is not None and candidate.fits) for place, candidate in kept.items()}
 
         last_that_fits(0, len(offered), guess, ask)
-        self._ask_others(spare / self._corrected(least))
+        self._ask_others((room - full.step_bytes) / self._corrected(full.step_bytes))
+
+    def _apart(self, bytes_: float) -> list[Offer]:
+        """The offers, without those that differ by less from the one before: not worth a compile each."""
+        between, part = self._offered.between, 1 / self._compiler.problem.workers
+        chosen = [between[0]]
+        for offer in between[1:]:
+            if part * (offer.bytes - chosen[-1].bytes) >= bytes_ or offer is between[-1]:
+                chosen.append(offer)
+        return chosen
+
+    def _is_another(self, policy: StepPolicy) -> bool:
+        """Whether a policy makes another program than all that were compiled, by what JAX traces of it."""
+        made = {each.operations for each in self.found.values()}
+        return self._compiler.facts(policy).operations not in made
 
     def _most_that_fits(self) -> int:
         return max(each.step_bytes or 0 for each in self.found.values() if each.fits)
@@ -223,16 +236,14 @@ def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
     Where batch sizes were searched the most rows come before all that. Where there is no limit the plain step; where nothing
     fits, what comes nearest.
     """
-    numbered = list(enumerate(candidates))
-    fitting = [(index, each) for index, each in numbered if each.fits]
-    if fitting:
-        index, best = min(fitting, key=lambda pair: _cost(pair[1]))
-        return index, _reason(best)
-    if any(each.fits is None for each in candidates):
-        index, _ = min(numbered, key=lambda pair: _cost(pair[1]))
-        return index, "there is no limit here, so nothing is worth computing twice"
-    index, _ = min(numbered, key=lambda pair: (_bytes(pair[1]), _cost(pair[1])))
-    return index, "nothing fits; this comes nearest"
+    index = min(range(len(candidates)), key=lambda place: rank(candidates[place]))
+    return index, _reason(candidates[index])
+
+
+def rank(candidate: Candidate) -> tuple[Any, ...]:
+    """What `choose` prefers comes first."""
+    misses = candidate.fits is False
+    return misses, _bytes(candidate) if misses else 0, *_cost(candidate)
 
 
 def _bytes(candidate: Candidate) -> float:
@@ -241,6 +252,10 @@ def _bytes(candidate: Candidate) -> float:
 
 
 def _reason(best: Candidate) -> str:
+    if best.fits is None:
+        return "there is no limit here, so nothing is worth computing twice"
+    if not best.fits:
+        return "nothing fits; this comes nearest"
     if best.batch_rows is not None:
         return f"{best.batch_rows} rows are the largest batch that was compiled and fits"
     return "the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again"

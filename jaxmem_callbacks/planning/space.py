@@ -55,11 +55,6 @@ class Space:
     sharding: tuple[str | ShardingRules, ...] | None = None
     batch: BatchSizes | None = None
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether more than remat is searched by the user's wish."""
-        return self.offload or bool(self.microbatches) or self.sharding is not None or self.batch is not None
-
 
 def parse_search(said: Any) -> Space:
     """What ``search=`` means.

@@ -11,7 +11,7 @@
     |-- SimulationError       (ValueError)    a trace of allocations that contradicts itself, or an allocator that is no one's
     |-- ScriptError           (RuntimeError)  a script that never calls a step
     |-- TargetError           (RuntimeError)  a compile target that is unknown or not installed
-    |-- CompileError          (RuntimeError)  the compiler of an absent target failed, crashed or took too long
+    |-- CompileError          (RuntimeError)  a program that cannot be compiled, or a compiler that crashed or took too long
     |-- DefragmentError       (RuntimeError)  arrays that cannot be moved together, or could not all be; it holds the tree
     `-- RecoveryError         (RuntimeError)  a step that recovery cannot repeat, a checkpoint that is another state's,
                                               or a run that ends because of another process
@@ -67,7 +67,7 @@ class TargetError(JaxmemError, RuntimeError):
 
 
 class CompileError(JaxmemError, RuntimeError):
-    """The compiler of an absent target failed, crashed or ran out of time."""
+    """A program that its devices' compiler does not take, or a compiler that crashed or ran out of time."""
 
 
 class RecoveryError(JaxmemError, RuntimeError):

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.columns import columns, console_width, wrapped
 from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.records.shortening import short_operation, short_shape
 from jaxmem_callbacks.records.units import format_bytes
 
 PARAMETERS, OPTIMIZER, GRADIENTS, SAVED, TEMPORARIES = (
@@ -115,29 +116,44 @@ class Peak:
         return ", ".join([*parts, *([f"all else {format_bytes(rest)}"] if rest else [])])
 
     def __str__(self) -> str:
-        head = ("group", "size", "of the peak", "padding", "buffers", "the largest")
-        rows = [head, *(self._row(group) for group in self.groups)]
         lines = [f"The peak of {format_bytes(self.bytes)} on one device, by the compiler's buffer assignment", ""]
-        lines += columns(rows, ("left", "right", "right", "right", "right", "left"))
-        lines += ["", f"Temporaries, gradients and saved activations are {_basis_words(self.basis)}."]
+        lines += self._table()
+        return "\n".join([*lines, "", *wrapped(self._remarks())])
+
+    def _table(self) -> list[str]:
+        """Lines no longer than the console's, as far as the operations can be shortened to that."""
+        head = ("group", "size", "of the peak", "padding", "buffers")
+        figures = columns([head, *map(self._row, self.groups)], ("left", "right", "right", "right", "right"))
+        width = max(map(len, figures))
+        largest = ["the largest", *(self._largest(group, console_width() - width - 2) for group in self.groups)]
+        return [f"{line.ljust(width)}  {told}".rstrip() for line, told in zip(figures, largest, strict=True)]
+
+    def _remarks(self) -> list[str]:
+        lines = [f"Temporaries, gradients and saved activations are {_basis_words(self.basis)}."]
         if self.moment:
             lines.append(f"It is reached at {self.moment}.")
         for space in sorted({buffer.memory_space for buffer in self.elsewhere}):
             size = sum(buffer.bytes for buffer in self.elsewhere if buffer.memory_space == space)
             lines.append(f"In {space} memory meanwhile, no part of it: {format_bytes(size)}.")
         reasons = dict.fromkeys(buffer.why for buffer in self.buffers if buffer.why)
-        return "\n".join([*lines, *(f"unknown: {reason}." for reason in reasons)])
+        return [*lines, *(f"unknown: {reason}." for reason in reasons)]
 
     def _row(self, group: PeakGroup) -> tuple[str, ...]:
-        first = next((buffer for buffer in self.buffers if buffer.group == group.name), None)
         return (
             group.name,
             format_bytes(group.bytes),
             _share(group.bytes, self.bytes),
             format_bytes(group.waste_bytes) if group.waste_bytes else "none",
             str(group.count),
-            "" if first is None else f"{first.shape.partition('{')[0]} {first.operation or ''}".strip(),
         )
+
+    def _largest(self, group: PeakGroup, room: int) -> str:
+        """Shape and operation of a group's largest buffer, in so many letters if that can be."""
+        first = next((buffer for buffer in self.buffers if buffer.group == group.name), None)
+        if first is None:
+            return ""
+        shape = short_shape(first.shape)
+        return f"{shape} {short_operation(first.operation or '', room - len(shape) - 1)}".strip()
 
 
 def peak_of(buffers: Iterable[Buffer], *, basis: str = AT_THE_PEAK, moment: str | None = None) -> Peak:

@@ -161,3 +161,23 @@ class PlanRecord:
     device_kind: str = ""
     process_flags: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def over_bytes(self) -> int | None:
+        """What the chosen step needs beyond the budget, or beyond the limit where only that is too small.
+
+        None where a compiler refused a program without a figure.
+        """
+        need = self.need_of(self.candidates[self.chosen])
+        most = [
+            each
+            for each in (self.budget_bytes, self.limit_bytes)
+            if each is not None and need is not None and need > each
+        ]
+        return None if need is None or not most else need - most[0]
+
+    def need_of(self, candidate: Candidate) -> int | None:
+        """What the device must hold: resident bytes and the largest program; None where its compiler said no figure."""
+        if candidate.need_bytes is not None or candidate.step_bytes is None:
+            return candidate.need_bytes
+        return candidate.step_bytes + self.resident_bytes

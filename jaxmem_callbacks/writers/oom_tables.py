@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxmem_callbacks.records.oom_report import FailedProgram, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import GROUPS, Peak
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.shortening import short_shape
 from jaxmem_callbacks.records.units import format_bytes
 
 _EVENTS, _BUFFERS = 12, 6
@@ -177,7 +178,7 @@ def _peak(peak: Peak) -> Iterator[OomTable]:
         ("largest buffers", "bytes", "group", "operation", "source line"),
         tuple(
             (
-                buffer.shape.partition("{")[0],
+                short_shape(buffer.shape),
                 format_bytes(buffer.bytes),
                 buffer.group,
                 buffer.operation or "-",

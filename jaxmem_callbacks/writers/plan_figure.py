@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.label_places import Box, place_labels
-from jaxmem_callbacks.writers.plan_table import candidate_words, extra_share, extra_text, need_of
+from jaxmem_callbacks.writers.plan_table import candidate_words, extra_share, extra_text
 from jaxmem_callbacks.writers.protocol import Picture
 
 if TYPE_CHECKING:
@@ -65,16 +65,16 @@ def _shown(record: PlanRecord) -> list[Candidate]:
     """What has a place in the picture: the chosen one first, so that its label has the most room."""
     chosen = record.candidates[record.chosen]
     rest = [each for each in record.candidates if each is not chosen]
-    return [each for each in (chosen, *rest) if need_of(record, each) is not None]
+    return [each for each in (chosen, *rest) if record.need_of(each) is not None]
 
 
 def _place(candidate: Candidate, record: PlanRecord, unit: int) -> tuple[float, float]:
-    return (need_of(record, candidate) or 0) / unit, 100 * (extra_share(candidate, record) or 0.0)
+    return (record.need_of(candidate) or 0) / unit, 100 * (extra_share(candidate, record) or 0.0)
 
 
 def _needs(record: PlanRecord) -> list[int]:
     """What the device must hold under each candidate that is drawn: resident bytes and the largest program."""
-    return [need_of(record, each) or 0 for each in _shown(record)]
+    return [record.need_of(each) or 0 for each in _shown(record)]
 
 
 def _draw_frontier(axes: Any, line: Sequence[tuple[float, float]]) -> None:
@@ -197,7 +197,7 @@ def _limit_words(what: str, limit: int, record: PlanRecord) -> str:
 
 
 def _figures(candidate: Candidate, record: PlanRecord) -> str:
-    return f"{format_bytes(need_of(record, candidate))}, {extra_text(candidate, record)}"
+    return f"{format_bytes(record.need_of(candidate))}, {extra_text(candidate, record)}"
 
 
 def _draw_labels(

@@ -11,7 +11,6 @@ from jaxmem_callbacks.writers.plan_table import (
     candidate_words,
     compiles_text,
     extra_text,
-    need_of,
     plain_flops,
     plan_rows,
 )
@@ -96,7 +95,7 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
     if record.resident_bytes or chosen.beside:
         yield (
             "the device must hold",
-            _exact(need_of(record, chosen)),
+            _exact(record.need_of(chosen)),
             f"resident bytes and the largest program: {chosen.sets_need or 'the step'}",
         )
 

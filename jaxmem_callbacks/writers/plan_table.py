@@ -6,20 +6,27 @@ import dataclasses
 import json
 from collections.abc import Collection
 
-from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.html_text import escape
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
+_FAR_BEYOND = 10  # times the budget
 _SIDES = ("left", "left", "right", "right", "right", "right", "right", "right")
 
 
 def plan_text(record: PlanRecord, frontier: Collection[Candidate]) -> str:
     """The whole plan: what was asked, every candidate, the choice, and what the figures leave out."""
     return "\n".join(
-        [*_preface(record), "", *columns([_HEAD, *plan_rows(record, frontier)], _SIDES), "", *_remarks(record)]
+        [
+            *wrapped(_preface(record)),
+            "",
+            *columns([_HEAD, *plan_rows(record, frontier)], _SIDES),
+            "",
+            *wrapped(_remarks(record)),
+        ]
     )
 
 
@@ -107,18 +114,23 @@ def extra_text(candidate: Candidate, record: PlanRecord) -> str:
 
 
 def _share(candidate: Candidate, record: PlanRecord) -> str:
-    need = need_of(record, candidate)
+    need = record.need_of(candidate)
     if record.budget_bytes is None or need is None:
         return "no budget" if record.budget_bytes is None else "unknown"
     share = need / max(record.budget_bytes, 1)
-    return f"{share:.0%}" + ("" if candidate.fits else ", too much")
+    # A budget above what the hardware has: its compiler refuses what would be within it.
+    over = ", refused" if candidate.refusal and share <= 1 else ", too much"
+    return _share_text(share) + ("" if candidate.fits else over)
 
 
-def need_of(record: PlanRecord, candidate: Candidate) -> int | None:
-    """What the device must hold: resident bytes and the largest program; None where its compiler said no figure."""
-    if candidate.need_bytes is not None or candidate.step_bytes is None:
-        return candidate.need_bytes
-    return candidate.step_bytes + record.resident_bytes
+def _share_text(share: float) -> str:
+    """A share of the budget: ``35%``, ``100.02%`` with the digits that tell it from all of it, ``6,352x`` far beyond."""
+    if share >= _FAR_BEYOND:
+        return f"{share:,.0f}x"
+    digits = 0
+    while share != 1 and f"{share:.{digits}%}" == f"{1:.{digits}%}":
+        digits += 1
+    return f"{share:.{digits}%}"
 
 
 def _beside(chosen: Candidate) -> list[str]:
@@ -135,7 +147,7 @@ def _beside(chosen: Candidate) -> list[str]:
 
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
-    lines = [f"-> {candidate_words(chosen)}: {record.reason}.   * no other is better in both bytes and operations"]
+    lines = [f"-> {candidate_words(chosen)}: {record.reason}.", "* no other is better in both bytes and operations"]
     lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
@@ -163,9 +175,12 @@ def _remarks(record: PlanRecord) -> list[str]:
 
 
 def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
-    need = need_of(record, chosen)
-    over = None if need is None else need - (record.budget_bytes or 0)
+    much = (
+        "and by how much is unknown, because the compiler refused it without a figure"
+        if record.over_bytes is None
+        else f"by {format_bytes(record.over_bytes)}"
+    )
     return (
-        f"Nothing fits, by {format_bytes(over)}; {candidate_words(chosen)} comes nearest. Parameters and optimizer state "
+        f"Nothing fits, {much}; {candidate_words(chosen)} comes nearest. Parameters and optimizer state "
         f"alone are {format_bytes(record.least_bytes)}."
     )

@@ -36,6 +36,11 @@ class Jitted:
     bound_args: tuple[Any, ...] = ()
     bound_kwargs: dict[str, Any]
 
+    @property
+    def word(self) -> str:
+        """How the user wrote the jit: by ``jax.jit`` what a step changes of its NNX modules would be lost without a word."""
+        return "nnx.jit" if type(self.lowering).__module__.startswith("flax.nnx.") else "jax.jit"
+
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the jit itself sees them."""
         return (*self.bound_args, *args), {**self.bound_kwargs, **kwargs}
@@ -69,6 +74,12 @@ def already_jitted(step: Callable[..., Any]) -> Jitted | None:
         return None
     args, kwargs = inner.full(*bound)
     return Jitted(call=step, lowering=inner.lowering, function=inner.function, bound_args=args, bound_kwargs=kwargs)
+
+
+def jit_word(step: Callable[..., Any]) -> str:
+    """How to write the jit of a step, as its user did."""
+    jitted = already_jitted(step)
+    return "jax.jit" if jitted is None else jitted.word
 
 
 def _cached_partial(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

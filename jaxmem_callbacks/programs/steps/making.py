@@ -12,7 +12,7 @@ import jax
 
 from jaxmem_callbacks.programs.steps.aliases import LeafUse
 from jaxmem_callbacks.programs.steps.donation import check_names, infer_donation, needs_results, updated_arguments
-from jaxmem_callbacks.programs.steps.jitting import Jitted, jit_plain, static_arguments
+from jaxmem_callbacks.programs.steps.jitting import Jitted, jit_plain, jit_word, static_arguments
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, parameter_names
 from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of_state, pinned_leaves, require_placed
 from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
@@ -69,11 +69,10 @@ class Making:
         name = getattr(step, "__name__", "the step")
         for word, value in (("donate_argnames", donate_argnames), ("state_shardings", self.state_shardings)):
             if value is not None:
-                where = "donate_argnames" if word == "donate_argnames" else "in_shardings=..., out_shardings"
+                where = f"{word}={value!r}" if word == "donate_argnames" else "in_shardings=..., out_shardings=..."
                 msg = (
                     f"{word} was given for {name}, which is already jitted and keeps its own settings. Write it where it is "
-                    f"jitted: jax.jit({name}, {where}={value if word == 'donate_argnames' else '...'}), or pass the plain "
-                    "function to jm.jit_step."
+                    f"jitted: {jit_word(step)}({name}, {where}), or pass the plain function to jm.jit_step."
                 )
                 raise DonationError(msg)
 
@@ -95,16 +94,17 @@ class Making:
         name = getattr(step, "__name__", "the step")
         donated = {use.argument for use in uses if use.requested}
         missing = [n for n in self.donate if n not in donated] if isinstance(self.donate, tuple) else []
+        jit = jit_word(step)
         if missing:
             msg = (
                 f"The policy says donate={self.donate!r}, but {name} is already jitted and does not donate "
-                f"{', '.join(missing)}. Write it where it is jitted: jax.jit({name}, donate_argnames={tuple(missing)!r})."
+                f"{', '.join(missing)}. Write it where it is jitted: {jit}({name}, donate_argnames={tuple(missing)!r})."
             )
             raise DonationError(msg)
         if self.donate == "auto" and undonated:
             msg = (
                 f"The policy says donate='auto', but {name} is already jitted and returns {', '.join(undonated)} updated "
-                f"without donating. Write it where it is jitted: jax.jit({name}, donate_argnames={tuple(undonated)!r})."
+                f"without donating. Write it where it is jitted: {jit}({name}, donate_argnames={tuple(undonated)!r})."
             )
             warnings.warn(msg, DonationWarning, stacklevel=5)
             self.donate = None

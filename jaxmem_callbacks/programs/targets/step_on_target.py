@@ -7,7 +7,9 @@ arguments and the user's own jit go the same way as plain trees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +23,17 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
+from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.kinds import OTHER, STATE
 
 _UNSEEN = "the compiler refused the program before it placed its buffers"
+# Of the device's own memory: a kernel that asks for too much of a chip's small ones takes no less under another policy.
+_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED.*out of memory(?! in memory space (?!hbm))", re.IGNORECASE | re.DOTALL)
+_TEXT_LIMIT = 3000
 
 
 def compile_step_for(
@@ -40,7 +47,7 @@ def compile_step_for(
     """
     traced = step.traced(args, kwargs)
     answer = lower_traced_for(traced, step.name, target)()
-    uses = _uses(traced, answer)
+    uses = _uses(traced, answer.hlo_text or "")
 
     def peak() -> Peak:
         found = lower_traced_for(traced, step.name, target, want_buffers=True)().peak
@@ -63,9 +70,17 @@ def described(leaves: Sequence[Leaf], updated: Sequence[str] = ()) -> tuple[Argu
     )
 
 
-def _refused_peak(uses: Sequence[LeafUse], updated: Sequence[str], needed_bytes: int) -> Peak:
-    """What can be said of the peak of a program that its compiler refused: its arguments, and how much the rest is."""
-    changing = {*updated, *(use.argument for use in uses if use.requested)}
+def refused_peak(traced: Traced, needed_bytes: int | None) -> Peak | None:
+    """What can be said of the peak of a step that its compiler refused: its arguments, and how much the rest is.
+
+    Args:
+        traced: The step.
+        needed_bytes: What the refusal says that it needs; None, and there is no peak to tell, where it says nothing.
+    """
+    if needed_bytes is None:
+        return None
+    uses = _uses(traced, "")
+    changing = {*traced.undonated, *(use.argument for use in uses if use.requested)}
     held = [
         Buffer(
             bytes=use.bytes,
@@ -118,19 +133,66 @@ def lower_traced_for(  # noqa: PLR0913 - the compile's own options
 
     def compiled() -> TargetCompilation:
         answer = compiling()
-        if answer.memory is not None or answer.needed_bytes is None:
-            return answer
-        return replace(answer, peak=_refused_peak(_uses(traced, answer), traced.undonated, answer.needed_bytes))
+        return answer if answer.memory is not None else replace(answer, peak=refused_peak(traced, answer.needed_bytes))
 
     return compiled
 
 
+class MemoryRefusalError(CompileError):
+    """The attached devices' compiler refused a program for its memory. For whoever compiled it; no user sees one.
+
+    Attributes:
+        words: The compiler's own.
+        needed_bytes: What the program needs on one device, where they say it.
+    """
+
+    def __init__(self, name: str, words: str) -> None:
+        super().__init__(f"{_title(name)}: the compiler refused the program for its memory.\n{words[:_TEXT_LIMIT]}")
+        self.words = words
+        self.needed_bytes = refused_for_memory(name, words)[0]
+
+
+@contextmanager
+def compiling_here(name: str) -> Generator[None]:
+    """Where a program is lowered or compiled for the devices of this process: what they refuse is an error of this library.
+
+    Args:
+        name: What the program is called.
+
+    Raises:
+        MemoryRefusalError: the program takes more memory than there is.
+        CompileError: it has something that they, or JAX for them, cannot compile; the message holds their words.
+    """
+    try:
+        yield
+    except JaxmemError:
+        raise
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        words = str(error)
+        if _OUT_OF_MEMORY.search(words):
+            raise MemoryRefusalError(name, words) from error
+        msg = (
+            f"{_title(name)}: the program was traced and cannot be compiled. Expected operations that these devices have. Find "
+            "in the words below which one they do not, and leave it out or replace it; jax.jit(step).lower(...).compile() "
+            f"shows the same error.\n{words[:_TEXT_LIMIT]}"
+        )
+        raise CompileError(msg) from error
+
+
+def _title(name: str) -> str:
+    return f"{name} for the attached {jax.default_backend()}"
+
+
 def compile_traced_here(traced: Traced, name: str, *, donate: Sequence[str] = ()) -> jax.stages.Compiled:
-    """The same for the devices of this process; to be called on the mesh of the step, where it has one."""
+    """The same for the devices of this process; to be called on the mesh of the step, where it has one.
+
+    Raises:
+        MemoryRefusalError, CompileError: as `compiling_here` says.
+    """
     pinned = _pinned_results(traced)
     out: dict[str, Any] = {} if pinned is None else {"out_shardings": pinned}
     jitted = jax.jit(_flat_function(traced.jaxpr, name), donate_argnums=_donated(traced, donate), **out)
-    with without_donation_warning():
+    with without_donation_warning(), compiling_here(name):
         return jitted.lower(*(_abstract(leaf) for leaf in traced.leaves)).compile()
 
 
@@ -172,9 +234,9 @@ def taken_inputs(jaxpr: Any) -> list[bool]:
     return [v in needed for v in jaxpr.invars]
 
 
-def _uses(traced: Traced, answer: TargetCompilation) -> tuple[LeafUse, ...]:
+def _uses(traced: Traced, hlo_text: str) -> tuple[LeafUse, ...]:
     """What the target's program does with each array; which are reused is unknown where JAX dropped yet others of them."""
-    header, taken = read_header(answer.hlo_text or ""), taken_inputs(traced.jaxpr)
+    header, taken = read_header(hlo_text), taken_inputs(traced.jaxpr)
     known = header.parameters == sum(taken)
     numbers = iter(range(header.parameters))
     uses: list[LeafUse] = []

@@ -44,6 +44,7 @@ _SETTINGS = {
     "PYTHONUNBUFFERED": "1",
 }
 _DROPPED = (
+    "TEST_TMPDIR",  # XLA asks for it before TMPDIR
     "JAX_",
     "XLA_PYTHON_CLIENT_",
     "XLA_CLIENT_MEM_FRACTION",
@@ -110,7 +111,8 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
     with _SLOTS, log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own module, in our own interpreter
             command,
-            env=worker_environment(accelerator_type),
+            # A compiler that is ended leaves its temporary files, such as a GPU program's PTX: they go with the folder.
+            env=worker_environment(accelerator_type) | {"TMPDIR": str(folder)},
             stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however that happens
             stdout=output,
             stderr=subprocess.STDOUT,

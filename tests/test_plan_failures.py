@@ -1,0 +1,154 @@
+"""What fails while a plan is made for the attached devices: it is told by name, and one policy takes no other with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compiling_here
+from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
+from tests.searched_steps import abstract, forward, train_step
+from tests.target_step import GIB
+
+pytestmark = pytest.mark.core
+
+REFUSAL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+TPU_REFUSAL = (
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used "
+    "21.5G of 15.5G hbm. Exceeded hbm capacity by 6.0G."
+)
+
+
+class Demanding:
+    """A kernel that JAX's partitioner asks for at each compile; the first time its memory is not to be had."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.call = custom_partitioning(lambda x: x * 1)
+        self.call.def_partition(
+            partition=self.partition,
+            infer_sharding_from_operands=lambda _mesh, arguments, _result: arguments[0].sharding,
+            sharding_rule="i j -> i j",
+        )
+
+    def partition(self, mesh: Any, arguments: Any, _result: Any) -> Any:
+        self.asked += 1
+        if self.asked == 1:
+            raise jax.errors.JaxRuntimeError(TPU_REFUSAL)
+        place = arguments[0].sharding
+        return mesh, lambda x: x * 1, place, (place,)
+
+
+def test_a_compile_that_runs_out_of_memory_is_a_candidate_that_does_not_fit() -> None:
+    kernel = Demanding()
+
+    def step(params: Any, batch: Any) -> Any:
+        grads = jm.grad(lambda params, batch: (forward(params, batch) ** 2).mean())(params, batch)
+        return jax.tree.map(jnp.subtract, params, grads), kernel.call(batch)
+
+    mesh = jm.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    params, _, batch = abstract()
+    split = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        plan = jm.plan(step, params, split, budget="2MiB")
+    (plain,) = [each for each in plan.candidates if each.policy.remat == "none"]
+    assert (plain.step_bytes, plain.fits) == (round(21.5 * GIB), False)
+    assert TPU_REFUSAL in (plain.refusal or "")
+    assert plain.peak is not None
+    assert plain.peak.bytes == plain.step_bytes
+    assert {"parameters", "batch"} <= {group.name for group in plain.peak.groups}
+    assert plan.chosen.fits
+    assert plan.chosen.policy.remat == "full"
+
+
+def no_kernel(x: Any) -> Any:
+    return jax.ffi.ffi_call("jaxmem_no_such_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def test_what_the_attached_devices_do_not_have_is_a_compile_error_that_names_the_step() -> None:
+    def kernel_step(params: Any, batch: Any) -> Any:
+        grads = jm.grad(lambda params, batch: (forward(params, batch) ** 2).mean())(params, batch)
+        return jax.tree.map(jnp.subtract, params, grads), no_kernel(batch)
+
+    words = (
+        r"^kernel_step for the attached cpu: the program was traced and cannot be compiled\. Expected operations that these "
+        r"devices have\. .* leave it out or replace it(?s:.*)jaxmem_no_such_kernel"
+    )
+    with pytest.raises(CompileError, match=words) as caught:
+        jm.plan(kernel_step, *abstract()[::2], search={"remat": False})
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_a_program_beside_the_step_that_fails_is_named() -> None:
+    params, opt_state, batch = abstract()
+
+    def eval_step(params: Any, batch: Any) -> Any:
+        total = forward(params, batch).sum()
+        return total if total > 0 else -total
+
+    def show(*beside: Any) -> None:
+        jm.plan(train_step, params, opt_state, batch, search={"remat": False}, beside=[beside])
+
+    line = eval_step.__code__.co_firstlineno + 2
+    words = (
+        r"^eval_step, a program beside the step, could not be traced for planning: TracerBool.*"
+        rf"test_plan_failures\.py:{line}\)\. Expected .*; jax\.eval_shape\(eval_step, \.\.\.\) shows"
+    )
+    with pytest.raises(PlanError, match=words) as caught:
+        show(eval_step, (params, batch))
+    assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
+    with pytest.raises(PlanError, match=r"^eval_step, a program beside the step, .*: TypeError: .*missing 1 required"):
+        show(eval_step, (params,))
+    with pytest.raises(CompileError, match=r"^no_kernel for the attached cpu: (?s:.*)jaxmem_no_such_kernel"):
+        show(no_kernel, (batch,))
+
+
+@pytest.mark.parametrize(("text", "needed"), [(TPU_REFUSAL, round(21.5 * GIB)), (REFUSAL, None)])
+def test_a_refusal_for_the_devices_memory_keeps_its_words_and_its_figure(text: str, needed: int | None) -> None:
+    words = r"^step for the attached cpu: the compiler refused the program for its memory"
+    with pytest.raises(MemoryRefusalError, match=words) as caught, compiling_here("step"):
+        raise jax.errors.JaxRuntimeError(text)
+    assert (caught.value.words, caught.value.needed_bytes) == (text, needed)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem. Used 20M of 16M."
+        ),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 300000"),
+        ValueError("Only interpret mode is supported on CPU backend."),
+        NotImplementedError("MLIR translation rule for primitive 'mine' not found for platform cpu"),
+    ],
+)
+def test_what_another_policy_would_not_mend_is_no_refusal_for_memory(error: Exception) -> None:
+    with pytest.raises(CompileError, match=re.escape(str(error))) as caught, compiling_here("step"):
+        raise error
+    assert type(caught.value) is CompileError
+    assert caught.value.__cause__ is error
+
+
+def test_this_librarys_own_errors_pass() -> None:
+    error = PolicyError("mine")
+    with pytest.raises(PolicyError, match=r"^mine$"), compiling_here("step"):
+        raise error
+
+
+def test_a_jit_that_cannot_be_traced_is_refused_with_what_to_write() -> None:
+    @eqx.filter_jit
+    def adjusted(params: Any, x: Any) -> Any:
+        return params - 0.1 * x
+
+    with pytest.raises(
+        PlanError, match=r"^adjusted is jitted by equinox, whose jit .*eqx\.partition\(model, eqx\.is_array\)"
+    ):
+        jm.plan(adjusted, jnp.ones(3), jnp.ones(3))
