@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import signal
+import sys
 from typing import Any
 
 import jax
@@ -158,6 +160,31 @@ def test_an_interrupted_plan_counts_what_was_compiled(time: int) -> None:
     assert len(plan.candidates) == plan.compiles == plan.record.compiled == 2
     assert "2 compiles (" in str(plan)
     assert "from the cache" not in str(plan)
+
+
+class _Interrupted:
+    """Whose end is when Ctrl-C is pressed: Python prints what its finalizer raises, and goes on."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_is_heard_where_python_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, told = list[type[BaseException] | None](), list[int]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
+
+    def stop(_what: str, done: int, _most: int) -> None:
+        told.append(done)
+        if told.count(2) == 1:
+            _Interrupted()
+
+    step, given = step_of(unrolled), arguments(4, stacked=False)
+    before = signal.getsignal(signal.SIGINT)
+    plan = jm.plan(step, *given, progress=stop)
+    assert lost == [KeyboardInterrupt]
+    assert "Interrupted: this is the best of what was compiled so far." in str(plan)
+    assert len(plan.candidates) == plan.compiles == 2
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.core

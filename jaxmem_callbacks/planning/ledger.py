@@ -35,10 +35,14 @@ class Ledger:
     Args:
         progress: Called with what is being compiled, how many are done and how many may come.
         most: Compiles at most.
+
+    Attributes:
+        check: Called where progress is told: raises what would end the plan.
     """
 
     def __init__(self, progress: Progress | None, most: int) -> None:
         self._progress = progress or (lambda _what, _done, _most: None)
+        self.check: Callable[[], None] = lambda: None
         self.most = most
         self.asked = 0
         self._until = most
@@ -92,6 +96,7 @@ class Ledger:
 
     def tell(self, what: str) -> None:
         """Say what is being compiled, or was last."""
+        self.check()
         self._progress(what, len(self.entries), self.most)
 
     def compile(self, asked: Sequence[tuple[Compiler, StepPolicy]]) -> list[Candidate | None]:

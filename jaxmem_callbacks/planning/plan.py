@@ -13,6 +13,7 @@ from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Problem, mesh_sizes
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
+from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.layouts import is_divided, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
 from jaxmem_callbacks.planning.own_step import own_step, traced_plainly
@@ -87,16 +88,17 @@ def make_plan(
     planned = Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
     ledger, compared = Ledger(progress, _MOST_WIDE_COMPILES), False
     try:
-        counts = _counts(planned, ledger)
-        compared = _compared(planned, counts, ledger)
-        counts = () if compared is None else counts
-        if not (divided or counts or space.offload or space.batch is not None):
-            ledger.allow(_MOST_COMPILES)
-        with ledger.within(ledger.most - bool(traced.undonated)):
-            spend(planned, counts, ledger, divided=divided)
-        if not ledger.entries:
-            raise ledger.failed[0]
-        note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
+        with interrupts_heard() as ledger.check:
+            counts = _counts(planned, ledger)
+            compared = _compared(planned, counts, ledger)
+            counts = () if compared is None else counts
+            if not (divided or counts or space.offload or space.batch is not None):
+                ledger.allow(_MOST_COMPILES)
+            with ledger.within(ledger.most - bool(traced.undonated)):
+                spend(planned, counts, ledger, divided=divided)
+            if not ledger.entries:
+                raise ledger.failed[0]
+            note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
         if not ledger.entries:
