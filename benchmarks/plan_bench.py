@@ -60,6 +60,11 @@ class Table:
         """Whether a row was measured for exactly this model, target, policy, versions and source."""
         return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
 
+    def of(self, model: str, target: str, policy: str) -> Row:
+        """The row of a model, target and policy, whatever it was measured with; empty where there is none."""
+        place = {"model": model, "target": target, "policy": policy}
+        return next((row for row in self.rows if place.items() <= row.items()), {})
+
     def add(self, row: Row) -> None:
         """Put a row in the place of an older one and write the file, whole or not at all."""
         place = ("model", "target", "policy")
@@ -137,14 +142,22 @@ def plan_row(case: PlanCase, target: str) -> Row:
     return {"compiles": plan.compiles, "candidates": candidates}
 
 
-def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float) -> Row:
-    """Our cut at no more operations than a policy by hand has: what is left of them goes into what is kept."""
+def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float, segments: int | None = None) -> Row:
+    """Our cut at no more operations than a policy by hand has: what is left of them goes into what is kept.
+
+    Args:
+        case: The model.
+        hand: The policy by hand.
+        target: What it is compiled for.
+        timeout_s: Most seconds of the compile.
+        segments: How many the plan cuts this step into; None for as many as the library chooses first.
+    """
     hardware = resolve_target(target)
     problem = Problem(
         train_step=case.plain, args=case.arguments, kwargs={}, target=hardware, budget=budget_for(None, hardware)
     )
     compiler = Compiler(problem)
-    full = StepPolicy(remat="full")
+    full = StepPolicy(remat="full", segments=segments)
     flops = jaxpr_flops(jax.make_jaxpr(case.hand[hand])(*case.arguments))
     (shares,) = (shares for shares in compiler.facts(full, survey=True).shares if len(shares) > 1)
     # A survey foretells operations within 1 %; the trace of what is compiled has the word.
@@ -158,15 +171,22 @@ def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float) -> Row
             "error": f"No cut has as few operations as {hand} ({flops}): the one that computes least again has {least}."
         }
     step = jm.apply_policy(case.plain, policy)
-    return step_row(dataclasses.replace(case, plain=step), NONE, target, timeout_s) | {"keep": policy.keep}
+    row = step_row(dataclasses.replace(case, plain=step), NONE, target, timeout_s)
+    return row | {"segments": segments, "keep": policy.keep}
 
 
-def measured(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
-    """One row's figures, or the error in its place."""
+def planned_segments(ours: Row) -> int | None:
+    """Into how many segments a plan cut a step between the ends of its frontier; None for the library's own number."""
+    kept = [candidate["segments"] for candidate in ours.get("candidates", []) if candidate["keep"]]
+    return statistics.mode(kept) if kept else None
+
+
+def measured(case: PlanCase, policy: str, target: str, timeout_s: float, ours: Row) -> Row:
+    """One row's figures, or the error in its place; ``ours`` is the row of the plan, as far as there is one."""
     begun = time.perf_counter()
     try:
         if policy.startswith(MATCHED):
-            row = matched_row(case, policy.removeprefix(MATCHED), target, timeout_s)
+            row = matched_row(case, policy.removeprefix(MATCHED), target, timeout_s, planned_segments(ours))
         else:
             row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
     except (CompileError, LossRefusedError, PlanError, PolicyError) as error:
@@ -277,13 +297,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, target, policy = job
         if time.monotonic() > end:
             return False
-        row = row_key(*job) | measured(FAMILIES[model](), policy, target, options.timeout_seconds)
+        ours = table.of(model, target, OURS)
+        row = row_key(*job) | measured(FAMILIES[model](), policy, target, options.timeout_seconds, ours)
         table.add(row)
         print(f"{model} {target} {policy}: {row['seconds']} s", flush=True)
         return True
 
+    # What is matched to a policy by hand is cut as the plan cut it, whose rows come first.
+    matched = [job for job in jobs if job[2].startswith(MATCHED)]
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        done = sum(pool.map(work, jobs))
+        done = sum(pool.map(work, [job for job in jobs if job not in matched]))
+        done += sum(pool.map(work, matched))
     fresh = [row for row in table.rows if row["target"] in options.targets and not stale(row)]
     print(*told(fresh), *summed_up(fresh), sep="\n")
     print(f"{done} of {len(jobs)} rows measured; {table.path.name}")

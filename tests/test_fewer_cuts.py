@@ -104,6 +104,23 @@ def test_the_better_of_the_two_goes_on(fewer: tuple[jm.StepPolicy, int], budget:
     assert search.full is search.found[policy]
 
 
+def test_what_more_cuts_gave_is_a_point_of_the_frontier_where_it_is_not_beaten(
+    compiler: Compiler, fewer: tuple[jm.StepPolicy, int]
+) -> None:
+    """Then fewer compiles are left to be near to, and more for the others."""
+    policy, estimate = fewer
+    kept: dict[int, list[float]] = {}
+    for more in (10**3, 10**6):
+        ledger = Said({None: estimate + more, policy.segments: estimate})
+        RematSearch(compiler, ledger).run(frontier=True)
+        assert ledger.asked[3].keep == 1, "alone, since it tells what the others are chosen by"
+        kept[more] = sorted(each.keep for each in ledger.asked[4:])
+        assert len(kept[more]) == 2
+    near, beaten = kept.values()
+    assert near[0] > beaten[0], kept
+    assert near[1] >= beaten[1], kept
+
+
 def test_more_bytes_change_nothing(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
     policy, estimate = fewer
     ledger = Said({None: estimate + 1, policy.segments: estimate + 2})

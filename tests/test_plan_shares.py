@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -169,6 +170,15 @@ class _Interrupted:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def pythons_handler() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a shell's background jobs do not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_handler")
 def test_ctrl_c_is_heard_where_python_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lost, told = list[type[BaseException] | None](), list[int]()
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
@@ -179,12 +189,11 @@ def test_ctrl_c_is_heard_where_python_loses_it(monkeypatch: pytest.MonkeyPatch) 
             _Interrupted()
 
     step, given = step_of(unrolled), arguments(4, stacked=False)
-    before = signal.getsignal(signal.SIGINT)
     plan = jm.plan(step, *given, progress=stop)
     assert lost == [KeyboardInterrupt]
     assert "Interrupted: this is the best of what was compiled so far." in str(plan)
     assert len(plan.candidates) == plan.compiles == 2
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.core

@@ -121,20 +121,40 @@ class RematSearch:
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
 
-        The last of them and one in the middle are compiled before the others are chosen: they tell what the model is off by.
+        The last of them, and of many one in the middle, are compiled before the others are chosen: they tell what the model is
+        off by.
         """
         chosen = self._spread()
         if len(chosen) > _AT_FIRST:
-            self._compile([chosen[-1].policy, chosen[len(chosen) // 2 - 1].policy])
+            first = [chosen[-1], chosen[len(chosen) // 2 - 1]][: len(chosen) - _AT_FIRST]
+            self._compile([offer.policy for offer in first])
             chosen = self._spread()
         self._compile([offer.policy for offer in chosen])
 
     def _spread(self) -> list[Offer]:
         """What to compile next of the offers, as far as compiles are left."""
         offered = self._offered.between
-        known = {place for place, offer in enumerate(offered) if self._measured(offer) is not None}
-        needs, flops = self._foreseen(offered), self._compiler.plain.flops
-        return spread(offered, self._ledger.left, needs=needs, flops=flops, known={0, *known})
+        points = list(zip(self._foreseen(offered), offered, strict=True))
+        for found in self._of_other_cuts():
+            place = sum(offer.flops > found.flops for _, offer in points)
+            need = self._measured(found) or 0
+            if 0 < place < len(points) and need < points[place][0]:
+                points.insert(place, (max(need, points[place - 1][0]), found))
+        known = {place for place, (_, offer) in enumerate(points) if self._measured(offer) is not None}
+        needs, every = np.array([need for need, _ in points]), [offer for _, offer in points]
+        return spread(every, self._ledger.left, needs=needs, flops=self._compiler.plain.flops, known={0, *known})
+
+    def _of_other_cuts(self) -> list[Offer]:
+        """What was compiled with remat and is not among the offers: points of the frontier too, where they are not beaten."""
+        offered = {offer.policy for offer in self._offered.between}
+        return [
+            Offer(policy, 0, candidate.extra_flops)
+            for policy, candidate in self.found.items()
+            if policy.remat != "none"
+            and policy not in offered
+            and candidate.step_bytes
+            and not candidate.compiler_remat
+        ]
 
     def _measured(self, offer: Offer) -> int | None:
         found = self.found.get(offer.policy)
