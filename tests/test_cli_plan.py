@@ -16,6 +16,7 @@ from jaxmem_callbacks.cli.plan import lines_to_train
 from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
 from jaxmem_callbacks.planning.space import Space
 from tests import sample_plans as samples
+from tests.target_step import needs_compiler
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,17 @@ def test_what_could_not_be_written_or_meant_is_refused_first(
     told_on = capsys.readouterr().err
     assert told in told_on
     assert "search=" not in told_on, "that is for Python"
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("target", "several"), [("h100_sxm", "h100_sxm:8"), ("v5e:1x1", "v5e:2x2")])
+def test_shardings_for_one_device_are_refused_before_the_script_is_read(
+    target: str, several: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_compiler(target)
+    assert main(["plan", "a_script_that_is_never_read.py", "--search", "sharding", "--target", target]) == 2
+    told = f"and {target} is one. Type --target with several, such as {several}, or leave --search sharding out."
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.core

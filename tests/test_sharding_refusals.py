@@ -218,11 +218,16 @@ def test_a_shorter_batch_keeps_the_state_where_it_is(mesh):
 def test_a_step_that_the_user_jitted_is_held_against_the_policy(mesh):
     params, opt_state, batch = placed(mesh)
     wanted = jm.infer_shardings((params, opt_state), mesh, FSDP)
-    careless = jax.jit(train_step, out_shardings=(NamedSharding(mesh, P()), None, None))
+    elsewhere = (NamedSharding(mesh, P()), None, None)
+    careless = jax.jit(train_step, out_shardings=elsewhere)
     with jax.set_mesh(mesh):
-        with pytest.raises(PolicyError, match="train_step is already jitted and returns params") as caught:
-            jm.jit_step(careless, FSDP)(params, opt_state, batch)
-        assert "Write it where it is jitted: jax.jit(train_step, out_shardings=...)" in str(caught.value)
+        for jit, said in (
+            (jax.jit, "jax.jit"),
+            (nnx.jit, "nnx.jit"),
+        ):  # plain jax.jit would lose updates of NNX modules
+            with pytest.raises(PolicyError, match="train_step is already jitted and returns params") as caught:
+                jm.jit_step(jit(train_step, out_shardings=elsewhere), FSDP)(params, opt_state, batch)
+            assert f"Write it where it is jitted: {said}(train_step, out_shardings=...)" in str(caught.value)
         with pytest.raises(PolicyError, match=r"params\['w'\] lies as .*, expected .* as sharding='fsdp' says"):
             jm.jit_step(careless, FSDP)(*data())
         pinned = jm.jit_step(jax.jit(train_step, out_shardings=(*wanted, None)), FSDP)

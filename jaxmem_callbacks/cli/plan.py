@@ -24,7 +24,7 @@ from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
-from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import MIB
@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
     _require_places(args)
     for program in args.beside:
         require_program(program)
-    if args.target is not None:
-        resolve_target(args.target)
+    target = None if args.target is None else resolve_target(args.target)
     search = search_of(args.search)
+    if target is not None and (search or {}).get("sharding"):
+        _require_several(target)
     budget = None if args.budget is None else _budget(args.budget)
     _require_sizes(args.resident)
     try:
@@ -94,6 +95,24 @@ def run(args: argparse.Namespace) -> int:
     if args.logdir is not None:
         made.to_tensorboard(args.logdir)
     return REFUSED if unfit else OK
+
+
+def _require_several(target: Target) -> None:
+    """Refuse to search for a sharding on one device.
+
+    Raises:
+        PlanError: naming a target of several.
+    """
+    if (
+        target.device_count == 1 and target.platform != "cpu"
+    ):  # which is the attached devices, known once JAX has started
+        kind = target.name.partition(":")[0]
+        several = f"{kind}:8" if target.platform == "cuda" else "v5e:2x2"
+        msg = (
+            f"--search sharding divides a step among several devices, and {target.name} is one. "
+            f"Type --target with several, such as {several}, or leave --search sharding out."
+        )
+        raise PlanError(msg)
 
 
 def _made(args: argparse.Namespace, search: dict[str, Any] | None, budget: float | None) -> Plan:

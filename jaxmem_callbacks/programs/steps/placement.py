@@ -13,6 +13,7 @@ import jax
 from jax.core import Tracer
 
 from jaxmem_callbacks.programs.steps.donation import Place, result_elements
+from jaxmem_callbacks.programs.steps.jitting import Jitted
 from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves
 from jaxmem_callbacks.records.errors import PolicyError
 
@@ -133,13 +134,13 @@ def _prefix(node: Any, here: Place, places: Mapping[Place, Any]) -> Any:
     return dict(zip(node, inner, strict=True)) if isinstance(node, dict) else type(node)(inner)
 
 
-def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, step: Callable[..., Any]) -> None:
+def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, jitted: Jitted) -> None:
     """Refuse a step that the user jitted and that returns its state elsewhere than the policy says.
 
     Raises:
         PolicyError: with the first array that does, and where to write it.
     """
-    name = getattr(step, "__name__", "the step")
+    name = getattr(jitted.function, "__name__", "the step")
     for pin in pins:
         returned = None if pin.place is None else _at(shardings, pin.place)
         if returned is None:
@@ -150,7 +151,7 @@ def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, step: Ca
                 continue
             msg = (
                 f"{name} is already jitted and returns {pin.argument}{jax.tree_util.keystr(path)} as {placed}, expected {wanted} "
-                f"as {pin.said} says. Write it where it is jitted: jax.jit({name}, out_shardings=...), or pass the plain "
+                f"as {pin.said} says. Write it where it is jitted: {jitted.word}({name}, out_shardings=...), or pass the plain "
                 "function to jm.jit_step, which pins it."
             )
             raise PolicyError(msg)

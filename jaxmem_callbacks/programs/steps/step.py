@@ -343,7 +343,7 @@ class JitStep(Generic[_Arguments, _Results]):
             if self._own_jit is not None:
                 self._making.require_placed(jitted.function, arguments, lowered.out_info)
             compiled = lowered.compile()
-            require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted.function)
+            require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted)
         leaves = call_leaves(arguments, count, lowered)
         program = read_program(
             self.name,
