@@ -92,7 +92,7 @@ def test_shardings_for_one_device_are_refused_before_the_script_is_read(
 ) -> None:
     needs_compiler(target)
     assert main(["plan", "a_script_that_is_never_read.py", "--search", "sharding", "--target", target]) == 2
-    told = f"and {target} is one. Type --target with several, such as {several}, or leave --search sharding out."
+    told = f"and {target} is one. Name several, as in --target {several}, or leave --search sharding out."
     assert told in capsys.readouterr().err
 
 

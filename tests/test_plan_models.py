@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.plan_bench import Table, closest, matched_row, row_key, stale, summed_up, told
+from benchmarks.plan_bench import Table, closest, matched_row, planned_segments, row_key, stale, summed_up, told
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from benchmarks.sources import row_hashes
@@ -229,3 +229,17 @@ def test_a_row_knows_its_own_model_and_what_that_imports() -> None:
     assert len(set(hashes.values())) == len(FAMILIES)
     assert "library" in row_key("vit", "cpu", "ours")
     assert "library" not in row_key("vit", "cpu", "full")
+
+
+def test_ours_is_matched_with_the_segments_of_the_plan_between_its_ends(tmp_path):
+    def candidate(segments, keep):
+        return {"segments": segments, "keep": keep}
+
+    table = Table(tmp_path / "rows.json")
+    half = [candidate(None, 0.0), candidate(7, 0.0), candidate(7, 0.3), candidate(7, 1.0)]
+    table.add({"model": "vit", "target": "cpu", "policy": "ours", "candidates": half})
+    assert planned_segments(table.of("vit", "cpu", "ours")) == 7
+    assert planned_segments({"candidates": [candidate(7, 0.0), candidate(None, 0.0), candidate(None, 0.5)]}) is None
+    assert planned_segments(table.of("vit", "v5e", "ours")) is None, "not planned yet"
+    row = matched_row(tiny("linen_transformer"), "names", "cpu", 300, segments=2)
+    assert row["segments"] == 2

@@ -103,16 +103,14 @@ def _require_several(target: Target) -> None:
     Raises:
         PlanError: naming a target of several.
     """
-    if (
-        target.device_count == 1 and target.platform != "cpu"
-    ):  # which is the attached devices, known once JAX has started
-        kind = target.name.partition(":")[0]
-        several = f"{kind}:8" if target.platform == "cuda" else "v5e:2x2"
-        msg = (
-            f"--search sharding divides a step among several devices, and {target.name} is one. "
-            f"Type --target with several, such as {several}, or leave --search sharding out."
-        )
-        raise PlanError(msg)
+    if target.device_count > 1 or target.platform == "cpu":  # the attached devices are counted once JAX has started
+        return
+    several = f"{target.name.partition(':')[0]}:8" if target.platform == "cuda" else "v5e:2x2"
+    msg = (
+        f"--search sharding divides a step among several devices, and {target.name} is one. Name several, as in "
+        f"--target {several}, or leave --search sharding out."
+    )
+    raise PlanError(msg)
 
 
 def _made(args: argparse.Namespace, search: dict[str, Any] | None, budget: float | None) -> Plan:
