@@ -143,6 +143,23 @@ def segment_peaks(land: Landscape, cuts: Sequence[int]) -> list[int]:
     return (np.cumsum(stored) - stored + own).tolist()
 
 
+def waited_for(land: Landscape, cuts: Sequence[int]) -> int | None:
+    """Position of the loss's head, such as the logits, where the last segment holds much that waits for it.
+
+    It is so where differentiating what lies from the last product on takes more than the gradients between the last cut and
+    there: what is held in between is then a part of the peak, and is needed only behind it.
+
+    Args:
+        land: What lives where.
+        cuts: Positions, ascending, without the ends.
+    """
+    head, start = land.last_product, cuts[-1] if cuts else land.length
+    if not start < head < land.length:
+        return None
+    most = _own_peaks(land, np.array([head, land.length]))[0, 1] + _not_fused(land)[head]
+    return head if most > land.gradients[start:head].max() else None
+
+
 def _candidates(land: Landscape) -> np.ndarray:
     """Positions worth cutting at: the ends, the forced ones, and where little is alive or something lasting is made.
 

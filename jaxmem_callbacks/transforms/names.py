@@ -30,14 +30,14 @@ _WITHOUT_NAMES: dict[str, Callable[[], Callable[..., Any] | None]] = {
 }
 
 
-def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any] | None:
-    """JAX's policy for what a segment keeps besides its inputs; None keeps nothing.
+def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any]:
+    """JAX's policy for what a segment keeps besides its inputs.
 
     Raises:
         PolicyError: offloading by name together with a policy that also saves by kind, which JAX cannot combine.
     """
     by_kind = _WITHOUT_NAMES[policy.remat]()
-    names = [*policy.save, *([KEPT] if policy.keep else [])]
+    names = [*policy.save, KEPT]  # what waits for the loss's head keeps that even where the policy keeps nothing
     if policy.offload:
         if by_kind is not None:
             msg = (
@@ -46,10 +46,17 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any] | None:
             )
             raise PolicyError(msg)
         return offloading([ON_HOST.get(name, name) for name in policy.offload], names)
-    if not names:
-        return by_kind
     by_name = _POLICIES.save_only_these_names(*names)
-    return by_name if by_kind is None else _POLICIES.save_from_both_policies(by_kind, by_name)
+    return by_name if by_kind is None else _by_name_or_kind(by_name, by_kind)
+
+
+def _by_name_or_kind(by_name: Callable[..., Any], by_kind: Callable[..., Any]) -> Callable[..., Any]:
+    """What either keeps. JAX's own `save_from_both_policies` refuses a policy that offloads."""
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return by_name(primitive, *avals, **params) or by_kind(primitive, *avals, **params)
+
+    return policy
 
 
 def offloading(offload: Sequence[str], save: Sequence[str] = ()) -> Callable[..., Any]:
@@ -79,7 +86,7 @@ def named_policy(name: str) -> Callable[..., Any] | None:
             f"jm.StepPolicy(remat={canonical!r}) or jm.remat(loss, {canonical!r}), which look at the whole loss."
         )
         raise PolicyError(msg)
-    return checkpoint_policy(StepPolicy(remat=canonical))
+    return _WITHOUT_NAMES[canonical]()
 
 
 def named_by_the_loss(policy: StepPolicy, eqns: Iterable[Any]) -> StepPolicy:
@@ -138,7 +145,7 @@ def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
             raise PolicyError(msg)
 
 
-def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any] | None) -> None:
+def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) -> None:
     """Refuse to offload where nothing of the kind is stored.
 
     Args:
@@ -185,7 +192,7 @@ def _names(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> set[str]:
     return found
 
 
-def _obeyed(eqns: Iterable[Any], keep: Callable[..., Any] | None) -> set[str]:
+def _obeyed(eqns: Iterable[Any], keep: Callable[..., Any]) -> set[str]:
     """Names given inside checkpoints that have this policy."""
     found: set[str] = set()
     for eqn in eqns:

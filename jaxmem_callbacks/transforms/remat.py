@@ -21,7 +21,15 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
-from jaxmem_callbacks.transforms.cuts import Landscape, alive, choose_cuts, lives_of, segment_peaks, smallest_peak
+from jaxmem_callbacks.transforms.cuts import (
+    Landscape,
+    alive,
+    choose_cuts,
+    lives_of,
+    segment_peaks,
+    smallest_peak,
+    waited_for,
+)
 from jaxmem_callbacks.transforms.equations import (
     Equations,
     flatten,
@@ -202,7 +210,7 @@ class _Told:
         return replace(self, copies=parts, weights={}, survey=None if survey is None else of_all)
 
 
-def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
+def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _Told) -> Any:
     """A function, or the body of a `shard_map`, as an open jaxpr with checkpoints."""
     sunk = sink(flat.eqns, flat.invars)
     flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
@@ -245,6 +253,8 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any] | None, t
         whole=frozenset(own.difference(loops)),
         loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
+        # Checkpoints around groups of segments would compute again what this one keeps.
+        head=None if twice or own.intersection(places[-1:]) else waited_for(land, places),
     )
     peaks = functools.partial(segment_peaks, land, places)
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
@@ -264,7 +274,7 @@ def _is_worth_opening(eqn: Any, kept: int, residuals: np.ndarray) -> bool:
     return has_layers or 2 * kept > int(residuals.sum()) > 0
 
 
-def _with_cut_body(eqn: Any, policy: StepPolicy, keep: Callable[..., Any] | None, told: _Told) -> Any:
+def _with_cut_body(eqn: Any, policy: StepPolicy, keep: Callable[..., Any], told: _Told) -> Any:
     """A `shard_map` with checkpoints in its body; the equation itself where the body cannot be cut."""
     body = flatten(eqn.params["jaxpr"], hoist_constants=False)
     jaxpr = _cut(body, replace(policy, segments=None), keep, told.inside(eqn))

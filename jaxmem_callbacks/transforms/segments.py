@@ -2,7 +2,8 @@
 
 Enters: `Equations`, cut positions and a checkpoint policy. Leaves: an open jaxpr. Cheap values that depend on arguments
 alone are made again inside each segment that uses them; debug output is moved behind its segment, so that it runs once;
-what brings its own checkpoint (a scan over layers, the user's own remat) and the last segment are left outside.
+what brings its own checkpoint (a scan over layers, the user's own remat) and the last segment are left outside. Of the last
+one only what waits for its head has a checkpoint, which keeps all that is dear.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ from jaxmem_callbacks.transforms.equations import (
     unused_dropped,
     variables,
 )
+from jaxmem_callbacks.transforms.flops import equation_flops
 from jaxmem_callbacks.transforms.joining import join
 from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
-from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, scan_step_bytes
+from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
+# What is computed again for this share of a loss's own operations is not noticed in a step.
+_UNNOTICED = 0.001
 # Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
 _WORTH_MOVING = 0.05
 
@@ -169,6 +173,27 @@ class Segment:
         """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
         return frontier(self._eqns, self.results, known)
 
+    def waiting(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
+        """What it keeps in a checkpoint that computes hardly anything dear again, while a later part is differentiated.
+
+        JAX by itself keeps elementwise results too, and few compilers fuse them all away.
+
+        Args:
+            resident: Arguments, which are there anyway.
+            flops: Operations of the whole loss, for comparison.
+
+        Returns:
+            None where a checkpoint would keep as many bytes as JAX does.
+        """
+        points = self.frontier({})
+        kept = next((point for point in points if point.flops <= _UNNOTICED * flops), points[-1])
+        made = {var for eqn in self._eqns for var in eqn.outvars}
+        inputs = _operands(self._eqns).keys() - made
+        needed = residual_values(self._eqns, set(), {var for var in inputs if is_inexact(var)})
+        plainly = sum(nbytes(var) for var in made.intersection(needed) - self.results)
+        inputs_too = sum(nbytes(var) for var in inputs.difference(needed, resident))
+        return kept.values if kept.bytes + inputs_too < plainly else None
+
     def checkpointed(self, flat: Equations, template: Any, kept: Mapping[Any, str], sharing: Sharing) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
 
@@ -224,6 +249,7 @@ class Cuts:
         whole: Equations that are left as they are.
         loop: What is put in a loop's place: its checkpointed form, for a policy and what it keeps.
         offload: The policy's words for what waits in host memory.
+        head: Position in the last segment before which it waits, with what is dear, for the rest to be differentiated.
     """
 
     places: Sequence[int]
@@ -231,6 +257,7 @@ class Cuts:
     whole: frozenset[int] = frozenset()
     loop: Callable[[Loop, Policy, frozenset[Any]], list[Any]]
     offload: Sequence[str] = ()
+    head: int | None = None
 
 
 Keep = Callable[[Sequence["Segment | Loop | None"]], Sequence[frozenset[Any]]]
@@ -297,12 +324,29 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
             segment = Segment(cuts.loop(piece, policy, kept), sunk, segment.results)  # noqa: PLW2901 - itself
         if isinstance(piece, Segment):
             eqns += piece.checkpointed(flat, template, dict.fromkeys(kept, KEPT), sharing)
+        elif segment is segments[-1] and cuts.head is not None:
+            eqns += _ending(flat, bounds[-2], cuts.head, sunk, template)
         else:
             eqns += segment.eqns
     eqns += sunk.equations_for(variables(flat.outvars))
     # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
     once = {id(eqn): eqn for eqn in eqns}
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
+
+
+def _ending(flat: Equations, start: int, head: int, sunk: Sunk, template: Any) -> list[Any]:
+    """The last segment: a checkpoint around what waits for its head, where that is worth it, and the head as it is."""
+    bounds = [start, head, len(flat.eqns)]
+    waiting, last = (
+        Segment(flat.eqns[begin:end], sunk, results)
+        for (begin, end), results in zip(
+            itertools.pairwise(bounds), results_by_segment(flat.eqns, flat.outvars, bounds), strict=True
+        )
+    )
+    kept = waiting.waiting(flat.invars, sum(map(equation_flops, flat.eqns)))
+    if kept is None:
+        return [*waiting.eqns, *last.eqns]
+    return [*waiting.checkpointed(flat, template, dict.fromkeys(kept, KEPT), Sharing()), *last.eqns]
 
 
 def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
