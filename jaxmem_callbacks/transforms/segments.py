@@ -42,8 +42,8 @@ from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes
 from jaxmem_callbacks.transforms.sharing import Sharing
 
-# What is computed again for this share of a loss's own operations is not noticed in a step.
-_UNNOTICED = 0.001
+# Of a loss's own operations, which are a third of its step's, this share is not noticed when it is computed again.
+_UNNOTICED = 0.003
 # Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
 _WORTH_MOVING = 0.05
 
