@@ -52,7 +52,13 @@ def test_a_long_list_is_cut_short():
 
 
 @pytest.mark.parametrize(
-    ("policy", "words"), [("none", "no checkpoint at all"), ("minimal", "MaxText"), ("fulll", "Did you mean `full`")]
+    ("policy", "words"),
+    [
+        ("none", "no checkpoint at all"),
+        ("minimal", "MaxText"),
+        ("fulll", "Did you mean `full`"),
+        ("save_names", "needs the names to keep"),
+    ],
 )
 def test_policy_that_is_none(policy, words):
     with pytest.raises(PolicyError, match=words):

@@ -38,7 +38,8 @@ class Landscape:
         stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
         forced: Positions at which a cut must be, because an equation brings its own checkpoint.
         residuals: int64[n]: bytes JAX keeps of each equation where it is in no checkpoint; of a loop, what its checkpoints keep.
-        last_product: Position before the last matrix product: behind it a cut would compute that product again. n without one.
+        last_product: Position before the last matrix product that is differentiated: behind it a cut would compute that product
+            again. n without one.
     """
 
     spans: np.ndarray
@@ -130,8 +131,8 @@ def _smallest(table: _Table, segments: int | None) -> int:
 def segment_peaks(land: Landscape, cuts: Sequence[int]) -> list[int]:
     """Estimated bytes alive at most while each segment is differentiated, with what was stored before it.
 
-    The last one has no checkpoint: compilers seldom hold as little of it as fusions would let them, and that is how segments
-    that are computed again are estimated.
+    The last one, most of which has no checkpoint, is taken to hold all that JAX keeps of it: compilers seldom hold as little as
+    fusions would let them, and that is how segments that are computed again are estimated.
 
     Args:
         land: What lives where.
@@ -143,11 +144,11 @@ def segment_peaks(land: Landscape, cuts: Sequence[int]) -> list[int]:
     return (np.cumsum(stored) - stored + own).tolist()
 
 
-def waited_for(land: Landscape, cuts: Sequence[int]) -> int | None:
-    """Position of the loss's head, such as the logits, where the last segment holds much that waits for it.
+def head_position(land: Landscape, cuts: Sequence[int]) -> int | None:
+    """Position of the last product, such as the logits, where the last segment's peak lies behind it; None elsewhere.
 
-    It is so where differentiating what lies from the last product on takes more than the gradients between the last cut and
-    there: what is held in between is then a part of the peak, and is needed only behind it.
+    It is so where differentiating what lies from there on takes more than the gradients between the last cut and there: what
+    is held in between waits while that peak lasts, and is needed only afterwards.
 
     Args:
         land: What lives where.
@@ -156,7 +157,7 @@ def waited_for(land: Landscape, cuts: Sequence[int]) -> int | None:
     head, start = land.last_product, cuts[-1] if cuts else land.length
     if not start < head < land.length:
         return None
-    most = _own_peaks(land, np.array([head, land.length]))[0, 1] + _not_fused(land)[head]
+    most = _own_peaks(land, np.array([head, land.length]))[0, 1] + _unneeded(land)[head] + _not_fused(land)[head]
     return head if most > land.gradients[start:head].max() else None
 
 

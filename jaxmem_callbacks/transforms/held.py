@@ -57,12 +57,14 @@ class Held:
         made: int64[n]: bytes each equation makes at once; -1 where it is done inside a fusion.
         needed: Value -> last equation whose derivative uses it, or something that a fusion makes of it.
         roots: Value that is a view -> what it is a view of.
+        last_product: The last matrix product that is differentiated; n without one.
     """
 
     rows: np.ndarray
     made: np.ndarray
     needed: dict[Any, int]
     roots: dict[Any, Any]
+    last_product: int
 
     def needed_until(self, var: Any) -> int:
         """The last equation whose derivative uses a value or a view of it; -1 where none does."""
@@ -93,8 +95,17 @@ def held(eqns: Sequence[Any], resident: set[Any]) -> Held:
             else:
                 rows.append((nbytes(var), index, wanted.first[var]))
     made = [-1 if is_fused(eqn) else sum(map(nbytes, eqn.outvars)) for eqn in eqns]
+    products = [
+        index for index, eqn in enumerate(eqns) if has_product(eqn) and not active.isdisjoint(variables(eqn.invars))
+    ]
     some = np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3)
-    return Held(rows=some, made=np.array(made, np.int64), needed=wanted.last, roots=roots)
+    return Held(
+        rows=some,
+        made=np.array(made, np.int64),
+        needed=wanted.last,
+        roots=roots,
+        last_product=products[-1] if products else len(eqns),
+    )
 
 
 def gradient_spans(eqns: Sequence[Any], lives: Sequence[tuple[Any, int, int]]) -> np.ndarray:

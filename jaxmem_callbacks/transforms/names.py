@@ -11,6 +11,8 @@ import jax
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
+from jaxmem_callbacks.transforms.equations import variables
+from jaxmem_callbacks.transforms.residuals import view_roots
 
 # Given to what the library itself chose to keep.
 KEPT = "jaxmem_kept"
@@ -34,7 +36,8 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any]:
     """JAX's policy for what a segment keeps besides its inputs.
 
     Raises:
-        PolicyError: offloading by name together with a policy that also saves by kind, which JAX cannot combine.
+        PolicyError: offloading by name together with a policy that also saves by kind, or by kind together with names or a
+            share that are kept: JAX cannot combine them.
     """
     by_kind = _WITHOUT_NAMES[policy.remat]()
     names = [*policy.save, KEPT]  # what waits for the loss's head keeps that even where the policy keeps nothing
@@ -46,17 +49,23 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any]:
             )
             raise PolicyError(msg)
         return offloading([ON_HOST.get(name, name) for name in policy.offload], names)
-    by_name = _POLICIES.save_only_these_names(*names)
-    return by_name if by_kind is None else _by_name_or_kind(by_name, by_kind)
+    if by_kind is None:
+        return _POLICIES.save_only_these_names(*names)
+    if not offloads_by_kind(policy):
+        return _POLICIES.save_from_both_policies(by_kind, _POLICIES.save_only_these_names(*names))
+    if policy.save or policy.keep:
+        also = f"save={policy.save!r}" if policy.save else f"keep={policy.keep}"
+        msg = (
+            f"remat={policy.remat!r} with {also}: what is kept on the device would be matrix products that this policy moves to "
+            "the host. Leave it out, or use remat='full' with save=(...) and offload=(...)."
+        )
+        raise PolicyError(msg)
+    return by_kind
 
 
-def _by_name_or_kind(by_name: Callable[..., Any], by_kind: Callable[..., Any]) -> Callable[..., Any]:
-    """What either keeps. JAX's own `save_from_both_policies` refuses a policy that offloads."""
-
-    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return by_name(primitive, *avals, **params) or by_kind(primitive, *avals, **params)
-
-    return policy
+def offloads_by_kind(policy: StepPolicy) -> bool:
+    """Whether a policy moves values to the host that have no names, which JAX combines with nothing that is kept by name."""
+    return policy.remat == "offload_dot_with_no_batch_dims"
 
 
 def offloading(offload: Sequence[str], save: Sequence[str] = ()) -> Callable[..., Any]:
@@ -86,7 +95,7 @@ def named_policy(name: str) -> Callable[..., Any] | None:
             f"jm.StepPolicy(remat={canonical!r}) or jm.remat(loss, {canonical!r}), which look at the whole loss."
         )
         raise PolicyError(msg)
-    return _WITHOUT_NAMES[canonical]()
+    return _WITHOUT_NAMES[StepPolicy(remat=canonical).remat]()
 
 
 def named_by_the_loss(policy: StepPolicy, eqns: Iterable[Any]) -> StepPolicy:
@@ -163,7 +172,7 @@ def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) 
         if word not in ON_HOST and word not in obeyed:
             msg = (
                 f"offload={policy.offload!r}: {word!r} lies where nothing is cut (the end of the loss, or a loop or checkpoint "
-                "left as it is), so it would stay on the device. Leave it out of offload."
+                "left as it is) or at a cut, so it would stay on the device. Leave it out of offload."
             )
             raise PolicyError(msg)
         if word in ON_HOST and ON_HOST[word] not in present:
@@ -193,9 +202,16 @@ def _names(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> set[str]:
 
 
 def _obeyed(eqns: Iterable[Any], keep: Callable[..., Any]) -> set[str]:
-    """Names given inside checkpoints that have this policy."""
+    """Names inside checkpoints that have this policy, of values that these do not hand on: such lie on the device anyway."""
     found: set[str] = set()
     for eqn in eqns:
-        ours = eqn.primitive.name in CHECKPOINTS and eqn.params.get("policy") is keep
-        found = found.union(*(_names(body.eqns) if ours else _obeyed(body.eqns, keep) for body in subjaxprs(eqn)))
+        if eqn.primitive.name in CHECKPOINTS and eqn.params.get("policy") is keep:
+            (body,) = subjaxprs(eqn)
+            roots = view_roots(body.eqns)
+            handed_on = {roots.get(var, var) for var in variables(body.outvars)}
+            found |= _names(
+                one for one in body.eqns if handed_on.isdisjoint(roots.get(var, var) for var in one.outvars)
+            )
+        else:
+            found = found.union(*(_obeyed(body.eqns, keep) for body in subjaxprs(eqn)))
     return found

@@ -25,10 +25,10 @@ from jaxmem_callbacks.transforms.cuts import (
     Landscape,
     alive,
     choose_cuts,
+    head_position,
     lives_of,
     segment_peaks,
     smallest_peak,
-    waited_for,
 )
 from jaxmem_callbacks.transforms.equations import (
     Equations,
@@ -47,10 +47,16 @@ from jaxmem_callbacks.transforms.gathering import (
     gathering_loops,
     gathering_mesh,
 )
-from jaxmem_callbacks.transforms.held import Held, gradient_spans, has_product, held
+from jaxmem_callbacks.transforms.held import Held, gradient_spans, held
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
-from jaxmem_callbacks.transforms.names import checkpoint_policy, named_by_the_loss, require_names, require_offloaded
+from jaxmem_callbacks.transforms.names import (
+    checkpoint_policy,
+    named_by_the_loss,
+    offloads_by_kind,
+    require_names,
+    require_offloaded,
+)
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import nbytes, residual_bytes, sink
 from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
@@ -247,14 +253,15 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
             None
         )
     told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
+    # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
+    # combine with; inside a shard_map its collectives would come again.
     cuts = Cuts(
         places=places,
         loops=together,
         whole=frozenset(own.difference(loops)),
         loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
-        # Checkpoints around groups of segments would compute again what this one keeps.
-        head=None if twice or own.intersection(places[-1:]) else waited_for(land, places),
+        head=None if twice or told.copies or offloads_by_kind(policy) else head_position(land, places),
     )
     peaks = functools.partial(segment_peaks, land, places)
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
@@ -317,7 +324,6 @@ def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None
 def _landscape(flat: Equations, found: Held, own: set[int], residuals: np.ndarray) -> Landscape:
     """What lives where, without what loops hold and store."""
     lives = lives_of(flat.eqns, flat.outvars)
-    products = [index for index, eqn in enumerate(flat.eqns) if has_product(eqn)]
     spans = [(nbytes(var), first, last, found.needed_until(var)) for var, first, last in lives]
     return Landscape(
         spans=np.array(spans, np.int64).reshape(-1, 4),
@@ -327,7 +333,7 @@ def _landscape(flat: Equations, found: Held, own: set[int], residuals: np.ndarra
         stored=np.zeros(len(flat.eqns), np.int64),
         forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
         residuals=residuals,
-        last_product=products[-1] if products else len(flat.eqns),
+        last_product=found.last_product,
     )
 
 

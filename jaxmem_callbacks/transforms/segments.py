@@ -3,7 +3,7 @@
 Enters: `Equations`, cut positions and a checkpoint policy. Leaves: an open jaxpr. Cheap values that depend on arguments
 alone are made again inside each segment that uses them; debug output is moved behind its segment, so that it runs once;
 what brings its own checkpoint (a scan over layers, the user's own remat) and the last segment are left outside. Of the last
-one only what waits for its head has a checkpoint, which keeps all that is dear.
+one only what waits for the loss's head, such as the logits, has a checkpoint, which keeps all that is dear.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from jaxmem_callbacks.transforms.flops import equation_flops
 from jaxmem_callbacks.transforms.joining import join
 from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
-from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes
+from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes, view_roots
 from jaxmem_callbacks.transforms.sharing import Sharing
 
-# Of a loss's own operations, which are a third of its step's, this share is not noticed when it is computed again.
+# Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
 _UNNOTICED = 0.003
 # Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
 _WORTH_MOVING = 0.05
@@ -173,26 +173,29 @@ class Segment:
         """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
         return frontier(self._eqns, self.results, known)
 
-    def waiting(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
-        """What it keeps in a checkpoint that computes hardly anything dear again, while a later part is differentiated.
-
-        JAX by itself keeps elementwise results too, and few compilers fuse them all away.
+    def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
+        """What a checkpoint around it keeps, so that hardly any operations are done again.
 
         Args:
             resident: Arguments, which are there anyway.
             flops: Operations of the whole loss, for comparison.
 
         Returns:
-            None where a checkpoint would keep as many bytes as JAX does.
+            None where that is no less than JAX keeps without a checkpoint, or where a loop or custom rule would run again
+            whatever is kept of it.
         """
+        unnoticed = _UNNOTICED * flops
+        if any(subjaxprs(eqn) and equation_flops(eqn) > unnoticed for eqn in self._eqns):
+            return None
         points = self.frontier({})
-        kept = next((point for point in points if point.flops <= _UNNOTICED * flops), points[-1])
-        made = {var for eqn in self._eqns for var in eqn.outvars}
+        kept = next((point for point in points if point.flops <= unnoticed), points[-1])
+        made, roots = {var for eqn in self._eqns for var in eqn.outvars}, view_roots(self._eqns)
         inputs = _operands(self._eqns).keys() - made
         needed = residual_values(self._eqns, set(), {var for var in inputs if is_inexact(var)})
-        plainly = sum(nbytes(var) for var in made.intersection(needed) - self.results)
+        anyway = {roots.get(var, var) for var in self.results}
+        without = sum(nbytes(var) for var in made.intersection(needed) - anyway)
         inputs_too = sum(nbytes(var) for var in inputs.difference(needed, resident))
-        return kept.values if kept.bytes + inputs_too < plainly else None
+        return kept.values if kept.bytes + inputs_too < without else None
 
     def checkpointed(self, flat: Equations, template: Any, kept: Mapping[Any, str], sharing: Sharing) -> list[Any]:
         """One checkpoint equation, and the reports behind it.
@@ -249,7 +252,8 @@ class Cuts:
         whole: Equations that are left as they are.
         loop: What is put in a loop's place: its checkpointed form, for a policy and what it keeps.
         offload: The policy's words for what waits in host memory.
-        head: Position in the last segment before which it waits, with what is dear, for the rest to be differentiated.
+        head: Position of the last product, before which the rest of the last segment gets a checkpoint that keeps what is dear;
+            None where it gets none.
     """
 
     places: Sequence[int]
@@ -307,7 +311,8 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         policy: What segments keep, as JAX's checkpoint policy.
         keep: What each segment and loop keeps besides.
     """
-    bounds = [0, *cuts.places, len(flat.eqns)]
+    head = [] if cuts.head is None else [cuts.head]
+    bounds = [0, *cuts.places, *head, len(flat.eqns)]
     segments: list[Segment] = []
     pieces: list[Segment | Loop | None] = []
     for position, results in enumerate(results_by_segment(flat.eqns, flat.outvars, bounds)):
@@ -316,37 +321,25 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         if start in cuts.loops:
             pieces.append(Loop(flat.eqns[start], cuts.loops[start], cuts.offload))
         else:
-            pieces.append(segments[-1] if start not in cuts.whole and end < len(flat.eqns) else None)
+            plain = start in cuts.whole or end in (cuts.head, len(flat.eqns))
+            pieces.append(None if plain else segments[-1])
+    kept = [*keep(pieces[: len(pieces) - len(head)]), *[frozenset[Any]() for _ in head]]
+    dear = segments[-2].dear_values(flat.invars, sum(map(equation_flops, flat.eqns))) if head else None
+    if dear is not None:
+        pieces[-2], kept[-2] = segments[-2], dear
     template, sharing = checkpoint_template(policy, prevent_cse=True), Sharing()
     eqns: list[Any] = []
-    for segment, piece, kept in zip(segments, pieces, keep(pieces), strict=True):
+    for segment, piece, values in zip(segments, pieces, kept, strict=True):
         if isinstance(piece, Loop):
-            segment = Segment(cuts.loop(piece, policy, kept), sunk, segment.results)  # noqa: PLW2901 - itself
+            segment = Segment(cuts.loop(piece, policy, values), sunk, segment.results)  # noqa: PLW2901 - itself
         if isinstance(piece, Segment):
-            eqns += piece.checkpointed(flat, template, dict.fromkeys(kept, KEPT), sharing)
-        elif segment is segments[-1] and cuts.head is not None:
-            eqns += _ending(flat, bounds[-2], cuts.head, sunk, template)
+            eqns += piece.checkpointed(flat, template, dict.fromkeys(values, KEPT), sharing)
         else:
             eqns += segment.eqns
     eqns += sunk.equations_for(variables(flat.outvars))
     # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
     once = {id(eqn): eqn for eqn in eqns}
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
-
-
-def _ending(flat: Equations, start: int, head: int, sunk: Sunk, template: Any) -> list[Any]:
-    """The last segment: a checkpoint around what waits for its head, where that is worth it, and the head as it is."""
-    bounds = [start, head, len(flat.eqns)]
-    waiting, last = (
-        Segment(flat.eqns[begin:end], sunk, results)
-        for (begin, end), results in zip(
-            itertools.pairwise(bounds), results_by_segment(flat.eqns, flat.outvars, bounds), strict=True
-        )
-    )
-    kept = waiting.waiting(flat.invars, sum(map(equation_flops, flat.eqns)))
-    if kept is None:
-        return [*waiting.eqns, *last.eqns]
-    return [*waiting.checkpointed(flat, template, dict.fromkeys(kept, KEPT), Sharing()), *last.eqns]
 
 
 def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
