@@ -122,8 +122,8 @@ class StepPolicy:
 
     Attributes:
         remat: What the backward pass keeps, by canonical name or synonym; ``none`` leaves the loss untouched, ``full``
-            keeps only the values at the cuts, and what is dear of what waits for the loss's head. A word of MaxText's, such as ``minimal``, keeps those of its tensors that the
-            loss names.
+            keeps only the values at the cuts, and what is dear of what waits for the loss's head. A word of MaxText's, such as
+            ``minimal``, keeps those of its tensors that the loss names.
         segments: Number of segments the loss is cut into, or None to choose by live bytes.
         levels: 1, or 2 for checkpoints around groups of segments and for loops of loops: about the root of what one level
             keeps, for one more forward computation.
