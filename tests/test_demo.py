@@ -37,7 +37,8 @@ def printed(logdir: Path) -> str:
     command = [sys.executable, str(DEMO), "--steps", str(STEPS), "--logdir", str(logdir)]
     answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "jaxmem:" not in answer.stderr, "no part of the monitor was switched off"
+    told = [line for line in answer.stderr.splitlines() if "jaxmem:" in line and " is read every " not in line]
+    assert not told, "no part of the monitor was switched off; on a busy machine one may be read less often"
     return answer.stdout
 
 
