@@ -180,6 +180,25 @@ def test_the_survey_foretells_the_work_of_every_share(loss: Any) -> None:
         assert abs(extra - share.flops) <= 0.01 * plain, share
 
 
+@pytest.mark.core
+def test_what_the_rest_only_adds_is_kept_for_bytes_like_anything_else() -> None:
+    """A sum stores none of its operands: a value that only one in the last segment takes is there for no derivative."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        first = x @ weights[0]
+        x = first @ weights[1] @ weights[2] @ weights[3]
+        return ((x + first) @ weights[4]).sum()
+
+    args = [jnp.ones(shape) for shape in itertools.pairwise((64, 64, 64, 128, 64, 64))], jnp.ones((256, 64))
+    told: list[list[Share]] = []
+    with activate(ActivePolicy(jm.StepPolicy(remat="full"), told.append)):
+        jax.make_jaxpr(jm.value_and_grad(loss))(*args)
+    least = stored_bytes(jm.remat(loss), *args)
+    stored = [stored_bytes(jm.remat(loss, keep=share.share), *args) - least for share in told[0]]
+    assert stored == [share.bytes for share in told[0]]
+    assert len(stored) > 2
+
+
 @pytest.mark.parametrize("keep", [-0.1, 1.5, True])
 def test_a_share_that_is_none_is_refused(keep: Any) -> None:
     with pytest.raises(PolicyError, match=r"keep=.*: expected a share from 0 .* to 1"):

@@ -6,10 +6,9 @@ are estimates that rank cuts against each other; what a program really needs is 
 
 from __future__ import annotations
 
-import collections
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -52,8 +51,6 @@ CHEAP = _VIEWS | set(
 
 # A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
 _MOST_STEPS = 24
-# An embedding that is also the head is used twice; what is used more often is shared by layers.
-_MOST_USES = 2
 
 
 def nbytes(atom: Any) -> int:
@@ -102,22 +99,17 @@ class Sunk:
                 pending.extend(var for var in variables(eqn.invars) if var in self.makers)
         return [found[index] for index in sorted(found)]
 
+    def is_differentiated(self, var: Any) -> bool:
+        """Whether a sunk value may have a gradient."""
+        return is_inexact(var) and any(is_inexact(origin) for origin in self.origins[var])
+
+    def without(self, kept: Collection[Any]) -> Sunk:
+        """The same, but for values that are kept all the same."""
+        return replace(self, makers={var: maker for var, maker in self.makers.items() if var not in kept})
+
 
 def sink(eqns: Sequence[Any], invars: Sequence[Any]) -> Sunk:
-    """Find the values of a flat list that are made again rather than kept.
-
-    A value that is differentiated is kept where many places use it, such as one weight shared by all layers: made again
-    in each segment it would have a gradient of its own in each.
-    """
-    first = _sink(eqns, invars, frozenset())
-    uses = collections.Counter(
-        var for eqn in eqns if not _is_sunk(eqn, first) for var in variables(eqn.invars) if var in first.makers
-    )
-    shared = frozenset(var for var, count in uses.items() if count > _MOST_USES and _is_differentiated(var, first))
-    return _sink(eqns, invars, shared) if shared else first
-
-
-def _sink(eqns: Sequence[Any], invars: Sequence[Any], kept: frozenset[Any]) -> Sunk:
+    """Find the values of a flat list that are made again rather than kept."""
     origins = {var: frozenset((var,)) for var in invars}
     depth = dict.fromkeys(invars, 0)
     makers: dict[Any, tuple[int, Any]] = {}
@@ -126,21 +118,13 @@ def _sink(eqns: Sequence[Any], invars: Sequence[Any], kept: frozenset[Any]) -> S
         if eqn.primitive.name not in CHEAP or eqn.effects or not all(var in origins for var in operands):
             continue
         steps = 1 + max((depth[var] for var in operands), default=0)
-        if steps > _MOST_STEPS or not kept.isdisjoint(eqn.outvars):
+        if steps > _MOST_STEPS:
             continue
         made_of = frozenset[Any]().union(*(origins[var] for var in operands))
         makers.update((var, (index, eqn)) for var in eqn.outvars)
         origins.update((var, made_of) for var in eqn.outvars)
         depth.update((var, steps) for var in eqn.outvars)
     return Sunk(makers, origins)
-
-
-def _is_sunk(eqn: Any, sunk: Sunk) -> bool:
-    return bool(eqn.outvars) and all(var in sunk.makers for var in eqn.outvars)
-
-
-def _is_differentiated(var: Any, sunk: Sunk) -> bool:
-    return is_inexact(var) and any(is_inexact(origin) for origin in sunk.origins[var])
 
 
 def residual_bytes(eqns: Sequence[Any], resident: set[Any]) -> np.ndarray:

@@ -8,6 +8,7 @@ one only what waits for the loss's head, such as the logits, has a checkpoint, w
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,17 +153,21 @@ class Segment:
         eqns: Flat equations.
         sunk: Values that are made again in each segment.
         results: What a later segment or the function's result uses.
+        stored: Those of its results that are in memory until the backward pass anyway; None for all.
     """
 
     trips = 1
 
-    def __init__(self, eqns: Sequence[Any], sunk: Sunk, results: frozenset[Any]) -> None:
+    def __init__(
+        self, eqns: Sequence[Any], sunk: Sunk, results: frozenset[Any], stored: frozenset[Any] | None = None
+    ) -> None:
         self._reports = [eqn for eqn in eqns if is_movable(eqn)]
         own = [eqn for eqn in eqns if not is_movable(eqn)]
         self._sunk = sunk
         self._eqns = [*sunk.equations_for(_operands(own)), *own]
         self._report_makers = sunk.equations_for(_operands(self._reports))
         self.results = results
+        self._stored = results if stored is None else stored
 
     @property
     def eqns(self) -> list[Any]:
@@ -170,14 +175,14 @@ class Segment:
         return [*self._eqns, *self._report_makers, *self._reports]
 
     def frontier(self, known: Known) -> list[Kept]:
-        """What the segment may keep besides its inputs; its results are kept by whoever takes them."""
-        return frontier(self._eqns, self.results, known)
+        """What the segment may keep besides its inputs and what is stored of its results anyway."""
+        return frontier(self._eqns, self._stored, known)
 
     def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
         """What a checkpoint around it keeps, so that hardly any operations are done again.
 
         Args:
-            resident: Arguments, which are there anyway.
+            resident: What is there anyway, such as arguments.
             flops: Operations of the whole loss, for comparison.
 
         Returns:
@@ -311,24 +316,28 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         policy: What segments keep, as JAX's checkpoint policy.
         keep: What each segment and loop keeps besides.
     """
+    shared = _shared(flat, [0, *cuts.places, len(flat.eqns)], sunk)
+    first, sunk = sunk.equations_for(shared), sunk.without(shared)
     head = [] if cuts.head is None else [cuts.head]
     bounds = [0, *cuts.places, *head, len(flat.eqns)]
     segments: list[Segment] = []
     pieces: list[Segment | Loop | None] = []
-    for position, results in enumerate(results_by_segment(flat.eqns, flat.outvars, bounds)):
-        start, end = bounds[position : position + 2]
-        segments.append(Segment(flat.eqns[start:end], sunk, results))
+    results = results_by_segment(flat.eqns, flat.outvars, bounds)
+    stored = [*_stored_results(flat, bounds), None]
+    for position, (start, end) in enumerate(itertools.pairwise(bounds)):
+        segments.append(Segment(flat.eqns[start:end], sunk, results[position], stored[position]))
         if start in cuts.loops:
             pieces.append(Loop(flat.eqns[start], cuts.loops[start], cuts.offload))
         else:
             plain = start in cuts.whole or end in (cuts.head, len(flat.eqns))
             pieces.append(None if plain else segments[-1])
     kept = [*keep(pieces[: len(pieces) - len(head)]), *[frozenset[Any]() for _ in head]]
-    dear = segments[-2].dear_values(flat.invars, sum(map(equation_flops, flat.eqns))) if head else None
+    there = [*flat.invars, *shared]
+    dear = segments[-2].dear_values(there, sum(map(equation_flops, flat.eqns))) if head else None
     if dear is not None:
         pieces[-2], kept[-2] = segments[-2], dear
     template, sharing = checkpoint_template(policy, prevent_cse=True), Sharing()
-    eqns: list[Any] = []
+    eqns: list[Any] = list(first)
     for segment, piece, values in zip(segments, pieces, kept, strict=True):
         if isinstance(piece, Loop):
             segment = Segment(cuts.loop(piece, policy, values), sunk, segment.results)  # noqa: PLW2901 - itself
@@ -340,6 +349,35 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     # Outside the segments a sunk value may have been asked for more than once: it is made at the first place.
     once = {id(eqn): eqn for eqn in eqns}
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
+
+
+def _shared(flat: Equations, bounds: Sequence[int], sunk: Sunk) -> list[Any]:
+    """Sunk values that several segments differentiate, such as the cast of an embedding that is also the head.
+
+    Made again in each segment such a value would have a gradient in each, and these would be added behind the cast: in another
+    dtype than in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product
+    at the end of the step, and the logits' gradient waits for it. What is larger than the arguments it is made of, such as a mask
+    for all heads, is made again all the same.
+    """
+    uses = collections.Counter(
+        var
+        for start, end in itertools.pairwise(bounds)
+        for eqn in sunk.equations_for(_operands(flat.eqns[start:end]))
+        for var in eqn.outvars
+    )
+    several = [var for var, count in uses.items() if count > 1 and sunk.is_differentiated(var)]
+    return [var for var in several if nbytes(var) <= sum(map(nbytes, sunk.origins[var]))]
+
+
+def _stored_results(flat: Equations, bounds: Sequence[int]) -> list[frozenset[Any]]:
+    """What of each segment but the last is in memory until the backward pass, whatever the segment keeps.
+
+    A checkpoint stores all that it takes. The last segment, which has none, stores what derivatives need: not what it only adds.
+    """
+    *bounds, end = bounds
+    last = flat.eqns[bounds[-1] : end]
+    needed = residual_values(last, set(), {var for var in _operands(last) if is_inexact(var)})
+    return results_by_segment(flat.eqns, [*needed, *flat.outvars], bounds)
 
 
 def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
