@@ -67,6 +67,19 @@ def test_gradients_of_one_value_are_added_as_in_the_loss_as_it_is_written() -> N
     np.testing.assert_allclose(ours, plain, rtol=1e-6)
 
 
+def test_a_stack_of_which_each_segment_uses_a_part_is_cast_in_each() -> None:
+    def loss(stack: Any, x: Any) -> Any:
+        low = stack.astype(jnp.bfloat16)
+        for index in range(4):
+            x = jnp.tanh(x @ low[index])
+        return x.astype(jnp.float32).mean()
+
+    stack, x = jnp.stack([WEIGHTS[0]] * 4), INPUTS.astype(jnp.bfloat16)
+    inside = checkpoints(jm.remat(loss, segments=3), stack, x)
+    taken = [atom.aval.dtype for eqn in inside for atom in eqn.invars if atom.aval.shape == stack.shape]
+    assert taken == [jnp.float32, jnp.float32], "the argument itself"
+
+
 def test_what_is_larger_than_its_arguments_is_made_in_each_segment() -> None:
     def loss(w: Any, bias: Any, x: Any) -> Any:
         bias = jnp.broadcast_to(bias * 2.0, (64, 8, 16))

@@ -99,6 +99,18 @@ class Sunk:
                 pending.extend(var for var in variables(eqn.invars) if var in self.makers)
         return [found[index] for index in sorted(found)]
 
+    def used_whole(self, wanted: Iterable[Any]) -> dict[Any, None]:
+        """The sunk values among ``wanted``, and those that they are made of; not those of which they are a part."""
+        found: dict[Any, None] = {}
+        pending = [var for var in wanted if var in self.makers]
+        while pending:
+            var = pending.pop()
+            found[var] = None
+            _, maker = self.makers[var]
+            operands = (one for one in variables(maker.invars) if one in self.makers and one not in found)
+            pending.extend(one for one in operands if one.aval.size <= var.aval.size)
+        return found
+
     def is_differentiated(self, var: Any) -> bool:
         """Whether a sunk value may have a gradient."""
         return is_inexact(var) and any(is_inexact(origin) for origin in self.origins[var])

@@ -356,15 +356,11 @@ def _shared(flat: Equations, bounds: Sequence[int], sunk: Sunk) -> list[Any]:
 
     Made again in each segment such a value would have a gradient in each, and these would be added behind the cast: in another
     dtype than in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product
-    at the end of the step, and the logits' gradient waits for it. What is larger than the arguments it is made of, such as a mask
-    for all heads, is made again all the same.
+    at the end of the step, and the logits' gradient waits for it. What each segment uses another part of, such as a stack of
+    all layers' weights, and what is larger than the arguments it is made of, such as a mask, is made again all the same.
     """
-    uses = collections.Counter(
-        var
-        for start, end in itertools.pairwise(bounds)
-        for eqn in sunk.equations_for(_operands(flat.eqns[start:end]))
-        for var in eqn.outvars
-    )
+    spans = (flat.eqns[start:end] for start, end in itertools.pairwise(bounds))
+    uses = collections.Counter(var for span in spans for var in sunk.used_whole(_operands(span)))
     several = [var for var, count in uses.items() if count > 1 and sunk.is_differentiated(var)]
     return [var for var in several if nbytes(var) <= sum(map(nbytes, sunk.origins[var]))]
 
