@@ -200,9 +200,9 @@ def test_what_the_planner_offers_is_near_the_optimum(chains: list[Judged], offer
     assert np.mean(points <= WITHIN) >= 0.96, np.sort(points)[-12:]
     assert points.max() <= 1.34, np.sort(points)[-12:]
     assert points.mean() <= 1.0, points.mean()
-    assert np.mean([max(each) <= WITHIN for each in ratios]) >= 0.89
+    assert sum(max(each) <= WITHIN for each in ratios) >= 86
     smallest = [min(some)[0] / points[0][0] for some, (_, points, _) in zip(offered, chains, strict=True)]
-    assert np.mean(np.array(smallest) <= 1.0) >= 0.94, smallest
+    assert sum(ratio <= 1.0 for ratio in smallest) >= 91, smallest
 
 
 def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) -> None:

@@ -180,15 +180,25 @@ def test_the_survey_foretells_the_work_of_every_share(loss: Any) -> None:
         assert abs(extra - share.flops) <= 0.01 * plain, share
 
 
+def added_behind(weights: Any, x: Any) -> Any:
+    """A sum stores none of its operands: what only one in the last segment takes is there for no derivative."""
+    first = x @ weights[0]
+    x = first @ weights[1] @ weights[2] @ weights[3]
+    return ((x + first) @ weights[4]).sum()
+
+
+def read_by_a_loop(weights: Any, x: Any) -> Any:
+    """A loop in the last segment stores what its body needs of what it is given."""
+    for weight in weights[:1]:
+        x = jnp.tanh(x @ weight) @ weight
+    x = x @ weights[1] @ weights[2] @ weights[3]
+    step = lambda carry, _: (carry + (jnp.tanh(x * carry) @ weights[4]).sum() * 1e-3, None)  # noqa: E731
+    return jax.lax.scan(step, (x**2).sum(), None, length=4)[0]
+
+
 @pytest.mark.core
-def test_what_the_rest_only_adds_is_kept_for_bytes_like_anything_else() -> None:
-    """A sum stores none of its operands: a value that only one in the last segment takes is there for no derivative."""
-
-    def loss(weights: Any, x: Any) -> Any:
-        first = x @ weights[0]
-        x = first @ weights[1] @ weights[2] @ weights[3]
-        return ((x + first) @ weights[4]).sum()
-
+@pytest.mark.parametrize("loss", [added_behind, read_by_a_loop])
+def test_the_survey_foretells_the_bytes_of_every_share(loss: Any) -> None:
     args = [jnp.ones(shape) for shape in itertools.pairwise((64, 64, 64, 128, 64, 64))], jnp.ones((256, 64))
     told: list[list[Share]] = []
     with activate(ActivePolicy(jm.StepPolicy(remat="full"), told.append)):
@@ -196,7 +206,7 @@ def test_what_the_rest_only_adds_is_kept_for_bytes_like_anything_else() -> None:
     least = stored_bytes(jm.remat(loss), *args)
     stored = [stored_bytes(jm.remat(loss, keep=share.share), *args) - least for share in told[0]]
     assert stored == [share.bytes for share in told[0]]
-    assert len(stored) > 2
+    assert len(stored) > 1
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.5, True])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,10 +134,12 @@ def rematerialised(
 
         flat = flatten(jax.make_jaxpr(traced)(*arrays))
         places = {} if weights is None or mesh is None else gathered_places(weights(args), policy, mesh)
-        mine = zip(flat.invars[len(flat.consts) :], arrays, strict=True)
+        mine = list(zip(flat.invars[len(flat.consts) :], arrays, strict=True))
         own = {var: places[id(array)] for var, array in mine if id(array) in places}
         if policy.remat != "none":
-            jaxpr = cut_equations(flat, policy, own)
+            trained = set() if weights is None else set(map(id, jax.tree.leaves(weights(args))))
+            differentiated = frozenset(var for var, array in mine if id(array) in trained)
+            jaxpr = cut_equations(flat, policy, own, differentiated or None)
         elif not any(map(side_effects, flat.eqns)) and gathering_loops(flat, own, mesh):
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
         else:
@@ -162,13 +164,19 @@ def refuse_framework_objects(*trees: Any) -> None:
         raise LossRefusedError(msg)
 
 
-def cut_equations(flat: Equations, policy: StepPolicy, weights: Weights | None = None) -> Any:
+def cut_equations(
+    flat: Equations,
+    policy: StepPolicy,
+    weights: Weights | None = None,
+    differentiated: Collection[Any] | None = None,
+) -> Any:
     """The function as an open jaxpr, cut and checkpointed as the policy says.
 
     Args:
         flat: The function; its equations are used up.
         policy: What is done to it.
         weights: Those of its variables that are differentiated arguments, and how they lie once a loop has gathered them.
+        differentiated: Those of its variables that are differentiated arguments; None where that is not known.
 
     Raises:
         LossRefusedError: effects that a recomputation would repeat, or nothing that could be cut.
@@ -180,7 +188,7 @@ def cut_equations(flat: Equations, policy: StepPolicy, weights: Weights | None =
     keep = checkpoint_policy(policy)
     active = active_policy()
     notes, survey = ({}, None) if active is None else (active.notes, active.survey)
-    told = _Told(notes=notes, survey=survey, weights=weights or {})
+    told = _Told(notes=notes, survey=survey, weights=weights or {}, differentiated=differentiated)
     jaxpr = _cut(flat, policy, keep, told)
     _require_checkpoint(jaxpr, flat, policy)
     require_offloaded(policy, jaxpr, keep)
@@ -196,12 +204,14 @@ class _Told:
         survey: Told what other shares of ``keep`` would keep; see `ActivePolicy`.
         copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
         weights: Variables that ``fsdp`` divides; none inside a `shard_map`, where everything is local.
+        differentiated: Arguments that are; None where that is not known, such as inside a `shard_map`.
     """
 
     notes: dict[str, None]
     survey: Callable[[list[Share]], None] | None
     copies: int = 0
     weights: Weights = field(default_factory=dict)
+    differentiated: Collection[Any] | None = None
 
     def inside(self, eqn: Any) -> _Told:
         """The same for the body of a `shard_map`, whose figures are those of one device."""
@@ -213,7 +223,7 @@ class _Told:
                 [replace(one, bytes=one.bytes * parts, flops=one.flops * parts, peak=one.peak * parts) for one in found]
             )
 
-        return replace(self, copies=parts, weights={}, survey=None if survey is None else of_all)
+        return replace(self, copies=parts, weights={}, differentiated=None, survey=None if survey is None else of_all)
 
 
 def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _Told) -> Any:
@@ -262,6 +272,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
         loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
         offload=policy.offloaded,
         head=None if twice or told.copies or offloads_by_kind(policy) else head_position(land, places),
+        differentiated=told.differentiated,
     )
     peaks = functools.partial(segment_peaks, land, places)
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))

@@ -49,6 +49,8 @@ CHEAP = _VIEWS | set(
     "square sub threefry2x32 xor".split()
 )
 
+# The same elements in another dtype, shape or order.
+_RELABELLED = set("convert_element_type copy expand_dims reshape squeeze transpose".split())
 # A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
 _MOST_STEPS = 24
 
@@ -99,21 +101,32 @@ class Sunk:
                 pending.extend(var for var in variables(eqn.invars) if var in self.makers)
         return [found[index] for index in sorted(found)]
 
-    def used_whole(self, wanted: Iterable[Any]) -> dict[Any, None]:
-        """The sunk values among ``wanted``, and those that they are made of; not those of which they are a part."""
+    def casts_for(self, wanted: Iterable[Any], differentiated: Collection[Any] | None) -> dict[Any, None]:
+        """The sunk values that make those ``wanted`` which are differentiated arguments in another dtype or shape.
+
+        Args:
+            wanted: Values that some equations use.
+            differentiated: The arguments that are; None where that is not known, for all that can be.
+        """
         found: dict[Any, None] = {}
-        pending = [var for var in wanted if var in self.makers]
-        while pending:
-            var = pending.pop()
-            found[var] = None
-            _, maker = self.makers[var]
-            operands = (one for one in variables(maker.invars) if one in self.makers and one not in found)
-            pending.extend(one for one in operands if one.aval.size <= var.aval.size)
+        for value in wanted:
+            argument, var = self._argument_of(value), value
+            if argument is None or not (is_inexact(argument) and is_inexact(value)):
+                continue
+            while var in self.makers and (differentiated is None or argument in differentiated):
+                found[var] = None
+                (var,) = variables(self.makers[var][1].invars)
         return found
 
-    def is_differentiated(self, var: Any) -> bool:
-        """Whether a sunk value may have a gradient."""
-        return is_inexact(var) and any(is_inexact(origin) for origin in self.origins[var])
+    def _argument_of(self, var: Any) -> Any | None:
+        """The argument all of whose elements a value holds; None where something else is made of it, or of a part."""
+        while var in self.makers:
+            _, maker = self.makers[var]
+            operands = variables(maker.invars)
+            if maker.primitive.name not in _RELABELLED or operands[0].aval.size != var.aval.size:
+                return None
+            var = operands[0]
+        return var
 
     def without(self, kept: Collection[Any]) -> Sunk:
         """The same, but for values that are kept all the same."""

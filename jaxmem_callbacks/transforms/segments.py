@@ -197,7 +197,7 @@ class Segment:
         made, roots = {var for eqn in self._eqns for var in eqn.outvars}, view_roots(self._eqns)
         inputs = _operands(self._eqns).keys() - made
         needed = residual_values(self._eqns, set(), {var for var in inputs if is_inexact(var)})
-        anyway = {roots.get(var, var) for var in self.results}
+        anyway = {roots.get(var, var) for var in self._stored}
         without = sum(nbytes(var) for var in made.intersection(needed) - anyway)
         inputs_too = sum(nbytes(var) for var in inputs.difference(needed, resident))
         return kept.values if kept.bytes + inputs_too < without else None
@@ -259,6 +259,7 @@ class Cuts:
         offload: The policy's words for what waits in host memory.
         head: Position of the last product, before which the rest of the last segment gets a checkpoint that keeps what is dear;
             None where it gets none.
+        differentiated: Arguments that are; None where that is not known.
     """
 
     places: Sequence[int]
@@ -267,6 +268,7 @@ class Cuts:
     loop: Callable[[Loop, Policy, frozenset[Any]], list[Any]]
     offload: Sequence[str] = ()
     head: int | None = None
+    differentiated: Collection[Any] | None = None
 
 
 Keep = Callable[[Sequence["Segment | Loop | None"]], Sequence[frozenset[Any]]]
@@ -316,10 +318,10 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
         policy: What segments keep, as JAX's checkpoint policy.
         keep: What each segment and loop keeps besides.
     """
-    shared = _shared(flat, [0, *cuts.places, len(flat.eqns)], sunk)
-    first, sunk = sunk.equations_for(shared), sunk.without(shared)
     head = [] if cuts.head is None else [cuts.head]
     bounds = [0, *cuts.places, *head, len(flat.eqns)]
+    shared = _shared(flat, bounds, sunk, cuts.differentiated)
+    first, sunk = sunk.equations_for(shared), sunk.without(shared)
     segments: list[Segment] = []
     pieces: list[Segment | Loop | None] = []
     results = results_by_segment(flat.eqns, flat.outvars, bounds)
@@ -351,29 +353,30 @@ def cut(flat: Equations, cuts: Cuts, sunk: Sunk, policy: Callable[..., Any] | No
     return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=list(once.values()))
 
 
-def _shared(flat: Equations, bounds: Sequence[int], sunk: Sunk) -> list[Any]:
-    """Sunk values that several segments differentiate, such as the cast of an embedding that is also the head.
+def _shared(flat: Equations, bounds: Sequence[int], sunk: Sunk, differentiated: Collection[Any] | None) -> list[Any]:
+    """Sunk values that several segments use and differentiate: casts, such as that of an embedding that is also the head.
 
-    Made again in each segment such a value would have a gradient in each, and these would be added behind the cast: in another
-    dtype than in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product
-    at the end of the step, and the logits' gradient waits for it. What each segment uses another part of, such as a stack of
-    all layers' weights, and what is larger than the arguments it is made of, such as a mask, is made again all the same.
+    Made again in each segment a cast would have a gradient in each, and these would be added behind it: in another dtype than
+    in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product at the
+    end of the step, and the logits' gradient waits for it. What each segment uses another part of, such as a stack of all
+    layers' weights, or computes something else from is made again all the same: its gradients would need what it is made of.
     """
     spans = (flat.eqns[start:end] for start, end in itertools.pairwise(bounds))
-    uses = collections.Counter(var for span in spans for var in sunk.used_whole(_operands(span)))
-    several = [var for var, count in uses.items() if count > 1 and sunk.is_differentiated(var)]
-    return [var for var in several if nbytes(var) <= sum(map(nbytes, sunk.origins[var]))]
+    uses = collections.Counter(var for span in spans for var in sunk.casts_for(_operands(span), differentiated))
+    return [var for var, count in uses.items() if count > 1]
 
 
 def _stored_results(flat: Equations, bounds: Sequence[int]) -> list[frozenset[Any]]:
     """What of each segment but the last is in memory until the backward pass, whatever the segment keeps.
 
-    A checkpoint stores all that it takes. The last segment, which has none, stores what derivatives need: not what it only adds.
+    A checkpoint stores all that it takes, and so may a loop or branch. The last segment, which has no checkpoint, stores what
+    derivatives need: not what it only adds.
     """
     *bounds, end = bounds
     last = flat.eqns[bounds[-1] : end]
     needed = residual_values(last, set(), {var for var in _operands(last) if is_inexact(var)})
-    return results_by_segment(flat.eqns, [*needed, *flat.outvars], bounds)
+    inside = _operands([eqn for eqn in last if subjaxprs(eqn)])
+    return results_by_segment(flat.eqns, [*needed, *inside, *flat.outvars], bounds)
 
 
 def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
