@@ -74,11 +74,11 @@ def compiler() -> Compiler:
     return compiler_for(None)
 
 
-def compiler_for(budget: int | None) -> Compiler:
-    weights = [jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)] * LAYERS
-    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+def compiler_for(budget: int | None, train_step: Any = step, dtype: Any = jnp.float32) -> Compiler:
+    weights = [jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), dtype)] * LAYERS
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
     given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
-    return Compiler(Problem(train_step=step, args=(weights, batch), kwargs={}, target=None, budget=given))
+    return Compiler(Problem(train_step=train_step, args=(weights, batch), kwargs={}, target=None, budget=given))
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,33 @@ def test_a_compiler_that_fuses_as_estimated_is_not_asked(compiler: Compiler, few
     ledger = Said({None: fewer[1]})
     RematSearch(compiler, ledger).run(frontier=True)
     assert {each.segments for each in ledger.asked} == {None}
+
+
+def step_with_a_head(weights: Any, batch: Any) -> Any:
+    """Logits, and what JAX keeps of their float32 form: all cuts are alive beside them."""
+
+    def loss(weights: Any) -> Any:
+        x = batch
+        for weight in weights:
+            x = jnp.tanh(x @ weight) @ weight.T + x
+        logits = (x @ weights[0]).astype(jnp.float32)
+        return (jax.nn.logsumexp(logits, -1) - logits[:, 0]).mean()
+
+    return jm.value_and_grad(loss)(weights)
+
+
+def test_one_that_needs_less_than_estimated_is_asked_where_the_estimate_is_a_fifth_less() -> None:
+    compiler = compiler_for(None, step_with_a_head, jnp.bfloat16)
+    many = offers(compiler, FULL)
+    found = with_half_the_cuts(compiler, FULL, many.segments)
+    assert found is not None
+    policy, few = found
+    assert few.peak < 0.8 * many.peak
+    ledger = Said({None: few.peak // 2, policy.segments: few.peak // 4})
+    search = RematSearch(compiler, ledger)
+    search.run(frontier=True)
+    assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
+    assert search.full is search.found[policy]
 
 
 def test_without_a_compile_left_nothing_is_traced_or_told(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
