@@ -85,6 +85,11 @@ class Problem:
         return getattr(self.train_step, "__name__", type(self.train_step).__name__)
 
     @property
+    def platform(self) -> str:
+        """What it is planned for: ``cpu``, ``tpu``, or a kind of GPU."""
+        return jax.default_backend() if self.target is None else self.target.platform
+
+    @property
     def workers(self) -> int:
         """Among how many devices the work is divided; the others do again what one of these does."""
         return self.parts or self.device_count

@@ -33,7 +33,7 @@ _NEAR = 1.3
 _AT_FIRST = 2
 # What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
 _ENOUGH = 6
-# An estimate of half as many cuts below this part of that of all is worth a compile whatever the compiler needs.
+# An estimate of half as many cuts below this part of that of all is worth a compile on a TPU.
 _FEWER = 0.8
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
@@ -106,15 +106,15 @@ class RematSearch:
 
         Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
         better of the two is the lower end of what is asked for next. What the compiler needs has the gradients of parameters too:
-        where these are large this asks rather too often, for one compile. A compiler that needs less than is estimated is asked
-        where the estimate itself is less by enough, as a TPU's, which keeps much in the chip's own memory.
+        where these are large this asks rather too often, for one compile. What a TPU's compiler needs is without what lies in the
+        chip's own memory: there the estimate is compared with itself too.
         """
         full = self.full
         if not self._ledger.left or full is None or full.step_bytes is None or full.temp_bytes is None:
             return
-        found = with_half_the_cuts(self._compiler, self._full, self._offered.segments)
-        least = max(full.temp_bytes * self._compiler.problem.workers, _FEWER * self._offered.peak)
-        if found is None or found[1].peak >= least:
+        found, problem = with_half_the_cuts(self._compiler, self._full, self._offered.segments), self._compiler.problem
+        enough = _FEWER * self._offered.peak if problem.platform == "tpu" else 0.0
+        if found is None or found[1].peak >= max(full.temp_bytes * problem.workers, enough):
             return
         fewer, offered = found
         self._compile([fewer])
