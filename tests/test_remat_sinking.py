@@ -94,6 +94,17 @@ def test_what_is_computed_of_arguments_is_made_in_each_segment() -> None:
     assert [str(eqn).count("f32[16,16] = exp") for eqn in inside] == [1, 1]
 
 
+def test_a_view_of_an_argument_is_not_kept_beside_it() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        w = w.T
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return x.mean()
+
+    inside = checkpoints(jm.remat(loss, segments=3), WEIGHTS[0], INPUTS)
+    assert all("f32[16,16] = transpose" in str(eqn) for eqn in inside)
+
+
 def test_a_weight_that_nobody_differentiates_is_cast_in_each_segment() -> None:
     cut = rematerialised(shared_weight, jm.StepPolicy(remat="full", segments=3), lambda args: args[1:])
     inside = checkpoints(cut, WEIGHTS[0], INPUTS)

@@ -102,7 +102,7 @@ class Sunk:
         return [found[index] for index in sorted(found)]
 
     def casts_for(self, wanted: Iterable[Any], differentiated: Collection[Any] | None) -> dict[Any, None]:
-        """The sunk values that make those ``wanted`` which are differentiated arguments in another dtype or shape.
+        """The sunk values that make those ``wanted`` which are differentiated arguments in another dtype.
 
         Args:
             wanted: Values that some equations use.
@@ -113,7 +113,7 @@ class Sunk:
             argument, var = self._argument_of(value), value
             if argument is None or not (is_inexact(argument) and is_inexact(value)):
                 continue
-            while var in self.makers and (differentiated is None or argument in differentiated):
+            while var.aval.dtype != argument.aval.dtype and (differentiated is None or argument in differentiated):
                 found[var] = None
                 (var,) = variables(self.makers[var][1].invars)
         return found
