@@ -52,7 +52,9 @@ class Survived:
     codes: dict[str, int]
 
     def said(self, name: str) -> list[str]:
-        return (self.place / name / "err").read_text().splitlines()
+        """What a run wrote on stderr. On a busy machine any of them may read a probe less often; one run is there for that."""
+        lines = (self.place / name / "err").read_text().splitlines()
+        return [line for line in lines if name == "many_arrays" or " is read every " not in line]
 
     def printed(self, name: str) -> str:
         return (self.place / name / "out").read_text()
