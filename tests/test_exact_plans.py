@@ -194,21 +194,28 @@ def offered(chains: list[Judged]) -> list[list[tuple[int, int]]]:
     return [[each[0].cost(jm.StepPolicy()), *each[0].offered()] for each in chains]
 
 
-def test_what_the_planner_offers_is_near_the_optimum(chains: list[Judged], offered: list[Any]) -> None:
-    ratios = [over_the_optimum(*both) for both in zip(chains, offered, strict=True)]
-    points = np.concatenate(ratios)
-    assert np.mean(points <= WITHIN) >= 0.96, np.sort(points)[-12:]
-    assert points.max() <= 1.34, np.sort(points)[-12:]
+# Of the first 24 chains and of all: points within `WITHIN` of the optimum, the farthest, chains that are there at every point,
+# and chains whose least bytes are the optimum's.
+NEAR = {24: (0.98, 1.08, 23, 24), CHAINS: (0.96, 1.34, 86, 91)}
+
+
+@pytest.mark.parametrize("count", NEAR)
+def test_what_the_planner_offers_is_near_the_optimum(chains: list[Judged], offered: list[Any], count: int) -> None:
+    judged = list(zip(chains[:count], offered[:count], strict=True))
+    ratios = [over_the_optimum(*both) for both in judged]
+    points, (share, farthest, everywhere, least) = np.concatenate(ratios), NEAR[count]
+    assert np.mean(points <= WITHIN) >= share, np.sort(points)[-12:]
+    assert points.max() <= farthest, np.sort(points)[-12:]
     assert points.mean() <= 1.0, points.mean()
-    assert sum(max(each) <= WITHIN for each in ratios) >= 86
-    smallest = [min(some)[0] / points[0][0] for some, (_, points, _) in zip(offered, chains, strict=True)]
-    assert sum(ratio <= 1.0 for ratio in smallest) >= 91, smallest
+    assert sum(max(each) <= WITHIN for each in ratios) >= everywhere
+    smallest = [min(some)[0] / points[0][0] for (_, points, _), some in judged]
+    assert sum(ratio <= 1.0 for ratio in smallest) >= least, smallest
 
 
 def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) -> None:
     """A twentieth more bytes than the optimum's are enough for no more work than the optimum's."""
     found = []
-    for reference, points, slack in chains[::12]:
+    for reference, points, slack in chains[:24:3]:
         again = [(reference.planned(int(bytes_ * WITHIN)), most) for bytes_, most in points]
         found.append([flops is not None and flops <= most + slack for flops, most in again])
     assert np.mean(np.concatenate(found)) >= 0.93

@@ -94,6 +94,18 @@ def test_what_is_computed_of_arguments_is_made_in_each_segment() -> None:
     assert [str(eqn).count("f32[16,16] = exp") for eqn in inside] == [1, 1]
 
 
+def test_a_number_that_is_cast_inside_a_jit_is_no_argument() -> None:
+    as_float = jax.jit(lambda number: jax.lax.convert_element_type(number, jnp.float32))
+
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x @ w) * as_float(2)
+        return x.mean()
+
+    plain, ours = (jax.grad(each)(WEIGHTS[0], INPUTS) for each in (loss, jm.remat(loss, segments=3)))
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-8)
+
+
 def test_a_view_of_an_argument_is_not_kept_beside_it() -> None:
     def loss(w: Any, x: Any) -> Any:
         w = w.T

@@ -123,9 +123,10 @@ class Sunk:
         while var in self.makers:
             _, maker = self.makers[var]
             operands = variables(maker.invars)
-            if maker.primitive.name not in _RELABELLED or operands[0].aval.size != var.aval.size:
+            # A literal that is cast has no operand that is a variable.
+            if maker.primitive.name not in _RELABELLED or [one.aval.size for one in operands] != [var.aval.size]:
                 return None
-            var = operands[0]
+            (var,) = operands
         return var
 
     def without(self, kept: Collection[Any]) -> Sunk:
