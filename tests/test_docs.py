@@ -73,19 +73,19 @@ ATTACHED = {
     "[2, 4, 8]": "[2]",
 }
 # What a document's text puts between its blocks: document, number of the block -> what comes before it.
-BETWEEN = {
-    ("plan.md", 3): """
+SHARDED = """
 import dataclasses
 sharded = dataclasses.replace(plan.chosen, policy=jm.StepPolicy(remat="full", sharding="fsdp"))
 plan = jm.Plan(dataclasses.replace(plan.record, candidates=(sharded,), chosen=0, mesh={"fsdp": 8}))
 state, batch = new_state(), dict(batch)
-""",
-}
+"""
+BETWEEN = {("plan.md", 3): SHARDED, ("plan_a_pod.md", 1): SHARDED}
 # Documents whose Python begins before JAX does: run in a process of their own.
 FRESH = {"environment.md", "choose_gpu_settings.md"}
 # What a reader does next with what a document defines; pytest's own part in it is `test_the_pytest_lines_of_a_gate_hold`.
 AFTERWARDS = {
     "plan.md": "state, metrics = step(state, batch)",
+    "plan_a_pod.md": "state, metrics = step(state, batch)",
     "gate.md": "test_the_step_does_not_grow(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",
     "gate_memory_in_ci.md": "test_the_step_fits(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",
     "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -13,7 +14,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
-from jaxmem_callbacks.planning.offers import offers, with_half_the_cuts
+from jaxmem_callbacks.planning.offers import offers, with_enough_cuts, with_half_the_cuts
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.plans import Candidate
@@ -139,13 +140,16 @@ def test_a_compiler_that_fuses_as_estimated_is_not_asked(compiler: Compiler, few
     assert {each.segments for each in ledger.asked} == {None}
 
 
-def step_with_a_head(weights: Any, batch: Any) -> Any:
+def step_with_a_head(weights: Any, batch: Any, layers: int = LAYERS, products: int = 1) -> Any:
     """Logits, and what JAX keeps of their float32 form: all cuts are alive beside them."""
 
     def loss(weights: Any) -> Any:
         x = batch
-        for weight in weights:
-            x = jnp.tanh(x @ weight) @ weight.T + x
+        for weight in weights[:layers]:
+            h = x
+            for _ in range(products):
+                h = jnp.tanh(h @ weight) @ weight.T
+            x = h + x
         logits = (x @ weights[0]).astype(jnp.float32)
         return (jax.nn.logsumexp(logits, -1) - logits[:, 0]).mean()
 
@@ -167,6 +171,22 @@ def test_a_tpus_compiler_is_asked_where_the_estimate_itself_is_a_fifth_less(plat
     assert (ledger.asked[2] == policy) is (platform == "tpu")
 
 
+def test_a_tpus_compiler_is_asked_for_enough_cuts_to_make_the_last_segment_short() -> None:
+    """Half as many would make the others too long here."""
+    compiler = compiler_for(None, functools.partial(step_with_a_head, layers=6, products=3), jnp.bfloat16)
+    segments = offers(compiler, FULL).segments
+    found = with_enough_cuts(compiler, FULL, segments)
+    assert found is not None
+    policy, few = found
+    peaks = {
+        count: offers(compiler, replace(FULL, segments=count)).peak for count in range(segments // 2 + 1, segments + 1)
+    }
+    near = [count for count, peak in peaks.items() if peak <= 1.1 * peaks[segments]]
+    assert segments // 2 + 1 < near[0] < segments
+    assert policy == replace(FULL, segments=near[0])
+    assert few.peak == peaks[near[0]]
+
+
 def test_without_a_compile_left_nothing_is_traced_or_told(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
     ledger = Said({None: fewer[1] + 1})
     ledger.left = 2
@@ -177,3 +197,4 @@ def test_without_a_compile_left_nothing_is_traced_or_told(compiler: Compiler, fe
 
 def test_few_segments_are_not_halved(compiler: Compiler) -> None:
     assert with_half_the_cuts(compiler, FULL, 4) is None
+    assert with_enough_cuts(compiler, FULL, 4) is None

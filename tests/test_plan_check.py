@@ -12,12 +12,17 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.known import KnownHere
+from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.spread import spread
 from jaxmem_callbacks.programs.steps.conditions import flags_now
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
+from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Table
 
 pytestmark = pytest.mark.core
@@ -58,6 +63,27 @@ def test_a_plan_that_is_right_is_shown_beside_what_was_compiled(plan: jm.Plan) -
     (row,) = [row for row in table.rows if row[0] == "plan of train_step"]
     assert "predicted" in row[1]
     assert row[3] == "+0.0%"
+
+
+@pytest.mark.parametrize(("peaks", "measured"), [((), ""), ((None,), ""), ((600, 900), ", 900 B measured")])
+def test_what_the_allocator_measured_stands_beside_both(
+    plan: jm.Plan, peaks: tuple[int | None, ...], measured: str
+) -> None:
+    known, nothing = KnownHere(plan=plan.record), dict.fromkeys(("output_bytes", "alias_bytes", "temp_bytes"), 0)
+    readings = tuple(
+        Reading(
+            source="allocator", device=f"gpu:{place}", step=3, time_s=0.0, in_use_bytes=5, peak_bytes_since_start=peak
+        )
+        for place, peak in enumerate(peaks)
+    )
+    memory = ProgramMemory(name="train_step", platform="gpu", target="attached", argument_bytes=1000, **nothing)
+    compilation = Compilation(program="train_step", time_s=0.0, signature=(), memory=memory)
+    compiled = (Compiled(step=3, compilation=compilation),)
+    known.learn(Observation(step=3, time_s=0.0, readings=readings, compilations=compiled))
+    (row,) = (row for row in known.rows() if row.figure == "plan of train_step")
+    predicted = plan.chosen.step_bytes or 0
+    assert row.latest == f"{format_bytes(predicted)} predicted, 1000 B compiled{measured}"
+    assert (f"{900 / predicted - 1:+.1%} measured" in row.text) is bool(measured)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.modelled import modelled_seconds
-from jaxmem_callbacks.planning.speeds import Speed, speed_of
+from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.devices import nearest_target
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
 from tests.target_step import needs_compiler
@@ -60,7 +62,48 @@ def test_every_accelerator_has_a_speed_and_the_attached_cpu_none() -> None:
         if speed is not None:
             assert 1e13 < speed.flops < 1e16
             assert 1e11 < speed.bandwidth < 1e13
-    assert speed_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", "h100_sxm"),
+        ("gpu", "NVIDIA H100 PCIe", "h100_pcie"),
+        ("gpu", "NVIDIA H200", "h200"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "a100_sxm_80"),
+        ("gpu", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx6000pro"),
+        ("gpu", "NVIDIA GeForce RTX 4090", None),
+        ("tpu", "TPU v4", "v4"),
+        ("tpu", "TPU v5 lite", "v5e"),
+        ("tpu", "TPU v5", "v5p"),
+        ("tpu", "TPU v6 lite", "v6e"),
+        ("tpu", "TPU7x", "tpu7x"),
+        ("tpu", "TPU v99", None),
+        ("cpu", "cpu", "cpu"),
+    ],
+)
+def test_an_attached_device_has_the_speed_of_the_target_that_it_is(platform: str, kind: str, name: str | None) -> None:
+    assert nearest_target(platform, kind) == name
+    known = None if name is None else speed_of(resolve_target(name, require_installed=False))
+    assert speed_of_device(platform, kind) == known
+    assert (known is None) == (name in (None, "cpu"))
+
+
+def test_what_is_kept_never_takes_longer_than_what_is_computed_again() -> None:
+    """`jax.checkpoint` rounds what it keeps by `reduce_precision`, which is no reduction."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        for _ in range(6):
+            x = jnp.tanh(x @ weights) @ weights
+        return jnp.square(x).mean()
+
+    shapes = matrix(512, 512), matrix(4096, 512)
+    times = [
+        seconds(jax.grad(jm.remat(loss, keep=keep) if keep is not None else loss), *shapes)
+        for keep in (None, 1.0, 0.75, 0.5, 0.25, 0.0)
+    ]
+    assert times == sorted(times)
+    assert times[0] < 0.9 * times[-1]
 
 
 def test_what_a_compiler_recomputes_is_never_free() -> None:

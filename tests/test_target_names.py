@@ -62,6 +62,15 @@ def test_every_name_resolves_and_knows_its_memory():
     [
         ("h10", r"'h10'\. Did you mean `h100_sxm`\? Expected one of: v2, .*h100_sxm.*h200.*'v5e:2x2' or 'h100_sxm:8'"),
         ("rtx_a600", r"Did you mean `a6000`\? Expected one of: .* a6000,"),
+        (
+            "v5p-64",
+            r"Unknown target 'v5p-64'\. As Google Cloud counts, that is 32 chips: `v5p:2x4x4`\. Expected one of: ",
+        ),
+        ("v4-8", r"that is 4 chips: `v4:2x2x1`\."),
+        ("v5litepod-16", r"that is 16 chips: `v5e:4x4`\."),
+        ("v6e-1", r"that is 1 chip: `v6e:1x1`\."),
+        ("v5p-7", r"Unknown target 'v5p-7'\. Did you mean `v5p`\?"),
+        ("v5e-21", r"^Unknown target 'v5e-21'\. Expected one of: "),
         ("rtx4090", r"^Unknown target 'rtx4090'\. Expected one of: "),
         ("cpu:8", r"Unknown target 'cpu:8'"),
         ("v5e:2x2x1", r"'v5e:2x2x1': a v5e topology has 2 dimensions of chips\. Type for example 'v5e:2x2'"),

@@ -40,6 +40,8 @@ def test_the_worker_gets_the_users_compiler_flags_but_not_their_jax_settings(mon
     assert given["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=true"
     assert given["JAX_PLATFORMS"] == "cpu"
     assert given["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+    assert given["CUDA_VISIBLE_DEVICES"] == "", "no accelerator of this machine is taken"
+    assert (given["TPU_SKIP_MDS_QUERY"], given["TPU_WORKER_HOSTNAMES"]) == ("1", "localhost"), "no cloud is asked"
     assert not {"JAX_DISABLE_JIT", "XLA_PYTHON_CLIENT_ALLOCATOR", "TEST_TMPDIR"} & set(given)
 
 

@@ -6,7 +6,6 @@ the nearest target's, modelled time), and what was seen (the allocator's peak, s
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
-from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
+from jaxmem_callbacks.programs.targets.devices import nearest_target
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.plans import Candidate
 
@@ -101,21 +101,3 @@ def run(policy: jm.StepPolicy, shapes: tuple[Any, ...], device: Any) -> dict[str
         "step_s": statistics.median(seconds[_WARM:]),
         "loss_is_finite": bool(jnp.isfinite(loss)),
     }
-
-
-def nearest_target(platform: str, kind: str) -> str | None:
-    """The target that is most like a device, by its name; None where none is of its model.
-
-    Args:
-        platform: JAX's word for it.
-        kind: Its device kind, such as ``NVIDIA H100 80GB HBM3``.
-    """
-    if platform == "cpu":
-        return "cpu"
-    said = re.sub(r"rtx pro (\d+)", r"rtx\1pro", kind.lower())
-    words = {re.sub(r"^sxm\d*$", "sxm", word.removesuffix("gb")) for word in re.split(r"[^a-z0-9]+", said)}
-    if "pcie" not in words:
-        words.add("sxm")  # a module's kind may say nothing but its memory; a card's says PCIe
-    names = [name for name in target_names() if resolve_target(name, require_installed=False).platform == "cuda"]
-    same = [name for name in names if name.split("_")[0] in words]
-    return max(same, key=lambda name: len(words.intersection(name.split("_"))), default=None)

@@ -196,7 +196,10 @@ class KnownHere:
         if self._plan is None:
             return []
         program = self._programs.get(self._plan.step)
-        latest, text = plan_row(self._plan, None if program is None else program.step_bytes)
+        peaks = [reading.peak_bytes_since_start or 0 for reading in self._of("allocator")]
+        latest, text = plan_row(
+            self._plan, None if program is None else program.step_bytes, max(peaks, default=0) or None
+        )
         return [_row(f"plan of {self._plan.step}", latest, "plan", text)]
 
     def _drops(self) -> KnownRow:

@@ -98,13 +98,23 @@ def _text(mesh: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def plan_row(plan: PlanRecord, compiled_bytes: int | None) -> tuple[str, str]:
-    """Predicted beside compiled, for a table: both sizes, and by how much they differ."""
+def plan_row(plan: PlanRecord, compiled_bytes: int | None, measured_bytes: int | None) -> tuple[str, str]:
+    """Predicted beside compiled and measured, for a table: the sizes, and by how much they differ.
+
+    Args:
+        plan: What was foretold.
+        compiled_bytes: What the compiler says of the step that runs; None before, and where it does not.
+        measured_bytes: The highest peak of the devices' allocators so far; None where they tell none.
+    """
     predicted = plan.candidates[plan.chosen].step_bytes
     if compiled_bytes is None or predicted is None:
         return f"{format_bytes(predicted)} predicted", "the step was not compiled yet, or its bytes are unknown here"
-    difference = compiled_bytes / predicted - 1
-    return f"{format_bytes(predicted)} predicted, {format_bytes(compiled_bytes)} compiled", f"{difference:+.1%}"
+    sizes = f"{format_bytes(predicted)} predicted, {format_bytes(compiled_bytes)} compiled"
+    text = f"{compiled_bytes / predicted - 1:+.1%}"
+    if measured_bytes is None:
+        return sizes, text
+    measured = f"{measured_bytes / predicted - 1:+.1%} measured: the allocator's peak since the process began, whatever made it"
+    return f"{sizes}, {format_bytes(measured_bytes)} measured", f"{text} compiled, {measured}"
 
 
 def _stale_event(plan: PlanRecord, compiled: Compiled, stale: Sequence[str]) -> MemoryEvent:

@@ -144,6 +144,8 @@ class Plan:
     def to_yaml(self) -> str:
         """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``.
 
+        A preset says no devices: for several its description has the mesh, to be set before the step is made.
+
         Raises:
             PlanError: nothing fits; a preset could not carry that refusal, and would be run.
         """
@@ -152,8 +154,9 @@ class Plan:
             raise PlanError(unfit_reason(record))
         rows = f" at {chosen.batch_rows} rows" if chosen.batch_rows is not None else ""
         budget = f" of {format_bytes(record.budget_bytes)}" if record.budget_bytes is not None else ""
+        mesh = f" on the mesh jm.make_mesh({dict(record.mesh)})" if record.device_count > 1 and record.mesh else ""
         text = (
-            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}: {format_bytes(chosen.step_bytes)}"
+            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}{mesh}: {format_bytes(chosen.step_bytes)}"
             f"{budget} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
             f"program {record.fingerprint})."
         )

@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.modelled import modelled_seconds
-from jaxmem_callbacks.planning.speeds import speed_of
+from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
-from jaxmem_callbacks.programs.steps.conditions import operations_of
+from jaxmem_callbacks.programs.steps.conditions import kind_here, operations_of
 from jaxmem_callbacks.programs.steps.jitting import jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -88,6 +88,11 @@ class Problem:
     def platform(self) -> str:
         """What it is planned for: ``cpu``, ``tpu``, or a kind of GPU."""
         return jax.default_backend() if self.target is None else self.target.platform
+
+    @property
+    def speed(self) -> Speed | None:
+        """Peaks of one device; None where no data sheet says them."""
+        return speed_of_device(self.platform, kind_here()) if self.target is None else speed_of(self.target)
 
     @property
     def workers(self) -> int:
@@ -174,7 +179,7 @@ class Compiler:
             traced = step.traced(problem.args, dict(problem.kwargs))
         self.notes |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
-        speed = speed_of(problem.target)
+        speed = problem.speed
         return Facts(
             traced=traced,
             flops=count_flops(traced.jaxpr).flops,
@@ -300,14 +305,14 @@ class Compiler:
         hlo: str,
         answer: TargetCompilation | None = None,
     ) -> Candidate:
-        hidden = max(recomputed_flops(hlo), 1) * self.problem.workers if memory.compiler_remat else 0
+        again = max(recomputed_flops(hlo), 1) if memory.compiler_remat else 0
         need, largest = self._need(memory.step_bytes)
         return Candidate(
             policy=policy,
             step_bytes=memory.step_bytes,
             fits=self._fits(need, answer),
             flops=facts.flops,
-            extra_flops=facts.flops - self.plain.flops + hidden,
+            extra_flops=facts.flops - self.plain.flops + again * self.problem.workers,
             plain_flops=self.plain.flops,
             need_bytes=need,
             sets_need=largest,
@@ -316,7 +321,7 @@ class Compiler:
             mesh=mesh_sizes(self.problem.mesh),
             operations=facts.operations,
             compiler_remat=memory.compiler_remat,
-            modelled_s=self._with_collectives(facts.modelled_s, hlo),
+            modelled_s=self._as_compiled(facts.modelled_s, again, hlo),
             argument_bytes=memory.argument_bytes,
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
@@ -326,12 +331,19 @@ class Compiler:
             seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )
 
-    def _with_collectives(self, modelled_s: float | None, hlo: str) -> float | None:
-        """Modelled time with what goes through the links, as if nothing of it were hidden behind other work."""
-        speed = speed_of(self.problem.target)
-        if modelled_s is None or speed is None or self.problem.device_count == 1:
-            return modelled_s
-        return modelled_s + collectives_of(hlo, self.problem.device_count).moved_bytes / speed.link
+    def _as_compiled(self, modelled_s: float | None, again: int, hlo: str) -> float | None:
+        """Modelled time with what a trace does not know, as if nothing of it were hidden behind other work.
+
+        Args:
+            modelled_s: Of the trace.
+            again: Operations on each device that the compiler does again by itself, at the speed of products.
+            hlo: The compiled program, for what goes through the links.
+        """
+        speed, count = self.problem.speed, self.problem.device_count
+        if modelled_s is None or speed is None:
+            return None
+        moved = 0 if count == 1 else collectives_of(hlo, count).moved_bytes
+        return modelled_s + again / speed.flops + moved / speed.link
 
     def _need(self, step_bytes: int | None) -> tuple[int | None, str]:
         """Resident bytes and the largest program; the name of that one where it is not the step."""

@@ -17,7 +17,11 @@ from jaxmem_callbacks.transforms.residuals import nbytes
 
 # Of what elementwise equations make, about this share is written to memory: the rest lives in registers of one fusion.
 _WRITTEN = 0.25
-_FREE = {"broadcast_in_dim", "iota", "name", "optimization_barrier", "pvary", "reshape", "squeeze", "stop_gradient"}
+# JAX rounds what a checkpoint keeps by `reduce_precision` to its own precision: no reduction, in spite of its name.
+_FREE = {
+    *("broadcast_in_dim", "iota", "name", "optimization_barrier", "pvary"),
+    *("reduce_precision", "reshape", "squeeze", "stop_gradient"),
+}
 
 
 @final

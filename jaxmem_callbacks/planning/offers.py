@@ -7,6 +7,7 @@ first where they promise more than the estimate may be wrong by.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ _FEW = 4
 _MARGIN = 0.9
 # As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
 _ALIKE = 0.02
+# An estimated peak up to this part of another is hardly above it.
+_HARDLY = 1.1
 # Policies nearer to each other than this are not worth two compiles.
 _CLOSE = 1.01
 _BISECTIONS = 24
@@ -100,11 +103,36 @@ def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> t
     Returns:
         None where there are few segments, or the loss cannot be cut into half as many.
     """
-    if segments <= _FEW:
-        return None
-    fewer = replace(full, segments=segments // 2 + 1)
+    return None if segments <= _FEW else _with_so_many(compiler, full, segments // 2 + 1)
+
+
+def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
+    """The same, but for the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
+
+    Where a number is given, the last segment is estimated as JAX would keep it: as many segments lie elsewhere, and the last is
+    shorter.
+    """
+    half = with_half_the_cuts(compiler, full, segments)
+    many = None if half is None else _with_so_many(compiler, full, segments)
+    if half is None or many is None or half[1].peak <= _HARDLY * many[1].peak:
+        return half
+    known = {segments: many}
+
+    def is_enough(count: int) -> bool:
+        found = _with_so_many(compiler, full, count)
+        if found is None or found[1].peak > _HARDLY * many[1].peak:
+            return False
+        known[count] = found
+        return True
+
+    return known[bisect.bisect_left(range(segments), True, lo=segments // 2 + 2, key=is_enough)]
+
+
+def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
+    """A policy with a number of segments, and what may be asked for above it; None where the loss cannot be cut so."""
+    policy = replace(full, segments=segments)
     try:
-        return fewer, offers(compiler, fewer)
+        return policy, offers(compiler, policy)
     except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
         return None
 

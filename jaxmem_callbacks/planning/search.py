@@ -18,7 +18,7 @@ import numpy as np
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_half_the_cuts
+from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_enough_cuts, with_half_the_cuts
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -33,7 +33,7 @@ _NEAR = 1.3
 _AT_FIRST = 2
 # What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
 _ENOUGH = 6
-# An estimate of half as many cuts below this part of that of all is worth a compile on a TPU.
+# An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU.
 _FEWER = 0.8
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
@@ -107,14 +107,18 @@ class RematSearch:
         Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
         better of the two is the lower end of what is asked for next. What the compiler needs has the gradients of parameters too:
         where these are large this asks rather too often, for one compile. What a TPU's compiler needs is without what lies in the
-        chip's own memory: there the estimate is compared with itself too.
+        chip's own memory, as long as it has room for the logits: there the estimate is compared with itself too, and it takes as
+        many cuts as make the last segment short.
         """
         full = self.full
         if not self._ledger.left or full is None or full.step_bytes is None or full.temp_bytes is None:
             return
-        found, problem = with_half_the_cuts(self._compiler, self._full, self._offered.segments), self._compiler.problem
-        enough = _FEWER * self._offered.peak if problem.platform == "tpu" else 0.0
-        if found is None or found[1].peak >= max(full.temp_bytes * problem.workers, enough):
+        problem = self._compiler.problem
+        with_fewer, much_less = with_half_the_cuts, 0.0
+        if problem.platform == "tpu":
+            with_fewer, much_less = with_enough_cuts, _FEWER * self._offered.peak
+        found = with_fewer(self._compiler, self._full, self._offered.segments)
+        if found is None or found[1].peak >= max(full.temp_bytes * problem.workers, much_less):
             return
         fewer, offered = found
         self._compile([fewer])

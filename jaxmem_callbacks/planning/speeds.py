@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxmem_callbacks.programs.targets.devices import nearest_target
 from jaxmem_callbacks.programs.targets.target import Target
 
 
@@ -52,9 +53,20 @@ _SPEEDS = {
 }
 
 
-def speed_of(target: Target | None) -> Speed | None:
-    """Peaks of one device of a target, or None where no data sheet figure is known (the attached CPU)."""
-    if target is None:
-        return None
-    kind = target.name.partition(":")[0]
-    return next((_SPEEDS[name] for name in sorted(_SPEEDS, key=len, reverse=True) if kind.startswith(name)), None)
+def speed_of(target: Target) -> Speed | None:
+    """Peaks of one device of a target, or None where no data sheet figure is known (the CPU)."""
+    return _speed(target.name.partition(":")[0])
+
+
+def speed_of_device(platform: str, kind: str) -> Speed | None:
+    """Peaks of an attached device, or None where no data sheet figure is known.
+
+    Args:
+        platform: JAX's word for it, such as ``gpu``.
+        kind: Its device kind, such as ``NVIDIA H100 80GB HBM3``.
+    """
+    return _speed(nearest_target(platform, kind) or "")
+
+
+def _speed(name: str) -> Speed | None:
+    return next((_SPEEDS[known] for known in sorted(_SPEEDS, key=len, reverse=True) if name.startswith(known)), None)

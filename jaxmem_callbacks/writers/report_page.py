@@ -177,7 +177,8 @@ def _plan(story: Story, frontier: Frontier) -> Iterator[str]:
     if record is None:
         return
     memory = story.programs[record.step].memory if record.step in story.programs else None
-    latest, text = plan_row(record, None if memory is None else memory.step_bytes)
+    measured = story.highs.get("peak_bytes_since_start")
+    latest, text = plan_row(record, memory and memory.step_bytes, measured and measured.bytes)
     best = frontier(record.candidates)
     yield "<h3>The plan, and what came of it</h3>"
     yield f"<p><strong>{escape(record.step)}</strong>: {escape(latest)}; {escape(text)}.</p>"

@@ -86,6 +86,9 @@ _TPUS = {
     "v6e": _Tpu(smallest="1x1", memory_gib=31.24),
     "tpu7x": _Tpu(smallest="1x1x1", memory_gib=94.74, devices_per_chip=2),
 }
+# What an accelerator type of Google Cloud counts for each chip, such as v5p-64: TensorCores in these generations, else chips
+# (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
+_TYPES_COUNT = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _ALIASES = {
     "a100": "a100_sxm_80",
     "a100_80gb": "a100_sxm_80",
@@ -159,7 +162,7 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
         return Target(name="cpu", platform="cpu", device_count=1)
     else:
         msg = (
-            f"Unknown target {text!r}.{_meant(kind)} Expected one of: {', '.join(target_names())}; "
+            f"Unknown target {text!r}.{_slice_meant(word) or _meant(kind)} Expected one of: {', '.join(target_names())}; "
             "with a topology or a count where it has several devices, such as 'v5e:2x2' or 'h100_sxm:8'."
         )
         raise TargetError(msg)
@@ -172,6 +175,27 @@ def _meant(word: str) -> str:
     """A misspelt name's hint, by its canonical name, which the list shows; another number is another GPU, not a mistake."""
     near = difflib.get_close_matches(word, [*target_names(), *_ALIASES], n=1, cutoff=_ALIKE)
     return f" Did you mean `{_ALIASES.get(near[0], near[0])}`?" if near else ""
+
+
+def _slice_meant(word: str) -> str:
+    """The topology that an accelerator type of Google Cloud stands for, such as ``v5p_64``; empty for other words."""
+    kind, _, said = word.rpartition("_")
+    kind = _ALIASES.get(kind, kind)
+    if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9]\d{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
+        return ""
+    chips, dimensions = int(said) // _TYPES_COUNT[kind], _TPUS[kind].smallest.count("x") + 1
+    longest = _TPUS[kind].longest or chips
+    sides = [n for n in range(1, min(chips, longest) + 1) if chips % n == 0]
+    near = (
+        each
+        for each in itertools.product(sides, repeat=dimensions)
+        if math.prod(each) == chips and all(n == 1 or n % 2 == 0 for n in each[:2])
+    )
+    # The nearest to a cube; a dimension of one chip comes last, as Google writes it.
+    shape = min(near, key=lambda each: (max(each) - min(each), [n == 1 for n in each], each), default=None)
+    if shape is None:
+        return ""
+    return f" As Google Cloud counts, that is {chips} chip{'s'[: chips > 1]}: `{kind}:{'x'.join(map(str, shape))}`."
 
 
 def _tpu(kind: str, shape: str, text: str) -> Target:
