@@ -139,6 +139,8 @@ def test_where_nothing_fits_the_plan_says_so_and_nobody_runs_it() -> None:
     state = sum(leaf.size * 4 for leaf in jax.tree.leaves(abstract()[:2]))
     assert plan.record.least_bytes == state
     assert "Nothing fits, by" in str(plan)
+    told = f"planned for 1 of {jax.device_count()} attached devices. To divide the step among all of them, "
+    assert sum(told in note and "search={'sharding': True}" in note for note in plan.record.notes) == 1
     assert "comes nearest" in sentences(plan)
     assert plan.peak is not None
     assert plan.chosen.step_bytes in told_bytes(plan.peak)

@@ -19,10 +19,11 @@ from benchmarks.plan_models.case import (
     PlanCase,
     compared_losses,
     next_token_loss,
+    policy,
     random_tokens,
 )
 
-CHUNKED = "chunked"
+DOTS, CHUNKED = "dots", "chunked"
 
 
 def _scan(function: Any) -> Any:
@@ -54,7 +55,9 @@ class CharLSTM(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        cell: Any = nn.remat(nn.OptimizedLSTMCell, prevent_cse=False) if self.remat == FULL else nn.OptimizedLSTMCell
+        cell: Any = nn.OptimizedLSTMCell
+        if self.remat in (FULL, DOTS):
+            cell = nn.remat(cell, prevent_cse=False, policy=policy(self.remat, ()))
         x: Any = nn.Embed(self.vocabulary, self.width)(tokens)
         for index in range(self.layers):
             layer = cell(self.width, name=f"lstm_{index}")
@@ -76,4 +79,4 @@ def lstm(batch: int = 64, length: int = 1024, width: int = 256, layers: int = 2,
         params = model(NONE).init(key, tokens[:1, :4])
         return params, OPTIMIZER.init(params), tokens
 
-    return compared_losses("LSTM, Linen, over time", loss_of, initial, (FULL, CHUNKED))
+    return compared_losses("LSTM, Linen, over time", loss_of, initial, (FULL, DOTS, CHUNKED))

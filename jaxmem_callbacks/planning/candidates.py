@@ -63,6 +63,7 @@ class Problem:
         beside: Other programs of the run, compiled with the state placed as here.
         batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
         state_shardings: What the step pins its state to, where its user said so.
+        plain: The plain step outside any mesh, where it was traced before for these arguments: JAX then traces it once.
     """
 
     train_step: Callable[..., Any]
@@ -78,6 +79,7 @@ class Problem:
     beside: tuple[BesideProgram, ...] = ()
     batch_rows: int | None = None
     state_shardings: Any = None
+    plain: JitStep[..., Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -106,6 +108,8 @@ class Problem:
 
     def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
         """The step under a policy."""
+        if self.plain is not None and self.mesh is None and survey is None and policy == self.plain.policy:
+            return self.plain
         return JitStep(self.train_step, policy, survey=survey, state_shardings=self.state_shardings)
 
     def in_mesh(self) -> AbstractContextManager[Any]:

@@ -80,6 +80,7 @@ def make_plan(
         base=StepPolicy(donate=own.donation),
         state_shardings=own.state_shardings,
     )
+    first = replace(first, plain=first.step(first.base))
     traced = traced_plainly(first)
     problem = with_donation(first, donation_of(first, own.donation, space))
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
@@ -105,7 +106,14 @@ def make_plan(
             raise
     if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
         ledger.note(_UNCHECKED)
-    return _record(ledger, *chosen(ledger))
+    best, reason = chosen(ledger)
+    count = jax.device_count()
+    if best.candidate.fits is False and hardware is None and problem.device_count < count:
+        ledger.note(
+            f"This is planned for {problem.device_count} of {count} attached devices. To divide the step among all of them, give "
+            "arguments without shardings and search={'sharding': True}."
+        )
+    return _record(ledger, best, reason)
 
 
 def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:

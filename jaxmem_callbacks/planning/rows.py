@@ -90,7 +90,7 @@ def with_rows(problem: Problem, rows: Rows, count: int) -> Problem:
         name: jax.tree.map(resized, value) if name in rows.arguments else value
         for name, value in problem.kwargs.items()
     }
-    return dataclasses.replace(problem, args=args, kwargs=kwargs, batch_rows=count)
+    return dataclasses.replace(problem, args=args, kwargs=kwargs, batch_rows=count, plain=None)
 
 
 def _sizes(value: Any) -> list[int]:
