@@ -304,3 +304,16 @@ def test_documents_on_remat_give_no_bytes_that_no_file_holds():
     """Sizes of programs come from results; what is left are words, and sizes that are asked for."""
     text = (ROOT / "docs" / "remat.md").read_text()
     assert not re.findall(r"\b\d[\d.]* [KMGT]i?B\b(?!/s)", text)
+
+
+def test_figures_of_the_cut_against_remat_by_hand_are_those_of_the_file():
+    rows = result("remat_by_hand")["rows"]
+    by_target = {target: [row for row in rows if row["target"] == target] for target in ("h100_sxm", "v5e:2x2", "cpu")}
+    told = [
+        ", ".join(f"{row['bytes_over_hand']:.2f}" for row in by_target[target]) + f" on {where}"
+        for target, where in (("h100_sxm", "an H100"), ("v5e:2x2", "a v5e"), ("cpu", "the CPU"))
+    ]
+    work = {tuple(round(row["flops_over_hand"], 2) for row in some) for some in by_target.values()}
+    assert len(work) == 1
+    flops = ", ".join(f"{share:.2f}" for share in work.pop())
+    assert f"{', '.join(told)}; FLOPs {flops}," in (ROOT / "README.md").read_text("utf-8")
