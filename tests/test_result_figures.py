@@ -317,3 +317,14 @@ def test_figures_of_the_cut_against_remat_by_hand_are_those_of_the_file():
     assert len(work) == 1
     flops = ", ".join(f"{share:.2f}" for share in work.pop())
     assert f"{', '.join(told)}; FLOPs {flops}," in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_figures_of_the_analytic_part_are_those_of_the_file():
+    loop, llama = result("analytic")["rows"]
+    assert all(row["equations"] >= 10_000 and row["analytic_s"] < 5 for row in (loop, llama))
+    told = (
+        f"{loop['analytic_s']:.1f} s of one core for a loop of layers, {llama['analytic_s']:.1f} s for an unrolled Flax model; "
+        f"JAX's own tracing of the step with its gradients {loop['cut_loss_with_gradients_traced_s']:.1f} and "
+        f"{llama['cut_loss_with_gradients_traced_s']:.1f} s besides"
+    )
+    assert told in (ROOT / "README.md").read_text("utf-8")
