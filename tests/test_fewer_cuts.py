@@ -171,7 +171,7 @@ def test_a_tpus_compiler_is_asked_where_the_estimate_itself_is_a_fifth_less(plat
     assert (ledger.asked[2] == policy) is (platform == "tpu")
 
 
-def test_a_tpus_compiler_is_asked_for_enough_cuts_to_make_the_last_segment_short() -> None:
+def test_a_tpus_compiler_is_asked_for_as_many_cuts_as_leave_no_other_segment_much_longer() -> None:
     """Half as many would make the others too long here."""
     compiler = compiler_for(None, functools.partial(step_with_a_head, layers=6, products=3), jnp.bfloat16)
     segments = offers(compiler, FULL).segments

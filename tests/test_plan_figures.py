@@ -17,8 +17,8 @@ from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
+from jaxmem_callbacks.programs.targets.attached import nearest_target
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.programs.targets.devices import nearest_target
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
 from tests.target_step import needs_compiler
@@ -70,6 +70,7 @@ def test_every_accelerator_has_a_speed_and_the_attached_cpu_none() -> None:
         ("gpu", "NVIDIA H100 80GB HBM3", "h100_sxm"),
         ("gpu", "NVIDIA H100 PCIe", "h100_pcie"),
         ("gpu", "NVIDIA H200", "h200"),
+        ("gpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("gpu", "NVIDIA A100-SXM4-80GB", "a100_sxm_80"),
         ("gpu", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx6000pro"),
         ("gpu", "NVIDIA GeForce RTX 4090", None),

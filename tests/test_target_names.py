@@ -69,6 +69,7 @@ def test_every_name_resolves_and_knows_its_memory():
         ("v4-8", r"that is 4 chips: `v4:2x2x1`\."),
         ("v5litepod-16", r"that is 16 chips: `v5e:4x4`\."),
         ("v6e-1", r"that is 1 chip: `v6e:1x1`\."),
+        ("v5p-200000", r"^Unknown target 'v5p-200000'\. (Did you mean `v5p`\? )?Expected one of: "),
         ("v5p-7", r"Unknown target 'v5p-7'\. Did you mean `v5p`\?"),
         ("v5e-21", r"^Unknown target 'v5e-21'\. Expected one of: "),
         ("rtx4090", r"^Unknown target 'rtx4090'\. Expected one of: "),

@@ -336,12 +336,13 @@ class Compiler:
         )
 
     def _as_compiled(self, modelled_s: float | None, again: int, hlo: str) -> float | None:
-        """Modelled time with what a trace does not know, as if nothing of it were hidden behind other work.
+        """Modelled time with what a trace does not know.
 
         Args:
             modelled_s: Of the trace.
-            again: Operations on each device that the compiler does again by itself, at the speed of products.
-            hlo: The compiled program, for what goes through the links.
+            again: Operations on each device that the compiler does again by itself, charged at the speed of bfloat16 products:
+                the least that they may take.
+            hlo: The compiled program, for what goes through the links, as if nothing of it were hidden behind other work.
         """
         speed, count = self.problem.speed, self.problem.device_count
         if modelled_s is None or speed is None:

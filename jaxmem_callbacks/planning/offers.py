@@ -107,10 +107,19 @@ def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> t
 
 
 def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
-    """The same, but for the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
+    """The policy of the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
 
     Where a number is given, the last segment is estimated as JAX would keep it: as many segments lie elsewhere, and the last is
-    shorter.
+    shorter. Half as many may leave the others too long. What is enough is taken to be enough with one more too.
+
+    Args:
+        compiler: Traces the step under a policy.
+        full: The policy that keeps only what is alive at its cuts.
+        segments: How many it makes; 0 where the step has several losses.
+
+    Returns:
+        The policy, and what may be asked for above it. None where there are few segments, or the loss cannot be cut into half as
+        many.
     """
     half = with_half_the_cuts(compiler, full, segments)
     many = None if half is None else _with_so_many(compiler, full, segments)

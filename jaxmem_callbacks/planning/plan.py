@@ -107,13 +107,18 @@ def make_plan(
     if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
-    count = jax.device_count()
-    if best.candidate.fits is False and hardware is None and problem.device_count < count:
+    _note_idle_devices(ledger, best)
+    return _record(ledger, best, reason)
+
+
+def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
+    """Where nothing fits on some of the attached devices, say how to use the others."""
+    problem, count = best.compiler.problem, jax.device_count()
+    if best.candidate.fits is False and problem.target is None and problem.device_count < count:
         ledger.note(
             f"This is planned for {problem.device_count} of {count} attached devices. To divide the step among all of them, give "
             "arguments without shardings and search={'sharding': True}."
         )
-    return _record(ledger, best, reason)
 
 
 def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:

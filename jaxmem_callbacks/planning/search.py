@@ -107,8 +107,8 @@ class RematSearch:
         Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
         better of the two is the lower end of what is asked for next. What the compiler needs has the gradients of parameters too:
         where these are large this asks rather too often, for one compile. What a TPU's compiler needs is without what lies in the
-        chip's own memory, as long as it has room for the logits: there the estimate is compared with itself too, and it takes as
-        many cuts as make the last segment short.
+        chip's own memory, as long as it has room for the logits: there the estimate is compared with itself too, and as many
+        cuts are asked for as leave no other segment much longer.
         """
         full = self.full
         if not self._ledger.left or full is None or full.step_bytes is None or full.temp_bytes is None:

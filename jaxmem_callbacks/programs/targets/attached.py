@@ -5,9 +5,10 @@ So that what runs here can be compiled in a worker, where a compile takes no dev
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from jaxmem_callbacks.programs.targets.target import Target, gpu_of_kind, resolve_target
+from jaxmem_callbacks.programs.targets.target import Target, gpu_of_kind, resolve_target, target_names
 from jaxmem_callbacks.records.errors import TargetError
 
 _TPU_KINDS = {
@@ -52,3 +53,25 @@ def attached_target(platform: str, device_kind: str, count: int) -> Target:
         "docs/targets.md lists; name it yourself: jm.plan(train_step, ..., target=...)."
     )
     raise TargetError(msg)
+
+
+def nearest_target(platform: str, kind: str) -> str | None:
+    """The target that is most like one device, by its name; None where none is of its model, or the device is a part of a GPU.
+
+    Args:
+        platform: JAX's word for it.
+        kind: Its device kind, such as ``NVIDIA H100 80GB HBM3`` or ``TPU v5 lite``.
+    """
+    if platform == "cpu":
+        return "cpu"
+    if platform == "tpu":
+        return _TPU_KINDS.get(kind)
+    said = re.sub(r"rtx pro (\d+)", r"rtx\1pro", kind.lower())
+    words = {re.sub(r"^sxm\d*$", "sxm", word.removesuffix("gb")) for word in re.split(r"[^a-z0-9]+", said)}
+    if "mig" in words:
+        return None
+    if "pcie" not in words:
+        words.add("sxm")  # a module's kind may say nothing but its memory; a card's says PCIe
+    names = [name for name in target_names() if resolve_target(name, require_installed=False).platform == "cuda"]
+    same = [name for name in names if name.split("_")[0] in words]
+    return max(same, key=lambda name: len(words.intersection(name.split("_"))), default=None)

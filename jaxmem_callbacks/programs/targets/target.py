@@ -184,6 +184,8 @@ def _slice_meant(word: str) -> str:
     if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9]\d{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
         return ""
     chips, dimensions = int(said) // _TYPES_COUNT[kind], _TPUS[kind].smallest.count("x") + 1
+    if chips > _MOST_CHIPS:
+        return ""
     longest = _TPUS[kind].longest or chips
     sides = [n for n in range(1, min(chips, longest) + 1) if chips % n == 0]
     near = (
@@ -195,7 +197,7 @@ def _slice_meant(word: str) -> str:
     shape = min(near, key=lambda each: (max(each) - min(each), [n == 1 for n in each], each), default=None)
     if shape is None:
         return ""
-    return f" As Google Cloud counts, that is {chips} chip{'s'[: chips > 1]}: `{kind}:{'x'.join(map(str, shape))}`."
+    return f" As Google Cloud counts, that is {chips} chip{'s' * (chips > 1)}: `{kind}:{'x'.join(map(str, shape))}`."
 
 
 def _tpu(kind: str, shape: str, text: str) -> Target:
