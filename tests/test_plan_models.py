@@ -38,7 +38,7 @@ HAND = [
     (name, remat)
     for name in TINY
     for remat in (
-        ["full", "chunked"] if name == "lstm" else
+        ["full", "dots", "chunked"] if name == "lstm" else
         ["full", "names"] if name in {"resnet", "unet"} else
         ["full", "dots", "dots_no_batch", "names"]
     )
