@@ -51,6 +51,33 @@ def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.Mo
     writer.go.set()
 
 
+def test_one_that_still_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd):
+    """A busy machine makes the last look long, which is no reason to lose it. For ever is not waited either."""
+    monkeypatch.setattr(ticker, "PATIENCE_S", 0.2)
+
+    class Working(Writer):
+        def __init__(self, work_s: float) -> None:
+            self.work_s, self.done = work_s, False
+
+        def write(self, record: Record) -> None:
+            del record
+            end_s = time.thread_time() + self.work_s
+            while not self.done and time.thread_time() < end_s:
+                sum(range(1_000))
+            self.done = True
+
+    slow, endless = Working(0.5), Working(60)
+    for writer in (slow, endless):
+        monitor = jm.MemoryMonitor(FAST, writer=writer)
+        monitor(0)
+        monitor.close()
+    assert slow.done
+    assert not endless.done
+    endless.done = True
+    (line,) = told(capfd)
+    assert line.startswith("jaxmem: writer 1 (Working) hangs and is left behind")
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_fork_waits_for_the_look_that_runs():
     class Slow(Writer):

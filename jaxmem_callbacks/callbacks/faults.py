@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, final
@@ -24,20 +25,25 @@ class Faults:
         self._off: set[str] = set()
         self.pending: Exception | None = None
         self._said: deque[str] = deque(maxlen=_KEPT)
-        self.doing = ""  # the part that runs on the monitor's thread, for when it does not come back
+        self._doing: dict[int, str] = {}  # thread -> the part that runs on it
 
     def attempt(self, part: str, action: Callable[..., _Result], *args: Any, default: _Result) -> _Result:
         """Run one part of the monitor; ``default`` where it fails now or has failed before."""
         if part in self._off:
             return default
-        outer, self.doing = self.doing, part
+        thread = threading.get_ident()
+        outer, self._doing[thread] = self.doing(thread), part
         try:
             return action(*args)
         except Exception as error:  # noqa: BLE001 - whatever a part raises, the user's training goes on
             self.report(part, error)
             return default
         finally:
-            self.doing = outer
+            self._doing[thread] = outer
+
+    def doing(self, thread: int | None) -> str:
+        """The part that runs on a thread, for when it does not come back; empty while there is none."""
+        return self._doing.get(thread, "") if thread is not None else ""
 
     def report(self, part: str, error: Exception) -> None:
         """Switch a part off and say so, once."""

@@ -352,9 +352,10 @@ class MemoryMonitor:
         self._faults.attempt("closing the writers", self._recorder.close, default=None)
 
     def _say_what_hangs(self) -> None:
+        doing = self._faults.doing(self._ticker.ident)
         self._faults.note(
             "hanging",
-            f"{self._faults.doing or 'the monitor'} hangs and is left behind: what it did not take is not written.",
+            f"{doing or 'the monitor'} hangs and is left behind: what it did not take is not written.",
         )
 
 

@@ -6,6 +6,7 @@ waits for the action that runs, else the child would have half of what it wrote,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -14,8 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import final
 
+import psutil
+
 PATIENCE_S = 10.0  # a writer that hangs must not keep the process from going on or ending
 SHORT_S = 0.5  # once it was seen to hang; and what a fork waits
+_WORKS = 0.01  # of that time on a processor: it does not hang, the machine is busy
+_MOST = 6  # times that one at work is waited for
 _running: weakref.WeakSet[Ticker] = weakref.WeakSet()
 
 
@@ -48,8 +53,12 @@ class Ticker:
         done = threading.Event()
         self._asked.append((action, done))
         self._wake.set()
-        if done.wait(self._patience_s):
-            return True
+        for _ in range(_MOST):
+            before_s = self._worked_s()
+            if done.wait(self._patience_s):
+                return True
+            if self._worked_s() - before_s < _WORKS * self._patience_s:
+                break
         self._patience_s = SHORT_S
         return False
 
@@ -57,6 +66,18 @@ class Ticker:
         """Run a last action and end the thread; False when it did not end in time and is left behind."""
         self._stopping = True
         return self.run(last)
+
+    @property
+    def ident(self) -> int | None:
+        """Of the thread, as Python numbers threads."""
+        return self._thread.ident
+
+    def _worked_s(self) -> float:
+        """Seconds of processors that the thread has had, by the system; asking pthreads for one that ended is undefined."""
+        with contextlib.suppress(psutil.Error, OSError):  # a sandbox may hide /proc
+            threads = psutil.Process().threads()
+            return sum(each.user_time + each.system_time for each in threads if each.id == self._thread.native_id)
+        return 0.0
 
     def _run(self) -> None:
         while True:
