@@ -9,6 +9,10 @@ import jax
 import psutil
 import pytest
 
+# Variables of a process that trains on CPU: its machine code is not optimised, as in the tests' own process, whose time goes into
+# compiles. What is computed, kept and told is decided before. Not for compiles for absent hardware, which would take it too.
+UNOPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
 
 def alive(process):
     """Whether a process still does anything; what is left of one whose parent died may wait for ever to be looked at."""

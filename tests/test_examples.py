@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from tests.processes import UNOPTIMISED
 from tests.target_step import needs_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ STEPS = {
     "mixed_precision": 40,
     "sharded_transformer": 12,
 }
-ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+ON_CPU = {**os.environ, **UNOPTIMISED, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 # Trains twice in one process, with the example's presets and with none, and compares everything that training moves.
 # Not for the transformers: the gradient of an attention key's bias is zero but for rounding, and Adam scales that up.
@@ -212,7 +213,8 @@ def test_a_pod_is_planned_on_a_laptop(tmp_path: Path):
         "--logdir",
         str(tmp_path),
     )
-    printed = run_python(str(EXAMPLES / "plan_a_pod.py"), *options, JAXMEM_CACHE_DIR=os.environ["JAXMEM_CACHE_DIR"])
+    variables = {"JAXMEM_CACHE_DIR": os.environ["JAXMEM_CACHE_DIR"], **dict.fromkeys(UNOPTIMISED, "0")}
+    printed = run_python(str(EXAMPLES / "plan_a_pod.py"), *options, **variables)
     assert "14.20 billion parameters, 8 rows of 2048 tokens, 8 devices" in printed
     assert "zero1 was not compiled: its arguments alone are" in printed
     plan = json.loads(out.read_text())

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import UNOPTIMISED
+
 pytestmark = pytest.mark.timeout(900)  # minutes, where others take the processor
 ROOT = Path(__file__).parents[1]
 FAILS = 36  # the 37th of 60
@@ -36,8 +38,8 @@ def told(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory):
-    # What ends a run is asked here, or losses within a tolerance: unoptimised code does. Compiles are most of the time.
-    return runs(tmp_path_factory.mktemp("limits"), LIMITS, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    # What ends a run is asked here, or losses within a tolerance: unoptimised code does. Losses to the last bit are asked above.
+    return runs(tmp_path_factory.mktemp("limits"), LIMITS, **UNOPTIMISED)
 
 
 def apart(run, told):
