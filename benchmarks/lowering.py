@@ -60,12 +60,12 @@ def lowering_ratio(problem: Problem, rounds: int = 3, enough: float = 0.0) -> fl
     Args:
         problem: A loss and its arguments.
         rounds: How often both are lowered, at most.
-        enough: A ratio that two rounds may stop at, and one round at two thirds of it: no noise of processor time is as large.
+        enough: A ratio that two rounds may stop at.
     """
     loss, args = problem
     best = dict.fromkeys(("plain", "cut"), float("inf"))
     for done in range(rounds):
-        if done and best["cut"] <= (enough if done > 1 else enough / 1.5) * best["plain"]:
+        if done > 1 and best["cut"] <= enough * best["plain"]:
             break
         for name, candidate in (("plain", loss), ("cut", jm.remat(loss))):
             jax.clear_caches()

@@ -21,6 +21,7 @@ PATIENCE_S = 10.0  # a writer that hangs must not keep the process from going on
 SHORT_S = 0.5  # once it was seen to hang; and what a fork waits
 _WORKS = 0.01  # of that time on a processor: it does not hang, the machine is busy
 _MOST = 6  # times that one at work is waited for
+_SOON_S = 0.1  # mostly it is done by then, and the system is not asked for times
 _running: weakref.WeakSet[Ticker] = weakref.WeakSet()
 
 
@@ -36,7 +37,7 @@ class Ticker:
         self._busy = threading.Lock()
         self._held = False
         self._stopping = False
-        self._patience_s = PATIENCE_S
+        self._patience_s, self._rounds = PATIENCE_S, _MOST
         self._thread = threading.Thread(target=self._run, name="jaxmem-monitor", daemon=True)
 
     def start(self) -> None:
@@ -53,13 +54,15 @@ class Ticker:
         done = threading.Event()
         self._asked.append((action, done))
         self._wake.set()
-        for _ in range(_MOST):
+        if done.wait(_SOON_S):
+            return True
+        for _ in range(self._rounds):
             before_s = self._worked_s()
             if done.wait(self._patience_s):
                 return True
             if self._worked_s() - before_s < _WORKS * self._patience_s:
                 break
-        self._patience_s = SHORT_S
+        self._patience_s, self._rounds = SHORT_S, 1
         return False
 
     def stop(self, last: Callable[[], None]) -> bool:
