@@ -64,6 +64,15 @@ from tests.target_step import needs_compiler
         (["--logdir", "a_file/plan"], "a_file/plan'): expected a folder that can be written: Not a directory."),
         (["--logdir", "gs://a/b"], "logdir='gs://a/b'): expected a local folder."),
         (
+            ["--mesh", "data2"],
+            "--mesh data2: expected axes with sizes of at least 1, one of them at most -1. Type --mesh data=",
+        ),
+        (["--mesh", "fsdp=0"], "--mesh fsdp=0: expected axes with sizes of at least 1"),
+        (
+            ["--mesh", "fsdp=4"],
+            "and none are named. Name a target of several, as in --target h100_sxm:8, or add --search",
+        ),
+        (
             ["--beside", "train.py"],
             "--beside train.py: expected a file and the function in it that returns (function, args)",
         ),
@@ -91,9 +100,28 @@ def test_shardings_for_one_device_are_refused_before_the_script_is_read(
     target: str, several: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs_compiler(target)
-    assert main(["plan", "a_script_that_is_never_read.py", "--search", "sharding", "--target", target]) == 2
-    told = f"and {target} is one. Name several, as in --target {several}, or leave --search sharding out."
+    ask = ["plan", "a_script_that_is_never_read.py", "--target", target]
+    for option in ("--search sharding", "--mesh fsdp=-1"):
+        assert main([*ask, *option.split()]) == 2
+        told = f"and {target} is one. Name several, as in --target {several}, or leave {option} out."
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("typed", "fitting"),
+    [("fsdp=8", "fsdp=4"), ("data=3,fsdp=-1", "data=1,fsdp=4"), ("data=2,fsdp=4", "data=2,fsdp=2")],
+)
+def test_a_mesh_of_another_size_than_the_target_is_refused_with_one_that_fits(
+    typed: str, fitting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs_compiler("v5e:2x2")
+    ask = ["plan", "a_script_that_is_never_read.py", "--target", "v5e:2x2", "--mesh"]
+    assert main([*ask, typed]) == 2
+    told = f"--mesh {typed} does not make up the 4 devices of v5e:2x2. Type --mesh {fitting}."
     assert told in capsys.readouterr().err
+    assert main([*ask, fitting]) == 2
+    assert "No such script" in capsys.readouterr().err, "what was said to be typed is no mesh"
 
 
 @pytest.mark.core
@@ -168,6 +196,18 @@ def test_a_program_beside_the_step_is_named_by_its_file_and_function(
     assert chosen["step_bytes"] < 2**20
     assert main([*ask, f"{script}:make_number", str(script)]) == 2
     assert "make_number() returned int. Expected a function and its arguments" in capsys.readouterr().err
+
+
+def test_a_step_is_planned_on_the_axes_that_were_typed(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ask = ["plan", str(script), "--search", "remat=no", "--search", "sharding=fsdp"]
+    assert main([*ask, "--mesh", "data=2,fsdp=-1"]) == 0
+    printed = capsys.readouterr().out
+    assert "jax.set_mesh(jm.make_mesh({'data': 2, 'fsdp': 4}))" in printed
+    assert main([*ask, "--json", "--mesh", "data=4,fsdp=2"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["mesh"], made["device_count"]) == ({"data": 4, "fsdp": 2}, 8)
 
 
 def planned(policy: jm.StepPolicy, **record: Any) -> jm.Plan:

@@ -25,9 +25,10 @@ from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import MIB
+from jaxmem_callbacks.transforms.sharding.mesh import fitting_axes, parse_axes
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
@@ -50,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another program that must fit, such as evaluation: name() returns (function, args); may be given several times",
     )
     add_search_argument(parser)
+    parser.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="axes to divide a step over, data=2,fsdp=-1; else chosen by the number of devices",
+    )
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
     parser.add_argument("--logdir", metavar="DIR", help="write the plan for TensorBoard, as a run of its own")
@@ -72,12 +78,14 @@ def run(args: argparse.Namespace) -> int:
         require_program(program)
     target = None if args.target is None else resolve_target(args.target)
     search = search_of(args.search)
-    if target is not None and (search or {}).get("sharding"):
-        _require_several(target)
+    sharding = (search or {}).get("sharding")
+    if sharding:
+        _require_several("--search sharding", target)
+    mesh = None if args.mesh is None else _mesh(args.mesh, target, attached=bool(sharding))
     budget = None if args.budget is None else _budget(args.budget)
     _require_sizes(args.resident)
     try:
-        made = _made(args, search, budget)
+        made = _made(args, search, budget, mesh)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
         return FAILED
@@ -97,23 +105,61 @@ def run(args: argparse.Namespace) -> int:
     return REFUSED if unfit else OK
 
 
-def _require_several(target: Target) -> None:
-    """Refuse to search for a sharding on one device.
+def _require_several(option: str, target: Target | None) -> None:
+    """Refuse to divide a step on one device.
 
     Raises:
         PlanError: naming a target of several.
     """
-    if target.device_count > 1 or target.platform == "cpu":  # the attached devices are counted once JAX has started
+    # The attached devices are counted once JAX has started.
+    if target is None or target.device_count > 1 or target.platform == "cpu":
         return
     several = f"{target.name.partition(':')[0]}:8" if target.platform == "cuda" else "v5e:2x2"
     msg = (
-        f"--search sharding divides a step among several devices, and {target.name} is one. Name several, as in "
-        f"--target {several}, or leave --search sharding out."
+        f"{option} divides a step among several devices, and {target.name} is one. Name several, as in "
+        f"--target {several}, or leave {option} out."
     )
     raise PlanError(msg)
 
 
-def _made(args: argparse.Namespace, search: dict[str, Any] | None, budget: float | None) -> Plan:
+def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]:
+    """The axes of ``--mesh``.
+
+    Args:
+        text: As typed.
+        target: Of ``--target``.
+        attached: Whether, without a target, the attached devices are to share the step.
+
+    Raises:
+        PlanError: no axes, or axes that do not make up the target's devices; says what to type.
+    """
+    option = f"--mesh {text}"
+    try:
+        axes = parse_axes(text)
+    except PolicyError:
+        msg = f"{option}: expected axes with sizes of at least 1, one of them at most -1. Type --mesh data=2,fsdp=-1."
+        raise PlanError(msg) from None
+    if target is None and not attached:
+        msg = (
+            f"{option} divides a step among several devices, and none are named. Name a target of several, as in "
+            "--target h100_sxm:8, or add --search sharding to divide it among the attached ones."
+        )
+        raise PlanError(msg)
+    _require_several(option, target)
+    if target is None or target.platform == "cpu":
+        return axes
+    count, sizes = target.device_count, axes.values()
+    given = math.prod(size for size in sizes if size != -1)
+    if count % given or (-1 not in sizes and count != given):
+        fitting = ",".join(f"{name}={size}" for name, size in fitting_axes(axes, count).items())
+        msg = f"{option} does not make up the {count} devices of {target.name}. Type --mesh {fitting}."
+        raise PlanError(msg)
+    return axes
+
+
+def _made(
+    args: argparse.Namespace, search: dict[str, Any] | None, budget: float | None, mesh: dict[str, int] | None
+) -> Plan:
     """Run the script up to its step, and plan that.
 
     Raises:
@@ -130,6 +176,7 @@ def _made(args: argparse.Namespace, search: dict[str, Any] | None, budget: float
         *reached.args,
         target=args.target,
         budget=budget,
+        mesh=mesh,
         resident=args.resident,
         beside=beside,
         search=search,

@@ -129,14 +129,17 @@ def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[st
         return sizes
     text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     wants = f"a multiple of {given}" if free is not None else str(given)
-    axes = ", ".join(f'"{name}": {size}' for name, size in _fitting(sizes, count).items())
+    axes = ", ".join(f'"{name}": {size}' for name, size in fitting_axes(sizes, count).items())
     fewer = given if given < count else None
     msg = f"Mesh: the axes {text} need {wants} devices, and {there}. {to_type(axes, fewer)}"
     raise PolicyError(msg)
 
 
-def _fitting(sizes: dict[str, int], count: int) -> dict[str, int]:
-    """Axes that fit, as near as possible to those given: each size made the largest divisor of what is left that it allows."""
+def fitting_axes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Axes that make up ``count`` devices, as near as possible to those given (-1 is free).
+
+    Each size becomes the largest divisor of what is left that it allows.
+    """
     left, fitting = count, dict.fromkeys(sizes, 1)
     for name, size in sizes.items():
         if size != -1:
