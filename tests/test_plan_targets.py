@@ -263,9 +263,7 @@ def test_what_cannot_be_divided_is_an_error() -> None:
         jm.plan(train_step, params, opt_state, odd, target="h100_sxm:4")
     with pytest.raises(PolicyError, match=r"the axes fsdp=3 need 3 devices, and the target has 4 devices"):
         jm.plan(train_step, params, opt_state, batch, target="h100_sxm:4", mesh={"fsdp": 3})
-    with pytest.raises(
-        PlanError, match=r"mesh=\{'fsdp': 2\} says how to divide a step for a target of several devices"
-    ):
+    with pytest.raises(PlanError, match=r"mesh=\{'fsdp': 2\} says how to divide a step among several devices"):
         jm.plan(train_step, params, opt_state, batch, mesh={"fsdp": 2})
     with pytest.raises(
         PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how to divide .* the plan is for one device"

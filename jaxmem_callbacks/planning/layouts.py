@@ -45,12 +45,16 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
         return True
     if mesh is not None or space.sharding is not None:
         said = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={list(space.sharding or ())!r}'
-        why = "the arguments carry shardings" if placed else "the plan is for one device"
-        msg = (
-            f"{said} says how to divide a step for a target of several devices, and {why}. Name one, such as "
-            "target='h100_sxm:8', or search={'sharding': True} for the attached devices; or leave it out: arguments that carry "
-            "shardings say themselves where they lie."
-        )
+        if placed:
+            why = (
+                "the arguments carry shardings, which say where they lie. Leave it out, or give arguments without any."
+            )
+        else:
+            why = (
+                "the plan is for one device. Name a target of several, such as target='h100_sxm:8', or "
+                "search={'sharding': True} for the attached devices; or leave it out."
+            )
+        msg = f"{said} says how to divide a step among several devices, and {why}"
         raise PlanError(msg)
     return False
 
