@@ -162,6 +162,9 @@ def test_ordered_effects_are_refused_by_name() -> None:
 def test_a_loss_that_cannot_be_cut_is_refused_not_ignored() -> None:
     with pytest.raises(LossRefusedError, match=r"would do nothing: the loss is `reduce_sum`.*jax.value_and_grad"):
         jax.grad(jm.remat(jnp.sum))(INPUTS)
+    for nothing in (lambda _: jnp.float32(1.0), lambda x: 2 * x[0, 0]):
+        with pytest.raises(LossRefusedError, match=r"would do nothing: the loss is no equation at all"):
+            jax.grad(jm.remat(nothing, keep=0.5))(INPUTS)
 
 
 def test_framework_objects_are_sent_to_the_function_that_keeps_their_state() -> None:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from tests.comparisons import stored_bytes
 from tests.losses import INPUTS, WEIGHTS, WIDTH
 from tests.test_remat_mathematics import assert_same
 
@@ -77,6 +79,32 @@ def in_vmap(step: Callable[..., Any]) -> Any:
 def test_collectives_are_no_effects(loss: Callable[..., Any], run: Callable[..., Any]) -> None:
     cheaper = jax.value_and_grad(jm.remat(loss))
     assert_same(run(cheaper), run(jax.value_and_grad(loss)))
+
+
+# Complex values, which JAX's checkpoints fail to keep.
+
+
+def spectral(weights: Any, x: Any) -> Any:
+    for w in weights:
+        filtered = checkpoint_name(jnp.fft.rfft(x) @ (w[: WIDTH // 2 + 1, : WIDTH // 2 + 1] * (1 + 0.5j)), "filtered")
+        x = jnp.tanh(jnp.fft.irfft(filtered, n=WIDTH) + x @ w)
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("options", [
+    {"policy": "dots"}, {"policy": "everything_saveable"}, {"keep": 0.5}, {"keep": 1.0}, {},
+], ids=str)  # fmt: skip
+def test_complex_values_are_computed_again_whatever_is_kept(options: dict[str, Any]) -> None:
+    ours = jax.jit(jax.value_and_grad(jm.remat(spectral, **options)))(WEIGHTS, INPUTS)
+    assert_same(ours, jax.jit(jax.value_and_grad(spectral))(WEIGHTS, INPUTS))
+    if options:
+        less, more = (stored_bytes(jm.remat(spectral, **each), WEIGHTS, INPUTS) for each in ({}, options))
+        assert less < more, "real values are kept all the same"
+
+
+def test_a_complex_value_cannot_be_saved_by_name() -> None:
+    with pytest.raises(PolicyError, match=r"value named 'filtered' is complex64, .*keep real values only.*jnp\.real"):
+        jax.grad(jm.remat(spectral, save=("filtered",)))(WEIGHTS, INPUTS)
 
 
 # Reports from inside a loop of a loop.

@@ -99,6 +99,13 @@ def test_every_policy_acts_inside(options: dict[str, Any]) -> None:
     assert stored_bytes(cheaper, *args) < stored_bytes(loss, *args)
 
 
+@pytest.mark.parametrize("name", ["scanned", "unrolled"])
+def test_what_is_kept_is_named_in_the_mesh_of_its_own_body(name: str) -> None:
+    args = arguments()
+    with jax.set_mesh(MESH):
+        assert_close(*(jax.jit(jax.grad(each))(*args) for each in (jm.remat(LOSSES[name], keep=0.5), LOSSES[name])))
+
+
 def test_a_policy_keeps_what_it_would_keep_on_one_device() -> None:
     def alone(w: Any, x: Any) -> Any:
         return jax.vmap(lambda x: scanned(w, x), axis_name="data")(jnp.tanh(x).reshape(4, -1, WIDTH)).mean() * 2.0

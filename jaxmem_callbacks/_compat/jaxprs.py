@@ -93,6 +93,11 @@ def name_template(name: str) -> Any:
     return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0)).eqns[0]
 
 
+def name_equation(template: Any, var: Any, named: Any, like: Any) -> Any:
+    """An equation that names ``var`` as ``named``, where ``like`` stands: in the same mesh and under the same settings."""
+    return template.replace(invars=[var], outvars=[named], ctx=like.ctx)
+
+
 def scan_arity(eqn: Any) -> tuple[int, int]:
     """Number of constants and of carried values of a `scan` equation."""
     if "num_consts" in eqn.params:

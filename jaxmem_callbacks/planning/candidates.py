@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -34,6 +34,7 @@ from jaxmem_callbacks.programs.targets.step_on_target import (
     taken_inputs,
 )
 from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.plans import BesideProgram, Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -179,7 +180,7 @@ class Compiler:
         found: list[tuple[Share, ...]] = []
         if step is None:
             step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
-        with problem.in_mesh():
+        with problem.in_mesh(), self._told_of_jax(policy):
             traced = step.traced(problem.args, dict(problem.kwargs))
         self.notes |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
@@ -193,6 +194,18 @@ class Compiler:
             shares=tuple(found),
             unchecked=step.unchecked,
         )
+
+    @contextlib.contextmanager
+    def _told_of_jax(self, policy: StepPolicy) -> Generator[None]:
+        """What JAX cannot trace under a policy, though it can without, is that policy's failure and not the plan's."""
+        try:
+            yield
+        except Exception as error:
+            if policy == self.problem.base or isinstance(error, JaxmemError | MemoryError):
+                raise
+            words = (str(error).strip().splitlines() or [""])[0]
+            msg = f"JAX cannot trace the step under it ({type(error).__name__}: {words}), though it can without."
+            raise LossRefusedError(msg) from error
 
     def lowered(self, policy: StepPolicy, *, timeout_s: float | None = None) -> Callable[[], Candidate]:
         """The step under a policy, lowered in the calling thread, whose settings (a mesh, ``enable_x64``) JAX obeys.

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmem_callbacks.transforms.equations import variables
 from jaxmem_callbacks.transforms.flops import equation_flops
-from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, needs_own_result, residual_values
+from jaxmem_callbacks.transforms.residuals import is_complex, is_inexact, nbytes, needs_own_result, residual_values
 
 # Capacities are whole numbers of 32 bits in SciPy's flow; all that could be computed again together fits below the limit.
 _ALL = 2**30
@@ -163,6 +163,9 @@ class _Graph:
         self._values = np.arange(len(made)) + 2 + len(eqns)
         self.work = np.array([equation_flops(eqn) for eqn in eqns], np.float64)
         self.sizes = np.array([0 if var in free else nbytes(var) for var in made], np.float64)
+        self._unkeepable = np.array(
+            [is_complex(getattr(var.aval, "dtype", None)) and var not in free for var in made], bool
+        )
         self._later = 1.0 + _LATER_DISCOUNT * np.linspace(1.0, 0.0, len(made))
         # An equation may take a value twice; twice endless would be more than the flow's whole numbers hold.
         uses = [(number[var], 2 + i) for i, eqn in enumerate(eqns) for var in _once(eqn.invars) if var in number]
@@ -183,7 +186,8 @@ class _Graph:
         self._place = {var: index for index, var in enumerate(made)}
         self._nodes = 2 + len(eqns) + len(made)
         #: Two segments with equal keys have equal frontiers, value for value.
-        self.key = (len(eqns), bool(self.needed), edges.tobytes(), self.work.tobytes(), self.sizes.tobytes())
+        weights = (self.work.tobytes(), self.sizes.tobytes(), self._unkeepable.tobytes())
+        self.key = (len(eqns), bool(self.needed), edges.tobytes(), *weights)
 
     @property
     def dearest_price(self) -> float:
@@ -242,6 +246,7 @@ class _Graph:
         scale = _ALL / max(self.work.sum() + len(self.work), 1.0)
         work = np.maximum((self.work + 1.0) * scale, 1.0)
         bytes_ = np.minimum(np.ceil(self.sizes * self._later * price * scale), _ENDLESS)
+        bytes_[self._unkeepable] = _ENDLESS
         capacity = np.concatenate([work, bytes_, self._endless]).astype(np.int32)
         shape = (self._nodes, self._nodes)
         network = csr_array((capacity, (self._rows, self._columns)), shape=shape, dtype=np.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
 from jaxmem_callbacks.transforms.equations import variables
-from jaxmem_callbacks.transforms.residuals import view_roots
+from jaxmem_callbacks.transforms.residuals import is_complex, view_roots
 
 # Given to what the library itself chose to keep.
 KEPT = "jaxmem_kept"
 # The same for what waits in host memory, by the policy's own words for it.
 ON_HOST = {OFFLOAD_CUTS: "jaxmem_cut_on_host", OFFLOAD_KEPT: "jaxmem_kept_on_host"}
+# Complex of real operands.
+_FROM_REAL = {"complex", "fft"}
 # The checkpoint's own name, on every JAX line.
 CHECKPOINTS = {"checkpoint", "remat", "remat2"}
 _POLICIES = jax.checkpoint_policies
@@ -40,6 +42,7 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any]:
             share that are kept: JAX cannot combine them.
     """
     by_kind = _WITHOUT_NAMES[policy.remat]()
+    by_kind = by_kind and _of_real_values(by_kind)
     names = [*policy.save, KEPT]  # what waits for the loss's head keeps that even where the policy keeps nothing
     if policy.offload:
         if by_kind is not None:
@@ -61,6 +64,17 @@ def checkpoint_policy(policy: StepPolicy) -> Callable[..., Any]:
         )
         raise PolicyError(msg)
     return by_kind
+
+
+def _of_real_values(by_kind: Callable[..., Any]) -> Callable[..., Any]:
+    """The same policy, but complex values are computed again: JAX (to 0.12 at least) cannot round them to what it would keep."""
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        dtypes = [params.get("new_dtype"), *(getattr(aval, "dtype", None) for aval in avals)]
+        makes_complex = primitive.name in _FROM_REAL or any(map(is_complex, dtypes))
+        return False if makes_complex else by_kind(primitive, *avals, **params)
+
+    return policy
 
 
 def offloads_by_kind(policy: StepPolicy) -> bool:
@@ -130,7 +144,16 @@ def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
     if not wanted:
         return
     present, within_reach = _names(eqns), _names(eqns, own_checkpoints=False)
+    not_real = {
+        one.params["name"]: one.invars[0].aval.dtype for one in _namings(eqns) if is_complex(one.invars[0].aval.dtype)
+    }
     for name in wanted:
+        if name in not_real:
+            msg = (
+                f"The loss's value named {name!r} is {not_real[name]}, and JAX's checkpoints keep real values only. Name its "
+                "real and imaginary parts (jnp.real, jnp.imag) and compute on from those, or leave the name out."
+            )
+            raise PolicyError(msg)
         if name in policy.offload and name in ON_HOST:
             if name in present:
                 msg = (
@@ -192,13 +215,17 @@ _MOVED = {
 
 def _names(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> set[str]:
     """Names given in equations and their bodies, those of checkpoints too or not."""
-    found: set[str] = set()
+    return {eqn.params["name"] for eqn in _namings(eqns, own_checkpoints=own_checkpoints)}
+
+
+def _namings(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> Iterator[Any]:
+    """The equations that give names, in bodies too."""
     for eqn in eqns:
         if eqn.primitive.name == "name":
-            found.add(eqn.params["name"])
+            yield eqn
         if own_checkpoints or eqn.primitive.name not in CHECKPOINTS:
-            found = found.union(*(_names(body.eqns, own_checkpoints=own_checkpoints) for body in subjaxprs(eqn)))
-    return found
+            for body in subjaxprs(eqn):
+                yield from _namings(body.eqns, own_checkpoints=own_checkpoints)
 
 
 def _obeyed(eqns: Iterable[Any], keep: Callable[..., Any]) -> set[str]:

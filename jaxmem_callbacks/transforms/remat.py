@@ -36,6 +36,7 @@ from jaxmem_callbacks.transforms.equations import (
     refuse_effects,
     reports_inside,
     side_effects,
+    variables,
     where,
 )
 from jaxmem_callbacks.transforms.flops import copies
@@ -230,6 +231,9 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
     """A function, or the body of a `shard_map`, as an open jaxpr with checkpoints."""
     sunk = sink(flat.eqns, flat.invars)
     flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
+    if not flat.eqns:  # a constant, or something cheap of the arguments
+        made = sunk.equations_for(variables(flat.outvars))
+        return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made)
     resident = set(sunk.origins)
     residuals = residual_bytes(flat.eqns, resident)
     enough = int(residuals.sum() * _SMALL_SHARE)

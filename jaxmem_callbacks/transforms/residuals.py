@@ -75,6 +75,11 @@ def is_inexact(atom: Any) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
 
 
+def is_complex(dtype: Any) -> bool:
+    """Whether values of a dtype, or None, are complex: JAX (to 0.12 at least) fails to round those that a checkpoint keeps."""
+    return dtype is not None and jax.dtypes.issubdtype(dtype, np.complexfloating)
+
+
 @dataclass(frozen=True, slots=True)
 class Sunk:
     """Values that are cheap functions of the arguments alone, such as parameters cast to bf16, masks and folded keys.

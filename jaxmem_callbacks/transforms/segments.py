@@ -19,6 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_template,
     close,
     derive,
+    name_equation,
     name_template,
     scan_arity,
     subjaxprs,
@@ -230,12 +231,12 @@ def _named(eqns: Sequence[Any], kept: Mapping[Any, str]) -> tuple[list[Any], dic
     made = {var for eqn in eqns for var in eqn.outvars}
     templates = {name: name_template(name) for name in dict.fromkeys(kept.values())}
     names: dict[Any, Any] = {var: new_variable(var) for var in kept if var not in made}
-    found: list[Any] = [templates[kept[var]].replace(invars=[var], outvars=[named]) for var, named in names.items()]
+    found: list[Any] = [name_equation(templates[kept[var]], var, named, eqns[0]) for var, named in names.items()]
     for eqn in eqns:
         found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
         for var in [var for var in eqn.outvars if var in kept]:  # in order: every process traces the same program
             names[var] = new_variable(var)
-            found.append(templates[kept[var]].replace(invars=[var], outvars=[names[var]]))
+            found.append(name_equation(templates[kept[var]], var, names[var], eqn))
     return found, names
 
 
