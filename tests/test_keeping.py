@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -162,8 +163,62 @@ def attention(weights: Any, x: Any) -> Any:
     return (jax.lax.scan(layer, x, stacked)[0] ** 2).mean()
 
 
+def branching(weights: Any, x: Any) -> Any:
+    """A branch in every layer, another branch in that, and a loop in this one."""
+
+    def twice(h: Any, up: Any, down: Any) -> Any:
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ up) @ down + h, None), h, None, length=2)[0]
+
+    def flat(h: Any, up: Any, _: Any) -> Any:
+        return jnp.sin(h @ up)[:, :WIDTH]
+
+    for each in weights:
+        deep = functools.partial(lambda weight, h: jax.lax.cond(h.mean() > 0, twice, flat, h, *weight), each)
+        x = x + jax.lax.cond(x.sum() > 0, deep, lambda h: h, jnp.sin(x))
+    return (x**2).mean()
+
+
+def in_blocks(weights: Any, x: Any) -> Any:
+    """Attention over blocks, as flash attention does it: a loop in every layer of a loop, carrying sums, stacking results."""
+
+    def layer(x: Any, weight: Any) -> Any:
+        up, down = weight
+
+        def block(carry: Any, keys: Any) -> Any:
+            total, weighed = carry
+            scores = jnp.exp(x @ keys.T / WIDTH)
+            return (total + scores.sum(-1, keepdims=True), weighed + scores @ jnp.sin(keys)), scores.mean()
+
+        start = (jnp.zeros((ROWS, 1)), jnp.zeros_like(x))
+        (total, weighed), means = jax.lax.scan(block, start, x.reshape(4, -1, WIDTH), reverse=True)
+        return x + jnp.tanh(weighed / total @ up) @ down * means.sum(), None
+
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *weights)
+    return (jax.lax.scan(layer, x, stacked)[0] ** 2).mean()
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("loss", [unrolled, scanned, attention])
+@pytest.mark.parametrize("loss", [branching, in_blocks])
+def test_what_lies_in_inner_loops_and_branches_is_kept_one_by_one(loss: Any) -> None:
+    args = arguments()
+    plain = jax.value_and_grad(loss)
+    flops = jaxpr_flops(jax.make_jaxpr(plain)(*args))
+    value, grads = jax.jit(plain)(*args)
+    found = dict[float, tuple[int, float]]()
+    for keep in (0.0, 0.2, 1.0):
+        cheaper = jm.remat(loss, keep=keep)
+        ours, our_grads = jax.jit(jax.value_and_grad(cheaper))(*args)
+        np.testing.assert_allclose(ours, value, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), our_grads, grads)
+        again = jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(cheaper))(*args))
+        found[keep] = stored_bytes(cheaper, *args), again / flops
+    (least, most), (_, some), (stored, hardly) = found.values()
+    assert least < stored < stored_bytes(loss, *args)
+    assert hardly < 1.02 < some < most
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("loss", [unrolled, scanned, attention, branching, in_blocks])
 def test_the_survey_foretells_the_work_of_every_share(loss: Any) -> None:
     args = arguments()
     told: list[list[Share]] = []
@@ -224,16 +279,21 @@ def test_keeping_without_remat_is_refused() -> None:
 def test_every_process_keeps_several_results_of_one_equation_in_the_same_order() -> None:
     """A set's order differs from process to process; programs must not, or none is found again in the cache."""
 
+    @jax.custom_jvp
+    def eight(w: Any, x: Any) -> Any:
+        return [x @ w] * 8
+
+    eight.defjvp(lambda primals, tangents: jax.jvp(eight.fun, primals, tangents))
+
     def loss(w: Any, x: Any) -> Any:
         for _ in range(3):
-            parts = jax.lax.cond(x.sum() > 0, lambda x: [x @ w] * 8, lambda x: [x] * 8, x)
-            x = sum(jnp.sin(part) for part in parts)
+            x = sum(jnp.sin(part) for part in eight(w, x))
         return x.sum()
 
     orders = []
     for checkpoint in checkpoints(jm.remat(loss, keep=1.0, segments=3), jnp.ones((64, 64)), jnp.ones((64, 64))):
         eqns = open_jaxpr(checkpoint.params["jaxpr"]).eqns
-        places = {var: place for eqn in eqns if eqn.primitive.name == "cond" for place, var in enumerate(eqn.outvars)}
+        places = {var: place for eqn in eqns if len(eqn.outvars) == 8 for place, var in enumerate(eqn.outvars)}
         named = [eqn.invars[0] for eqn in eqns if eqn.primitive.name == "name"]
         orders.append([places[var] for var in named if var in places])
     assert max(map(len, orders)) > 5

@@ -155,7 +155,7 @@ def test_a_jit_that_cannot_be_traced_is_refused_with_what_to_write() -> None:
 
 
 def test_a_loss_without_anything_to_cut_is_planned_as_it_is() -> None:
-    plan = jm.plan(lambda w: jm.value_and_grad(lambda w: w[0] * 2.0)(w), jnp.ones(3))
+    plan = jm.plan(jm.value_and_grad(lambda w: w[0] * 2.0), jnp.ones(3))
     assert [candidate.policy for candidate in plan.candidates] == [jm.StepPolicy()]
     assert "the loss is no equation at all" in plan.record.notes[0]
 
@@ -164,10 +164,11 @@ def test_what_jax_cannot_trace_under_a_policy_takes_no_other_policy_with_it() ->
     def loss(w: Any) -> Any:
         w = jnp.tanh(jnp.tanh(w @ w) @ w)
         if "Jaxpr" in type(w).__name__:  # a loss that looks at its tracers: remat traces it before it is differentiated
-            raise TypeError("not differentiated\nmore words")
+            msg = "not differentiated\nmore words"
+            raise TypeError(msg)
         return w.sum()
 
-    plan = jm.plan(lambda w: jm.value_and_grad(loss)(w), jnp.ones((8, 8)))
+    plan = jm.plan(jm.value_and_grad(loss), jnp.ones((8, 8)))
     assert [candidate.policy for candidate in plan.candidates] == [jm.StepPolicy()]
     words = "Remat was not tried: JAX cannot trace the step under it (TypeError: not differentiated), though it can without."
     assert words in plan.record.notes

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem_callbacks.transforms.equations import variables
-from jaxmem_callbacks.transforms.flops import equation_flops
+from jaxmem_callbacks.transforms.inside import opened
 from jaxmem_callbacks.transforms.residuals import is_complex, is_inexact, nbytes, needs_own_result, residual_values
 
 # Capacities are whole numbers of 32 bits in SciPy's flow; all that could be computed again together fits below the limit.
@@ -67,9 +67,8 @@ def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Kno
     known = {} if known is None else known
     if graph.key not in known:
         known[graph.key] = graph.made, _points(graph)
-        return known[graph.key][1]
     made, points = known[graph.key]
-    names = dict(zip(made, graph.made, strict=True))
+    names = dict(zip(made, graph.keys, strict=True))
     return [replace(point, values=frozenset(names[var] for var in point.values)) for point in points]
 
 
@@ -145,6 +144,16 @@ def _once(atoms: Sequence[Any]) -> dict[Any, None]:
     return dict.fromkeys(variables(atoms))
 
 
+def _needed(eqns: Sequence[Any], made: Sequence[Any], *, again: bool) -> tuple[list[Any], set[Any]]:
+    """The values that derivatives need, and those that are differentiated; ``again`` where some are made after they are taken."""
+    inputs = {var for eqn in eqns for var in variables(eqn.invars)}.difference(made)
+    active = {var for var in inputs if is_inexact(var)}
+    before, needed = -1, list[Any]()
+    while before < len(active) and (again or before < 0):
+        before, needed = len(active), residual_values(eqns, inputs, active)
+    return needed, active
+
+
 class _Graph:
     """A segment as a flow network: equations cost operations to do again, values cost bytes to keep.
 
@@ -153,19 +162,24 @@ class _Graph:
     are endless.
     """
 
-    def __init__(self, eqns: Sequence[Any], free: frozenset[Any]) -> None:
+    def __init__(self, segment: Sequence[Any], free: frozenset[Any]) -> None:
+        self._opened = inner = opened(segment)
+        eqns = inner.eqns
         self.made = made = [var for eqn in eqns for var in eqn.outvars]
-        inputs = {var for eqn in eqns for var in variables(eqn.invars)}.difference(made)
+        #: What is made, as those call it who keep it.
+        self.keys = [inner.inside.get(var, var) for var in made]
         number: dict[Any, int] = {var: index for index, var in enumerate(made, 2 + len(eqns))}
-        active = {var for var in inputs if is_inexact(var)}
-        self.needed = residual_values(eqns, inputs, active)
+        self._has_loops = bool(inner.handed)
+        self.needed, active = _needed(eqns, made, again=self._has_loops)
         self._makers = np.array([2 + place for place, eqn in enumerate(eqns) for _ in eqn.outvars], np.int64)
         self._values = np.arange(len(made)) + 2 + len(eqns)
-        self.work = np.array([equation_flops(eqn) for eqn in eqns], np.float64)
-        self.sizes = np.array([0 if var in free else nbytes(var) for var in made], np.float64)
-        self._unkeepable = np.array(
-            [is_complex(getattr(var.aval, "dtype", None)) and var not in free for var in made], bool
-        )
+        self.flops = np.array(inner.flops, np.float64)
+        self.work = self.flops * [run.part for run in inner.runs]
+        times = [run.times for eqn, run in zip(eqns, inner.runs, strict=True) for _ in eqn.outvars]
+        sizes = [0 if var in free else often * nbytes(var) for var, often in zip(made, times, strict=True)]
+        self.sizes = np.array(sizes, np.float64)
+        unkeepable = [var in inner.handed or is_complex(getattr(var.aval, "dtype", None)) for var in made]
+        self._unkeepable = np.array(unkeepable, bool) & (self.sizes > 0)
         self._later = 1.0 + _LATER_DISCOUNT * np.linspace(1.0, 0.0, len(made))
         # An equation may take a value twice; twice endless would be more than the flow's whole numbers hold.
         uses = [(number[var], 2 + i) for i, eqn in enumerate(eqns) for var in _once(eqn.invars) if var in number]
@@ -201,7 +215,7 @@ class _Graph:
         kept, again = self._cut(price)
         values = frozenset(self.made[index] for index in np.flatnonzero(kept))
         priced = float((self.sizes * self._later)[kept].sum())
-        return Kept(int(self.sizes[kept].sum()), int(self.work[again].sum()), values, priced)
+        return Kept(int(self.sizes[kept].sum()), int(self._opened.total(self.flops * again)), values, priced)
 
     def every_set(self, always: frozenset[Any], free: frozenset[Any]) -> list[Kept]:
         """The best of every set of the ``free`` values, with those that are kept ``always``.
@@ -214,7 +228,24 @@ class _Graph:
         always |= frozenset(ordered[_MOST_TRIED:])
         sets = np.arange(1 << len(varied))
         wanted = dict.fromkeys(self.needed, np.ones(len(sets), bool))
-        bytes_, flops, priced = (np.zeros(len(sets)) for _ in range(3))
+        if self._has_loops:
+            before = -1  # a step's want is that of the one before it, which comes later in the list
+            while (count := sum(int(each.sum()) for each in wanted.values())) > before:
+                before = count
+                self._followed(sets, always, varied, wanted)
+        bytes_, flops, priced, stored = self._followed(sets, always, varied, wanted)
+        order = np.lexsort((priced, flops, bytes_))
+        best = order[np.r_[True, np.diff(np.minimum.accumulate(flops[order])) < 0]]
+        return [
+            Kept(int(bytes_[i]), int(flops[i]), frozenset(v for v, kept in stored.items() if kept[i]), float(priced[i]))
+            for i in best
+        ]
+
+    def _followed(
+        self, sets: np.ndarray, always: frozenset[Any], varied: dict[Any, int], wanted: dict[Any, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[Any, np.ndarray]]:
+        """Bytes, operations, priced bytes and what is stored of every set, in one pass; ``wanted`` learns what must be had."""
+        (bytes_, priced), flops = np.zeros((2, len(sets))), np.zeros((len(self.flops), len(sets)))
         stored: dict[Any, np.ndarray] = {}
         for place in reversed(range(len(self.work))):
             again = np.full(len(sets), place in self._anyway)
@@ -227,15 +258,10 @@ class _Graph:
                     bytes_ += self.sizes[self._place[var]] * kept
                     priced += (self.sizes * self._later)[self._place[var]] * kept
                 again |= missing
-            flops += self.work[place] * again
+            flops[place] = self.flops[place] * again
             for var in self._takes[place]:
                 wanted[var] = wanted[var] | again if var in wanted else again
-        order = np.lexsort((priced, flops, bytes_))
-        best = order[np.r_[True, np.diff(np.minimum.accumulate(flops[order])) < 0]]
-        return [
-            Kept(int(bytes_[i]), int(flops[i]), frozenset(v for v, kept in stored.items() if kept[i]), float(priced[i]))
-            for i in best
-        ]
+        return bytes_, self._opened.total(flops), priced, stored
 
     def _cut(self, price: float) -> tuple[np.ndarray, np.ndarray]:
         """Which results are kept and which equations are done again."""

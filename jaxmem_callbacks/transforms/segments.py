@@ -19,8 +19,6 @@ from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_template,
     close,
     derive,
-    name_equation,
-    name_template,
     scan_arity,
     subjaxprs,
 )
@@ -38,6 +36,7 @@ from jaxmem_callbacks.transforms.equations import (
     variables,
 )
 from jaxmem_callbacks.transforms.flops import equation_flops
+from jaxmem_callbacks.transforms.inside import named
 from jaxmem_callbacks.transforms.joining import join
 from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
@@ -119,7 +118,7 @@ class Loop:
     def named(self, kept: frozenset[Any]) -> Any:
         """The loop as it is, its kept values named: for a checkpoint around several of its steps."""
         flat = self._flat
-        eqns, names = _named(flat.eqns, dict.fromkeys(kept, self._kept_name))
+        eqns, names = named(flat.eqns, dict.fromkeys(kept, self._kept_name))
         outvars = [names.get(var, var) if is_variable(var) else var for var in flat.outvars]
         return self._with_body(derive(flat.template, invars=flat.invars, outvars=outvars, eqns=eqns))
 
@@ -218,26 +217,10 @@ class Segment:
         outvars = [var for var in made if var not in self._sunk.makers and (var in reported or var in self.results)]
         if not outvars:
             return [*self._report_makers, *self._reports]
-        eqns, names = _named(self._eqns, kept)
+        eqns, names = named(self._eqns, kept)
         inner = derive(flat.template, invars=invars, outvars=[names.get(var, var) for var in outvars], eqns=eqns)
         one = checkpoint_equation(template, sharing.shared(inner), invars, outvars)
         return [one, *self._report_makers, *self._reports]
-
-
-def _named(eqns: Sequence[Any], kept: Mapping[Any, str]) -> tuple[list[Any], dict[Any, Any]]:
-    """The equations with the kept values named for the checkpoint's policy, and those values' new variables."""
-    if not kept:
-        return list(eqns), {}
-    made = {var for eqn in eqns for var in eqn.outvars}
-    templates = {name: name_template(name) for name in dict.fromkeys(kept.values())}
-    names: dict[Any, Any] = {var: new_variable(var) for var in kept if var not in made}
-    found: list[Any] = [name_equation(templates[kept[var]], var, named, eqns[0]) for var, named in names.items()]
-    for eqn in eqns:
-        found.append(eqn.replace(invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars]))
-        for var in [var for var in eqn.outvars if var in kept]:  # in order: every process traces the same program
-            names[var] = new_variable(var)
-            found.append(name_equation(templates[kept[var]], var, names[var], eqn))
-    return found, names
 
 
 def _operands(eqns: Sequence[Any]) -> dict[Any, None]:
