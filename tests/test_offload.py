@@ -89,6 +89,28 @@ def test_several_steps_under_one_checkpoint_hand_on_through_the_host() -> None:
     assert_close(jax.grad(cheaper)(*args), jax.grad(recurrent)(*args))
 
 
+def nested(weights: Any, x: Any) -> Any:
+    """A loop in each step; XLA for GPUs fails at one that stacks host memory in a loop."""
+
+    def step(x: Any, w: Any) -> tuple[Any, Any]:
+        inner = jax.lax.scan(lambda h, w: (jnp.sin(h @ w) @ w, None), x, w)[0]
+        return x + jnp.tanh(inner @ w[0]) @ w[1], None
+
+    return (jax.lax.scan(step, x, weights)[0] ** 2).mean()
+
+
+def test_what_an_inner_loop_makes_is_kept_on_the_device_alone() -> None:
+    args = arguments()
+
+    def of_each_inner_step(**options: Any) -> int:
+        left = jax.eval_shape(lambda *each: jax.vjp(jm.remat(nested, **options), *each)[1], *args)
+        return [leaf.shape for leaf in jax.tree.leaves(left)].count((LAYERS, 3, ROWS, WIDTH))
+
+    assert of_each_inner_step(keep=1.0) == 2
+    assert of_each_inner_step(keep=1.0, offload=("kept",)) == 0
+    assert crossing(jm.remat(nested, keep=1.0, offload=("kept",))) == 2 * 2 * LAYERS * CARRY
+
+
 def test_on_eight_devices_the_numbers_stay() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

@@ -117,6 +117,14 @@ def opened(eqns: Sequence[Any]) -> Opened:
     return found
 
 
+def whole(eqns: Sequence[Any]) -> Opened:
+    """A segment's equations, none of them opened."""
+    found = Opened()
+    for eqn in eqns:
+        found.add(eqn, _Run())
+    return found
+
+
 def _open(eqns: Sequence[Any], found: Opened, least: float, run: _Run) -> None:
     for eqn in eqns:
         dear = eqn.primitive.name in _BODIES and run.times * run.part * equation_flops(eqn) > least

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem_callbacks.transforms.equations import variables
-from jaxmem_callbacks.transforms.inside import opened
+from jaxmem_callbacks.transforms.inside import Opened, opened, whole
 from jaxmem_callbacks.transforms.residuals import is_complex, is_inexact, nbytes, needs_own_result, residual_values
 
 # Capacities are whole numbers of 32 bits in SciPy's flow; all that could be computed again together fits below the limit.
@@ -52,7 +52,9 @@ class Kept:
 Known = dict[Hashable, "tuple[list[Any], list[Kept]]"]
 
 
-def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Known | None = None) -> list[Kept]:
+def frontier(
+    eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Known | None = None, *, inside: bool = True
+) -> list[Kept]:
     """What a segment may keep: ascending in bytes, descending in operations computed again.
 
     It ends where hardly anything dear is computed again: keeping more would cost bytes and save no time.
@@ -62,8 +64,9 @@ def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Kno
         free: Its results that are stored anyway, because a later segment takes them.
         known: Frontiers of the segments before, by their networks; this one is looked up in it or added. Layers that were
             unrolled are alike, and a flow is the dearest thing that planning does before it compiles.
+        inside: Whether values inside inner loops and branches may be kept too.
     """
-    graph = _Graph(eqns, free)
+    graph = _Graph(opened(eqns) if inside else whole(eqns), free)
     known = {} if known is None else known
     if graph.key not in known:
         known[graph.key] = graph.made, _points(graph)
@@ -162,8 +165,8 @@ class _Graph:
     are endless.
     """
 
-    def __init__(self, segment: Sequence[Any], free: frozenset[Any]) -> None:
-        self._opened = inner = opened(segment)
+    def __init__(self, inner: Opened, free: frozenset[Any]) -> None:
+        self._opened = inner
         eqns = inner.eqns
         self.made = made = [var for eqn in eqns for var in eqn.outvars]
         #: What is made, as those call it who keep it.

@@ -79,7 +79,8 @@ class Loop:
 
     def __init__(self, eqn: Any, chunk: int = 1, offload: Collection[str] = ()) -> None:
         self._eqn = eqn
-        self._kept_name = ON_HOST[OFFLOAD_KEPT] if OFFLOAD_KEPT in offload else KEPT
+        self._on_host = OFFLOAD_KEPT in offload
+        self._kept_name = ON_HOST[OFFLOAD_KEPT] if self._on_host else KEPT
         self.moved = _worth_moving(eqn) if OFFLOAD_CUTS in offload else frozenset[int]()
         self._flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
         refuse_effects(self._flat.eqns)
@@ -89,7 +90,8 @@ class Loop:
 
     def frontier(self, known: Known) -> list[Kept]:
         """What each step may keep; ``known`` as in `keeping.frontier`."""
-        return self._inner.frontier(known)
+        # XLA for GPUs fails at a loop in a loop that stacks host memory.
+        return self._inner.frontier(known, inside=not self._on_host)
 
     def checkpointed(
         self, policy: Callable[..., Any] | None, kept: frozenset[Any], moved: frozenset[int] = frozenset()
@@ -174,9 +176,9 @@ class Segment:
         """The equations as they are, reports included."""
         return [*self._eqns, *self._report_makers, *self._reports]
 
-    def frontier(self, known: Known) -> list[Kept]:
-        """What the segment may keep besides its inputs and what is stored of its results anyway."""
-        return frontier(self._eqns, self._stored, known)
+    def frontier(self, known: Known, *, inside: bool = True) -> list[Kept]:
+        """What the segment may keep besides its inputs and what is stored of its results anyway; see `keeping.frontier`."""
+        return frontier(self._eqns, self._stored, known, inside=inside)
 
     def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
         """What a checkpoint around it keeps, so that hardly any operations are done again.
