@@ -88,7 +88,7 @@ def test_no_choice_beats_a_point_of_the_frontier(eqns: list[Any]) -> None:
 
 
 def kept(bytes_: int, flops: int) -> Kept:
-    return Kept(bytes_, flops, frozenset([bytes_] if bytes_ else []), float(bytes_))
+    return Kept(bytes_, flops, frozenset([bytes_] if bytes_ else []), float(bytes_), float(flops))
 
 
 def test_bytes_go_first_to_what_saves_most_and_of_equals_to_the_last_segment() -> None:

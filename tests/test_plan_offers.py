@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.offers import Offer, spread
-from jaxmem_callbacks.planning.search import choose
+from jaxmem_callbacks.planning.search import choose, pareto
+from jaxmem_callbacks.records.plans import Candidate
 from tests.sample_plans import candidate
 
 LEAST, PLAIN, CLOSE = 300, 1500, 1.01
@@ -24,7 +26,7 @@ def frontiers(draw: st.DrawFn) -> list[Offer]:
     kept = sorted(draw(st.sets(st.integers(1, 1000), min_size=count - 1, max_size=count - 1)))
     again = sorted(draw(st.sets(st.integers(0, 500), min_size=count, max_size=count)), reverse=True)
     pairs = enumerate(zip([0, *kept], again, strict=True))
-    return [Offer(jm.StepPolicy(remat="full", keep=place / 10), *pair) for place, pair in pairs]
+    return [Offer(jm.StepPolicy(remat="full", keep=place / 10), kept, flops, flops) for place, (kept, flops) in pairs]
 
 
 def needs_of(offered: Sequence[Offer]) -> np.ndarray:
@@ -64,8 +66,8 @@ def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count
 
 @pytest.mark.core
 def test_nothing_is_asked_for_without_compiles_or_without_a_range() -> None:
-    only = Offer(jm.StepPolicy(remat="full"), 0, 10)
-    more = Offer(jm.StepPolicy(remat="full", keep=1.0), 10, 0)
+    only = Offer(jm.StepPolicy(remat="full"), 0, 10, 10)
+    more = Offer(jm.StepPolicy(remat="full", keep=1.0), 10, 0, 0)
     assert spread([only], 4, needs=needs_of([only]), flops=10) == []
     assert spread([only, more], 0, needs=needs_of([only, more]), flops=10) == []
     assert spread([only, more], 4, needs=needs_of([only, more]), flops=10, known={0, 1}) == []
@@ -76,3 +78,17 @@ def test_of_candidates_that_cost_the_same_the_plain_step_is_chosen_whatever_is_d
     for found in itertools.permutations([full, plain, dots]):
         assert found[choose(found)[0]] is plain
     assert [found[choose(found)[0]] for found in itertools.permutations([full, dots])] == [dots, dots]
+
+
+def test_where_operations_are_the_same_time_decides_and_is_shown():
+    def one(size: int, extra: int, seconds: float | None) -> Candidate:
+        return replace(candidate(size, extra, remat="full"), plain_flops=1000, flops=1000 + extra, modelled_s=seconds)
+
+    slow, fast, dear = one(5, 100, 2.0), one(6, 104, 1.0), one(4, 120, 0.5)
+    for found in itertools.permutations([slow, fast, dear]):
+        assert found[choose(found)[0]] is fast, "collectives cost no operation"
+    assert pareto([slow, fast, one(7, 110, 0.995), one(7, 100, 0.99)]) == (slow, fast, one(7, 100, 0.99))
+    assert pareto([slow, one(7, 100, 1.99)]) == (slow,), "hardly any faster"
+    unknown = [replace(each, modelled_s=None) for each in (slow, fast, dear)]
+    assert unknown[choose(unknown)[0]] is unknown[0]
+    assert pareto(unknown) == (unknown[0], unknown[2])

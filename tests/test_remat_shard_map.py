@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.transforms.work import LINK_BYTE, equation_work
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 
 pytestmark = pytest.mark.core
@@ -117,6 +118,29 @@ def test_a_policy_keeps_what_it_would_keep_on_one_device() -> None:
     ]
     assert kept[0] == sorted(kept[0])
     assert kept[0][0] < kept[0][1] < kept[0][2]
+
+
+def test_what_collectives_bring_is_kept_before_products_and_counted_by_its_time() -> None:
+    def gathering(w: Any, x: Any) -> Any:
+        for one in w:
+            x = (
+                x
+                + jax.lax.psum_scatter(jnp.sin(jax.lax.all_gather(x, "data", tiled=True) @ one), "data", tiled=True) / 4
+            )
+        return jax.lax.pmean((x**2).mean(), "data")
+
+    args, loss = arguments(), mapped(gathering)
+    gathers = [
+        str(jax.make_jaxpr(jax.grad(jm.remat(loss, keep=keep)))(*args)).count(" all_gather[")
+        for keep in (0.0, 0.5, 1.0)
+    ]
+    plain = str(jax.make_jaxpr(jax.grad(loss))(*args)).count(" all_gather[")
+    assert gathers[0] > gathers[1] >= gathers[2] == plain
+    assert_close(*(jax.jit(jax.grad(each))(*args) for each in (jm.remat(loss, keep=1.0), loss)))
+    (mesh_eqn,) = [eqn for eqn in jax.make_jaxpr(loss)(*args).eqns if eqn.primitive.name == "shard_map"]
+    work = {eqn.primitive.name: equation_work(eqn) for eqn in mesh_eqn.params["jaxpr"].eqns}
+    assert work["all_gather"] == LINK_BYTE * ROWS * WIDTH * 4
+    assert work["dot_general"] == 2 * ROWS * WIDTH * WIDTH
 
 
 def test_a_shard_map_that_reports_is_told_and_left_alone() -> None:

@@ -6,13 +6,12 @@ neighbours, so of its results a share is charged as traffic; reductions and gath
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
 from jaxmem_callbacks.planning.speeds import Speed
-from jaxmem_callbacks.transforms.flops import leaf_flops, total_cost
+from jaxmem_callbacks.transforms.flops import Amount, leaf_flops, total_cost
 from jaxmem_callbacks.transforms.residuals import nbytes
 
 # Of what elementwise equations make, about this share is written to memory: the rest lives in registers of one fusion.
@@ -22,21 +21,6 @@ _FREE = {
     *("broadcast_in_dim", "iota", "name", "optimization_barrier", "pvary"),
     *("reduce_precision", "reshape", "squeeze", "stop_gradient"),
 }
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Modelled time, as `total_cost` adds it up."""
-
-    weight: float
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.weight + other.weight)
-
-    def times(self, trips: int) -> Seconds:
-        """As often as a loop runs."""
-        return Seconds(self.weight * trips)
 
 
 def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float | None:
@@ -50,7 +34,7 @@ def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float
         speed: Peaks of one device.
         devices: How many share the work.
     """
-    nothing = Seconds(0.0)
+    nothing = Amount(0.0)
     work = total_cost(closed_jaxpr, lambda eqn: _equation(eqn, speed), nothing, nothing).weight / devices
     moved = host_bytes(closed_jaxpr) / devices
     if not moved:
@@ -60,8 +44,8 @@ def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float
 
 def host_bytes(closed_jaxpr: Any) -> int:
     """Bytes that one call moves between device and host memory, both ways together, loops multiplied in."""
-    nothing = Seconds(0.0)
-    return int(total_cost(closed_jaxpr, lambda eqn: Seconds(float(_crossing(eqn))), nothing, nothing).weight)
+    nothing = Amount(0.0)
+    return int(total_cost(closed_jaxpr, lambda eqn: Amount(float(_crossing(eqn))), nothing, nothing).weight)
 
 
 def _crossing(eqn: Any) -> int:
@@ -76,19 +60,19 @@ def _memory(atom: Any) -> Any:
     return getattr(atom.aval, "memory_space", None)
 
 
-def _equation(eqn: Any, speed: Speed) -> Seconds:
+def _equation(eqn: Any, speed: Speed) -> Amount:
     name = eqn.primitive.name
     if name in _FREE:
-        return Seconds(0.0)
+        return Amount(0.0)
     made = sum(map(nbytes, eqn.outvars))
     work = leaf_flops(eqn)
     if work.dot_flops:
         traffic = made + sum(map(nbytes, eqn.invars[:2]))
-        return Seconds(max(work.dot_flops / _matrix_flops(eqn, speed), traffic / speed.bandwidth))
+        return Amount(max(work.dot_flops / _matrix_flops(eqn, speed), traffic / speed.bandwidth))
     if name.startswith(("reduce", "arg", "cum", "sort", "scatter", "gather", "dynamic", "concatenate")):
         taken = sum(map(nbytes, eqn.invars)) if name.startswith(("reduce", "arg", "cum", "sort")) else made
-        return Seconds((made + taken) / speed.bandwidth)
-    return Seconds(_WRITTEN * made / speed.bandwidth)
+        return Amount((made + taken) / speed.bandwidth)
+    return Amount(_WRITTEN * made / speed.bandwidth)
 
 
 def _matrix_flops(eqn: Any, speed: Speed) -> float:

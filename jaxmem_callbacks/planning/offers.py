@@ -42,11 +42,13 @@ class Offer:
         policy: What to ask for.
         bytes: Modelled, above what the policy that keeps only its cuts needs.
         flops: Operations computed again.
+        work: These with what is moved again; see `transforms/work.py`.
     """
 
     policy: StepPolicy
     bytes: int
     flops: int
+    work: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ class Offered:
 
     Attributes:
         between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
-            computes less again than all before it.
+            does less work again than all before it.
         others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
         segments: How many the loss is cut into; 0 where the step has several losses.
         peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
@@ -88,7 +90,7 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
             (promising if is_promising else unlikely).append(offer)
     between = _unbeaten(promising)
     beaten = [offer for offer in promising if offer not in between]
-    others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.flops)]
+    others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
     return Offered(between=between, others=others, segments=own[0].segments, peak=own[0].peak)
 
 
@@ -163,8 +165,8 @@ def _of_other_numbers(compiler: Compiler, full: StepPolicy, own: Sequence[Share]
         except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make, or more than it has places
             continue
         for share in curves[0] if len(curves) == 1 else ():
-            alike = share.flops + _ALIKE * own[0].flops
-            least = min((mine.peak for mine in own if mine.flops <= alike), default=math.inf)
+            alike = share.work + _ALIKE * own[0].work
+            least = min((mine.peak for mine in own if mine.work <= alike), default=math.inf)
             yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
 
 
@@ -178,14 +180,15 @@ def _bytes_at(own: Sequence[Share], peak: int) -> int:
 
 def _offer(policy: StepPolicy, share: Share, bytes_: int) -> Offer:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
-    return Offer(replace(policy, keep=min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)), bytes_, share.flops)
+    keep = min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)
+    return Offer(replace(policy, keep=keep), bytes_, share.flops, share.work)
 
 
 def _unbeaten(found: Sequence[Offer]) -> list[Offer]:
-    """The first, and those that compute less again than all with fewer bytes."""
+    """The first, and those that do less work again than all with fewer bytes."""
     chosen = [found[0]]
-    for offer in sorted(found[1:], key=lambda each: (each.bytes, each.flops)):
-        if offer.flops < chosen[-1].flops:
+    for offer in sorted(found[1:], key=lambda each: (each.bytes, each.work)):
+        if offer.work < chosen[-1].work:
             chosen.append(offer)
     return chosen
 
@@ -195,7 +198,12 @@ def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
     grid = [place / 20 for place in range(21)]
     rows = [[[point for point in curve if point.share <= share + 1e-12][-1] for curve in curves] for share in grid]
     return [
-        Share(share, sum(point.bytes for point in row), sum(point.flops for point in row))
+        Share(
+            share,
+            sum(point.bytes for point in row),
+            sum(point.flops for point in row),
+            work=sum(point.work for point in row),
+        )
         for share, row in zip(grid, rows, strict=True)
     ]
 
@@ -205,17 +213,17 @@ def spread(
 ) -> list[Offer]:
     """At most so many offers that any policy between two of them is near one of the two.
 
-    Near is a factor: the bytes of the larger of the two over those of what lies between, or the operations of the smaller. The
+    Near is a factor: the bytes of the larger of the two over those of what lies between, or the work of the smaller. The
     greatest of these factors is made as small as so many compiles allow.
 
     Args:
-        offered: Offers, each of which computes less again than all before it.
+        offered: Offers, each of which does less work again than all before it.
         count: How many may be asked for.
         needs: float64[offers], ascending: bytes of the step under each of them, measured or modelled.
         flops: Operations of the plain step.
         known: Places of offers that were compiled before, the first among them.
     """
-    work = flops + np.array([each.flops for each in offered], np.float64)
+    work = flops + np.array([each.work for each in offered], np.float64)
     there = np.array(sorted(known), np.int64)
     low, high = _CLOSE, float(max(needs[-1] / needs[0], work[0] / work[-1], _CLOSE)) + 1
     places = _within(high, needs, work, there)
@@ -233,7 +241,7 @@ def _within(factor: float, needs: np.ndarray, work: np.ndarray, known: np.ndarra
     """The fewest places, the last included, between which and the known ones all is within a factor."""
     places, start, last = list[int](), 0, len(needs) - 1
     while start < last:
-        # Up to here the operations of the one below are near; from there on the bytes of the next one have to be.
+        # Up to here the work of the one below is near; from there on the bytes of the next one have to be.
         beyond = start + 1 + int(np.searchsorted(-work[start + 1 :], -work[start] / factor, side="right"))
         reach = int(np.searchsorted(needs, factor * needs[min(beyond, last)], side="right")) - 1
         farthest = min(max(beyond, reach), last)

@@ -35,6 +35,8 @@ _AT_FIRST = 2
 _ENOUGH = 6
 # An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU.
 _FEWER = 0.8
+# A modelled time up to this part of another is no longer.
+_NO_SLOWER = 1.01
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
 
@@ -147,7 +149,9 @@ class RematSearch:
             place = sum(offer.flops > found.flops for _, offer in points)
             need = self._measured(found) or 0
             if 0 < place < len(points) and need < points[place][0]:
-                points.insert(place, (max(need, points[place - 1][0]), found))
+                before, offer = points[place - 1]
+                # What it moves again nobody counted: as much as its neighbour does.
+                points.insert(place, (max(need, before), replace(found, work=found.flops + offer.work - offer.flops)))
         known = {place for place, (_, offer) in enumerate(points) if self._measured(offer) is not None}
         needs, every = np.array([need for need, _ in points]), [offer for _, offer in points]
         return spread(every, self._ledger.left, needs=needs, flops=self._compiler.plain.flops, known={0, *known})
@@ -156,7 +160,7 @@ class RematSearch:
         """What was compiled with remat and is not among the offers: points of the frontier too, where they are not beaten."""
         offered = {offer.policy for offer in self._offered.between}
         return [
-            Offer(policy, 0, candidate.extra_flops)
+            Offer(policy, 0, candidate.extra_flops, float(candidate.extra_flops))
             for policy, candidate in self.found.items()
             if policy.remat != "none"
             and policy not in offered
@@ -201,7 +205,7 @@ class RematSearch:
             return int(np.searchsorted(self._foreseen(offered), room, side="right")) - 1
 
         def ask(places: Sequence[int]) -> dict[int, bool]:
-            worth = (offered[reached].flops - offered[-1].flops) > _WORTH * self._compiler.plain.flops
+            worth = (offered[reached].work - offered[-1].work) > _WORTH * self._compiler.plain.flops
             worth = worth and self._most_that_fits() < _FILLED * room
             asked = places[: self._ledger.left] if worth else []
             self._compile([offered[place].policy for place in asked])
@@ -261,6 +265,7 @@ class RematSearch:
 def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
     """The candidate to use: of those that fit the one with fewest extra operations, then least time, then fewest bytes.
 
+    Operations that differ by less than is worth a compile are the same where modelled times differ: collectives cost none.
     Where batch sizes were searched the most rows come before all that. Where there is no limit the plain step; where nothing
     fits, what comes nearest.
     """
@@ -289,13 +294,14 @@ def _reason(best: Candidate) -> str:
     return "the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again"
 
 
-def _cost(candidate: Candidate) -> tuple[float, float, float, float, bool, str]:
+def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool, str]:
     """What is least is best. Of equals the plain step, and never what a compiler happened to be done with first."""
     rows, policy = candidate.batch_rows or 0, candidate.policy
     return (
         -rows,
-        candidate.extra_flops,
+        candidate.extra_flops // max(int(_WORTH * (candidate.plain_flops or 0)), 1),
         candidate.modelled_s or 0.0,
+        candidate.extra_flops,
         _bytes(candidate),
         policy.remat != "none",
         repr(policy),
@@ -303,7 +309,7 @@ def _cost(candidate: Candidate) -> tuple[float, float, float, float, bool, str]:
 
 
 def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates that no other beats in bytes without costing more operations or rows, in their order."""
+    """The candidates that no other beats in bytes without costing more operations, rows or notably more time, in their order."""
     known = [each for each in candidates if each.step_bytes is not None]
 
     def figures(one: Candidate) -> tuple[float, float, float]:
@@ -312,7 +318,11 @@ def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     def beaten(one: Candidate) -> bool:
         mine = figures(one)
         return any(
-            theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True)) for theirs in map(figures, known)
+            theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True))
+            for theirs in map(figures, known if one.modelled_s is None else faster_than(one.modelled_s))
         )
+
+    def faster_than(seconds: float) -> list[Candidate]:
+        return [each for each in known if each.modelled_s is None or each.modelled_s <= _NO_SLOWER * seconds]
 
     return tuple(each for each in known if not beaten(each))

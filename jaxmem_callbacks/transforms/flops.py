@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, final
 
 from jax.extend import core
 
@@ -78,8 +78,7 @@ def count_flops(closed_jaxpr: Any) -> FlopCount:
 
 def equation_flops(eqn: Any) -> int:
     """Operations of one equation, its bodies included, all of whose results are used."""
-    walk = _Walk(leaf_flops, _NOTHING, FlopCount(flops=0, loops_once=1))
-    return walk.equation(eqn, (True,) * len(eqn.outvars)).flops
+    return equation_cost(eqn, leaf_flops, _NOTHING, FlopCount(flops=0, loops_once=1)).flops
 
 
 class Cost(Protocol):
@@ -97,6 +96,21 @@ class Cost(Protocol):
         ...
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A plain number, such as seconds, as `total_cost` adds it up."""
+
+    weight: float
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.weight + other.weight)
+
+    def times(self, trips: int) -> Amount:
+        """As often as a loop runs."""
+        return Amount(self.weight * trips)
+
+
 C = TypeVar("C", bound=Cost)
 
 
@@ -111,6 +125,11 @@ def total_cost(closed_jaxpr: Any, leaf: Callable[[Any], C], nothing: C, loop: C)
     """
     jaxpr = _open(closed_jaxpr)
     return _Walk(leaf, nothing, loop).jaxpr(jaxpr, (True,) * len(jaxpr.outvars))
+
+
+def equation_cost(eqn: Any, leaf: Callable[[Any], C], nothing: C, loop: C) -> C:
+    """The cost of one equation, its bodies included, all of whose results are used; the rest as `total_cost`."""
+    return _Walk(leaf, nothing, loop).equation(eqn, (True,) * len(eqn.outvars))
 
 
 class _Walk(Generic[C]):

@@ -17,6 +17,7 @@ from jax.extend import core
 from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, name_equation, name_template, scan_arity
 from jaxmem_callbacks.transforms.equations import flatten, is_variable, new_variable, side_effects
 from jaxmem_callbacks.transforms.flops import equation_flops
+from jaxmem_callbacks.transforms.work import equation_work
 
 # Where in an equation's parameters the bodies are that are opened.
 _BODIES = {"scan": "jaxpr", "cond": "branches"}
@@ -77,6 +78,7 @@ class Opened:
         eqns: In order, but that a step of a loop takes what the one before made.
         runs: How often each runs.
         flops: Operations of each, as often as its loops run.
+        work: The same with what it moves; see `work.py`.
         conds: For each conditional the branch around it, and its own branches.
         inside: Variables of values inside bodies, and where these are.
         handed: Variables of what bodies are handed, which is kept outside if at all.
@@ -85,6 +87,7 @@ class Opened:
     eqns: list[Any] = field(default_factory=list[Any])
     runs: list[_Run] = field(default_factory=list[_Run])
     flops: list[int] = field(default_factory=list[int])
+    work: list[float] = field(default_factory=list[float])
     conds: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
     inside: dict[Any, Inside] = field(default_factory=dict[Any, Inside])
     handed: set[Any] = field(default_factory=set[Any])
@@ -94,17 +97,18 @@ class Opened:
         self.eqns.append(eqn)
         self.runs.append(run)
         self.flops.append(0 if isinstance(eqn, _Link) else run.times * equation_flops(eqn))
+        self.work.append(0.0 if isinstance(eqn, _Link) else run.times * equation_work(eqn))
 
-    def total(self, flops: np.ndarray) -> np.ndarray:
-        """Operations of some of the equations together, those of the dearest branch of each conditional.
+    def total(self, costs: np.ndarray) -> np.ndarray:
+        """What some of the equations cost together, of each conditional the dearest branch.
 
         Args:
-            flops: float64[equations, ...]: those of each, 0 for those that are not done.
+            costs: float64[equations, ...]: what each costs, 0 for those that are not done.
         """
         if not self.conds:
-            return flops.sum(0)
-        branches = np.zeros((1 + sum(len(own) for _, own in self.conds), *flops.shape[1:]))
-        np.add.at(branches, [run.branch for run in self.runs], flops)
+            return costs.sum(0)
+        branches = np.zeros((1 + sum(len(own) for _, own in self.conds), *costs.shape[1:]))
+        np.add.at(branches, [run.branch for run in self.runs], costs)
         for around, own in reversed(self.conds):  # inner ones came later
             branches[around] += branches[own].max(0)
         return branches[0]
@@ -113,7 +117,7 @@ class Opened:
 def opened(eqns: Sequence[Any]) -> Opened:
     """A segment's equations with the dear ones among its inner loops and branches opened."""
     found = Opened()
-    _open(eqns, found, _WORTH_OPENING * sum(map(equation_flops, eqns)), _Run())
+    _open(eqns, found, _WORTH_OPENING * sum(map(equation_work, eqns)), _Run())
     return found
 
 
@@ -127,7 +131,7 @@ def whole(eqns: Sequence[Any]) -> Opened:
 
 def _open(eqns: Sequence[Any], found: Opened, least: float, run: _Run) -> None:
     for eqn in eqns:
-        dear = eqn.primitive.name in _BODIES and run.times * run.part * equation_flops(eqn) > least
+        dear = eqn.primitive.name in _BODIES and run.times * run.part * equation_work(eqn) > least
         if not dear or not _can_be_named_in(eqn):
             found.add(eqn, run)
         elif eqn.primitive.name == "scan":
@@ -167,7 +171,7 @@ def _open_loop(eqn: Any, found: Opened, least: float, run: _Run) -> None:
 
 def _open_branches(eqn: Any, found: Opened, least: float, run: _Run) -> None:
     bodies = [flatten(body, hoist_constants=False) for body in _bodies(eqn)]
-    works = [sum(map(equation_flops, body.eqns)) for body in bodies]
+    works = [sum(map(equation_work, body.eqns)) for body in bodies]
     first = 1 + sum(len(own) for _, own in found.conds)
     found.conds.append((run.branch, list(range(first, first + len(bodies)))))
     results = []

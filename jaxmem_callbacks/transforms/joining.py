@@ -27,7 +27,8 @@ class Joined:
 
     Attributes:
         bytes: int64[points], ascending: kept besides the values at the cuts.
-        flops: float64[points], descending: operations computed again.
+        flops: float64[points]: operations computed again.
+        work: float64[points], descending: these with what is moved again; see `work.py`.
         peaks: int64[points]: estimated bytes alive at most while one of the segments is differentiated.
         parts: The two that it was joined of; none for a single segment.
         chosen: int64[points, 2]: which point of each of these.
@@ -36,6 +37,7 @@ class Joined:
 
     bytes: np.ndarray
     flops: np.ndarray
+    work: np.ndarray
     peaks: np.ndarray
     parts: tuple[Joined, ...] = ()
     chosen: np.ndarray
@@ -51,8 +53,8 @@ class Joined:
         """The points as shares of what the last one keeps."""
         whole, segments = int(self.bytes[-1]), len(self.kept(0))
         return [
-            Share(int(kept) / whole if whole else 0.0, int(kept), int(again), int(peak), segments)
-            for kept, again, peak in zip(self.bytes, self.flops, self.peaks, strict=True)
+            Share(int(kept) / whole if whole else 0.0, int(kept), int(again), int(peak), segments, float(work))
+            for kept, again, peak, work in zip(self.bytes, self.flops, self.peaks, self.work, strict=True)
         ]
 
     def keep_within(self, share: float) -> list[frozenset[Any]]:
@@ -78,7 +80,7 @@ def join(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], peaks: Seque
     while len(whole) > 1:
         pairs = [whole[place : place + 2] for place in range(0, len(whole), 2)]
         whole = [_both(*pair, known) if len(pair) > 1 else pair[0] for pair in pairs]
-    return whole[0] if whole else _single([Kept(0, 0, frozenset(), 0.0)], 1, 0)
+    return whole[0] if whole else _single([Kept(0, 0, frozenset(), 0.0, 0.0)], 1, 0)
 
 
 def _single(points: Sequence[Kept], times: int, peak: int) -> Joined:
@@ -88,6 +90,7 @@ def _single(points: Sequence[Kept], times: int, peak: int) -> Joined:
         # What a segment keeps is there anyway while it is differentiated itself; a loop differentiates one step at a time.
         peaks=peak + (bytes_ if times > 1 else np.zeros_like(bytes_)),
         flops=np.array([point.flops for point in points], np.float64) * times,
+        work=np.array([point.work for point in points], np.float64) * times,
         chosen=np.zeros((len(points), 0), np.int64),
         values=tuple(point.values for point in points),
     )
@@ -95,7 +98,7 @@ def _single(points: Sequence[Kept], times: int, peak: int) -> Joined:
 
 def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], np.ndarray]) -> Joined:
     """Two frontiers joined; layers that were unrolled are alike, and so are the sums of theirs."""
-    key = tuple(array.tobytes() for part in (left, right) for array in (part.bytes, part.flops))
+    key = tuple(array.tobytes() for part in (left, right) for array in (part.bytes, part.work))
     if key not in known:
         enough = len(left.bytes) * len(right.bytes) <= _MOST_SUMS
         known[key] = _every_sum(left, right) if enough else _by_price(left, right)
@@ -103,6 +106,7 @@ def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], np.ndarray
     return Joined(
         bytes=left.bytes[one] + right.bytes[other],
         flops=left.flops[one] + right.flops[other],
+        work=left.work[one] + right.work[other],
         peaks=np.maximum(left.peaks[one], left.bytes[one] + right.peaks[other]),
         parts=(left, right),
         chosen=known[key],
@@ -112,28 +116,28 @@ def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], np.ndarray
 def _every_sum(left: Joined, right: Joined) -> np.ndarray:
     """The points of two frontiers whose sums no others beat; of too many those with a price, and some between."""
     one, other = (places.ravel() for places in np.indices((len(left.bytes), len(right.bytes))))
-    bytes_, flops = left.bytes[one] + right.bytes[other], left.flops[one] + right.flops[other]
-    order = np.lexsort((one, flops, bytes_))
-    order = order[_falls(flops[order])]
+    bytes_, work = left.bytes[one] + right.bytes[other], left.work[one] + right.work[other]
+    order = np.lexsort((one, work, bytes_))
+    order = order[_falls(work[order])]
     if len(order) > _MOST_BETWEEN:
-        bytes_, flops = bytes_[order], flops[order]
+        bytes_, work = bytes_[order], work[order]
         bucket = (bytes_ - bytes_[0]) * _MOST_BETWEEN // max(int(bytes_[-1] - bytes_[0]), 1)
         last_of_bucket = np.r_[np.diff(bucket) != 0, True]
-        last_of_bucket[_with_a_price(bytes_, flops)] = True
+        last_of_bucket[_with_a_price(bytes_, work)] = True
         order = order[last_of_bucket]
     return np.stack([one[order], other[order]], 1)
 
 
-def _falls(flops: np.ndarray) -> np.ndarray:
+def _falls(work: np.ndarray) -> np.ndarray:
     """Which are below all before them."""
-    return np.r_[True, flops[1:] < np.minimum.accumulate(flops)[:-1]]
+    return np.r_[True, work[1:] < np.minimum.accumulate(work)[:-1]]
 
 
 def _by_price(left: Joined, right: Joined) -> np.ndarray:
     """The points with a price, from one to the next along that frontier where a byte saves more."""
-    hulls = [_with_a_price(part.bytes, part.flops) for part in (left, right)]
+    hulls = [_with_a_price(part.bytes, part.work) for part in (left, right)]
     gains = [
-        -np.diff(part.flops[hull]) / np.diff(part.bytes[hull]) for part, hull in zip((left, right), hulls, strict=True)
+        -np.diff(part.work[hull]) / np.diff(part.bytes[hull]) for part, hull in zip((left, right), hulls, strict=True)
     ]
     is_left = np.repeat([True, False], [len(each) for each in gains])
     steps = is_left[np.lexsort((is_left, -np.concatenate(gains)))]
@@ -141,10 +145,10 @@ def _by_price(left: Joined, right: Joined) -> np.ndarray:
     return np.stack([hulls[0][taken], hulls[1][np.arange(len(taken)) - taken]], 1)
 
 
-def _with_a_price(bytes_: np.ndarray, flops: np.ndarray) -> np.ndarray:
+def _with_a_price(bytes_: np.ndarray, work: np.ndarray) -> np.ndarray:
     """Places of the points that are cheapest for some price of a byte: the lower convex hull."""
     hull: list[int] = []
-    kept, again = bytes_.tolist(), flops.tolist()
+    kept, again = bytes_.tolist(), work.tolist()
     for place in range(len(kept)):
         while len(hull) > 1:
             before, last = hull[-2:]

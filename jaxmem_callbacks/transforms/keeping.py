@@ -41,12 +41,19 @@ class Kept:
         flops: Operations computed again.
         values: What is kept.
         priced: Its bytes as the search counts them, with the discount for what is kept shortly.
+        work: Operations computed again with those in whose time is moved what is moved again; see `work.py`.
     """
 
     bytes: int
     flops: int
     values: frozenset[Any] = field(compare=False)
     priced: float = field(compare=False)
+    work: float = field(compare=False)
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Operations and work, neither of which is little only because the other is much."""
+        return self.flops, self.work
 
 
 Known = dict[Hashable, "tuple[list[Any], list[Kept]]"]
@@ -55,7 +62,7 @@ Known = dict[Hashable, "tuple[list[Any], list[Kept]]"]
 def frontier(
     eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Known | None = None, *, inside: bool = True
 ) -> list[Kept]:
-    """What a segment may keep: ascending in bytes, descending in operations computed again.
+    """What a segment may keep: ascending in bytes, descending in work computed again.
 
     It ends where hardly anything dear is computed again: keeping more would cost bytes and save no time.
 
@@ -81,10 +88,10 @@ def _points(graph: _Graph) -> list[Kept]:
     gaps = [_gap(none, everything)]
     while gaps and len(points) < _MOST_POINTS:
         _, left, right = heapq.heappop(gaps)
-        if right.priced <= left.priced or right.flops >= left.flops:
+        if right.priced <= left.priced or right.work >= left.work:
             continue
-        middle = graph.cheapest((left.flops - right.flops) / (right.priced - left.priced))
-        if left.bytes < middle.bytes < right.bytes and right.flops <= middle.flops < left.flops:
+        middle = graph.cheapest((left.work - right.work) / (right.priced - left.priced))
+        if left.bytes < middle.bytes < right.bytes and right.work <= middle.work < left.work:
             points[middle.bytes] = middle
             for gap in (_gap(left, middle), _gap(middle, right)):
                 heapq.heappush(gaps, gap)
@@ -93,7 +100,7 @@ def _points(graph: _Graph) -> list[Kept]:
 
 def _gap(left: Kept, right: Kept) -> tuple[float, Kept, Kept]:
     """Two neighbouring points, those with most between them first in a heap."""
-    return -float(left.flops - right.flops) * (right.bytes - left.bytes), left, right
+    return -float(left.work - right.work) * (right.bytes - left.bytes), left, right
 
 
 def _between(graph: _Graph, points: Sequence[Kept]) -> list[Kept]:
@@ -116,9 +123,11 @@ def _between(graph: _Graph, points: Sequence[Kept]) -> list[Kept]:
 def _worth_keeping(points: Sequence[Kept]) -> list[Kept]:
     """Those that no other beats, as far as what they save is dear; of equals the one that waits shortest."""
     chosen: list[Kept] = []
-    for point in sorted(points, key=lambda each: (each.bytes, each.flops, each.priced)):
-        dear = not chosen or chosen[-1].flops > _CHEAP_SHARE * chosen[0].flops
-        if dear and (not chosen or point.flops < chosen[-1].flops):
+    for point in sorted(points, key=lambda each: (each.bytes, each.work, each.priced)):
+        dear = not chosen or any(
+            last > _CHEAP_SHARE * most for last, most in zip(chosen[-1].costs, chosen[0].costs, strict=True)
+        )
+        if dear and (not chosen or point.work < chosen[-1].work):
             chosen.append(point)
     return chosen
 
@@ -133,6 +142,7 @@ class Share:
         flops: Operations computed again.
         peak: Estimated bytes alive at most in the backward pass, for comparisons of one number of segments with another.
         segments: How many there are.
+        work: Operations computed again with those in whose time is moved what is moved again.
     """
 
     share: float
@@ -140,6 +150,7 @@ class Share:
     flops: int
     peak: int = 0
     segments: int = 0
+    work: float = 0.0
 
 
 def _once(atoms: Sequence[Any]) -> dict[Any, None]:
@@ -176,8 +187,9 @@ class _Graph:
         self.needed, active = _needed(eqns, made, again=self._has_loops)
         self._makers = np.array([2 + place for place, eqn in enumerate(eqns) for _ in eqn.outvars], np.int64)
         self._values = np.arange(len(made)) + 2 + len(eqns)
-        self.flops = np.array(inner.flops, np.float64)
-        self.work = self.flops * [run.part for run in inner.runs]
+        #: Of each equation its operations, and its work.
+        self._costs = np.array([inner.flops, inner.work], np.float64).T
+        self.work = self._costs[:, 1] * [run.part for run in inner.runs]
         times = [run.times for eqn, run in zip(eqns, inner.runs, strict=True) for _ in eqn.outvars]
         sizes = [0 if var in free else often * nbytes(var) for var, often in zip(made, times, strict=True)]
         self.sizes = np.array(sizes, np.float64)
@@ -214,11 +226,12 @@ class _Graph:
     def cheapest(self, price: float) -> Kept:
         """The cheapest choice where keeping a byte costs as much as ``price`` operations."""
         if not self.needed:
-            return Kept(0, 0, frozenset(), 0.0)
+            return Kept(0, 0, frozenset(), 0.0, 0.0)
         kept, again = self._cut(price)
         values = frozenset(self.made[index] for index in np.flatnonzero(kept))
         priced = float((self.sizes * self._later)[kept].sum())
-        return Kept(int(self.sizes[kept].sum()), int(self._opened.total(self.flops * again)), values, priced)
+        flops, work = self._opened.total(self._costs * again[:, None])
+        return Kept(int(self.sizes[kept].sum()), int(flops), values, priced, float(work))
 
     def every_set(self, always: frozenset[Any], free: frozenset[Any]) -> list[Kept]:
         """The best of every set of the ``free`` values, with those that are kept ``always``.
@@ -236,19 +249,23 @@ class _Graph:
             while (count := sum(int(each.sum()) for each in wanted.values())) > before:
                 before = count
                 self._followed(sets, always, varied, wanted)
-        bytes_, flops, priced, stored = self._followed(sets, always, varied, wanted)
-        order = np.lexsort((priced, flops, bytes_))
-        best = order[np.r_[True, np.diff(np.minimum.accumulate(flops[order])) < 0]]
-        return [
-            Kept(int(bytes_[i]), int(flops[i]), frozenset(v for v, kept in stored.items() if kept[i]), float(priced[i]))
-            for i in best
-        ]
+        bytes_, priced, again, stored = self._followed(sets, always, varied, wanted)
+        work = self._opened.total(self._costs[:, 1:] * again)
+        order = np.lexsort((priced, work, bytes_))
+        best = order[np.r_[True, np.diff(np.minimum.accumulate(work[order])) < 0]]
+        flops = self._opened.total(self._costs[:, :1] * again[:, best])
+        values = [frozenset(var for var, kept in stored.items() if kept[place]) for place in best]
+        rows = zip(bytes_[best], flops, values, priced[best], work[best], strict=True)
+        return [Kept(int(size), int(done), some, float(dear), float(cost)) for size, done, some, dear, cost in rows]
 
     def _followed(
         self, sets: np.ndarray, always: frozenset[Any], varied: dict[Any, int], wanted: dict[Any, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[Any, np.ndarray]]:
-        """Bytes, operations, priced bytes and what is stored of every set, in one pass; ``wanted`` learns what must be had."""
-        (bytes_, priced), flops = np.zeros((2, len(sets))), np.zeros((len(self.flops), len(sets)))
+        """Of every set the bytes, those as they are priced, which equations are done again, and what is stored, in one pass.
+
+        ``wanted`` learns what must be had.
+        """
+        (bytes_, priced), done = np.zeros((2, len(sets))), np.zeros((len(self.work), len(sets)), bool)
         stored: dict[Any, np.ndarray] = {}
         for place in reversed(range(len(self.work))):
             again = np.full(len(sets), place in self._anyway)
@@ -261,10 +278,10 @@ class _Graph:
                     bytes_ += self.sizes[self._place[var]] * kept
                     priced += (self.sizes * self._later)[self._place[var]] * kept
                 again |= missing
-            flops[place] = self.flops[place] * again
+            done[place] = again
             for var in self._takes[place]:
                 wanted[var] = wanted[var] | again if var in wanted else again
-        return bytes_, self._opened.total(flops), priced, stored
+        return bytes_, priced, done, stored
 
     def _cut(self, price: float) -> tuple[np.ndarray, np.ndarray]:
         """Which results are kept and which equations are done again."""

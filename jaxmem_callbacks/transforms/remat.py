@@ -221,7 +221,10 @@ class _Told:
         def of_all(found: list[Share]) -> None:
             assert survey is not None
             survey(
-                [replace(one, bytes=one.bytes * parts, flops=one.flops * parts, peak=one.peak * parts) for one in found]
+                [
+                    replace(one, **{name: parts * getattr(one, name) for name in ("bytes", "flops", "work", "peak")})
+                    for one in found
+                ]
             )
 
         return replace(self, copies=parts, weights={}, differentiated=None, survey=None if survey is None else of_all)

@@ -259,7 +259,7 @@ class Cuts:
 
 Keep = Callable[[Sequence["Segment | Loop | None"]], Sequence[frozenset[Any]]]
 # What is left as it is keeps nothing besides.
-_AS_IT_IS = [Kept(0, 0, frozenset(), 0.0)]
+_AS_IT_IS = [Kept(0, 0, frozenset(), 0.0, 0.0)]
 
 
 def no_more(pieces: Sequence[Segment | Loop | None]) -> list[frozenset[Any]]:
