@@ -163,10 +163,14 @@ def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float, segmen
     # A survey foretells operations within 1 %; the trace of what is compiled has the word.
     totals = [compiler.plain.flops + each.flops for each in shares]
     near = (each for each, total in zip(shares, totals, strict=True) if total <= 1.01 * flops)
-    policies = (dataclasses.replace(full, keep=each.share) for each in near)
-    policy = next((policy for policy in policies if compiler.facts(policy).flops <= flops), None)
-    if policy is None:
-        least = min(totals)
+    traced: dict[StepPolicy, int] = {}
+    for each in near:
+        policy = dataclasses.replace(full, keep=each.share)
+        traced[policy] = compiler.facts(policy).flops
+        if traced[policy] <= flops:
+            break
+    else:
+        least = min(traced.values(), default=min(totals))
         return {
             "error": f"No cut has as few operations as {hand} ({flops}): the one that computes least again has {least}."
         }
