@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms.chunks import sizes
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
-from tests.comparisons import checkpoints, stored_bytes
+from tests.comparisons import assert_close, checkpoints, stored_bytes
 
 pytestmark = pytest.mark.core
 
@@ -70,9 +75,14 @@ def test_the_root_is_stored_and_the_numbers_stay(loss: Any) -> None:
     assert flops == sorted(flops)
 
 
-def test_a_loop_without_divisors_stays_one_loop() -> None:
+@pytest.mark.parametrize("loss", [looped, backwards])
+def test_a_loop_without_divisors_is_divided_too(loss: Any) -> None:
     args = arguments(13)
-    assert stored_bytes(jm.remat(looped, levels=2), *args) == stored_bytes(jm.remat(looped), *args)
+    once, twice = (jm.remat(loss, levels=levels) for levels in (1, 2))
+    wanted, got = (jax.jit(jax.value_and_grad(each, argnums=(0, 1)))(*args) for each in (loss, twice))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+    weights = args[0].nbytes
+    assert stored_bytes(twice, *args) - weights < 0.75 * (stored_bytes(once, *args) - weights)
 
 
 def test_the_compiler_needs_fewer_bytes() -> None:
@@ -90,7 +100,7 @@ def test_other_numbers_of_levels_are_refused(levels: Any) -> None:
         jm.StepPolicy(remat="full", levels=levels)
 
 
-def recurrent(weights: Any, x: Any) -> Any:
+def recurrent(weights: Any, x: Any, steps: int = 64, *, reverse: bool = False) -> Any:
     """A cell over time: its carry is large beside what one step computes, so a checkpoint around each step stores too much."""
 
     def cell(carry: Any, x: Any) -> Any:
@@ -100,8 +110,9 @@ def recurrent(weights: Any, x: Any) -> Any:
         return (gate * jnp.tanh(c), c), h.mean()
 
     zeros = jnp.zeros((ROWS, WIDTH))
-    (h, _), means = jax.lax.scan(cell, (zeros, zeros), jnp.broadcast_to(x, (64, ROWS, WIDTH)))
-    return (h**2).mean() + means.sum()
+    inputs = x * jnp.arange(1.0, steps + 1.0)[:, None, None] / steps
+    (h, _), means = jax.lax.scan(cell, (zeros, zeros), inputs, reverse=reverse)
+    return (h**2).mean() + (means * jnp.arange(steps)).sum()
 
 
 def test_steps_with_large_carries_share_a_checkpoint() -> None:
@@ -116,6 +127,34 @@ def test_steps_with_large_carries_share_a_checkpoint() -> None:
     # Computed again once, as with a checkpoint around each step, and not twice.
     plain, ours = (jaxpr_flops(jax.make_jaxpr(jax.value_and_grad(each))(*args)) for each in (recurrent, cheaper))
     assert ours < 1.5 * plain
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_prime_number_of_steps_needs_as_few_bytes_as_one_more(reverse: bool) -> None:
+    weights, x = arguments()
+    args = (weights[0], x)
+    losses = [functools.partial(recurrent, steps=steps, reverse=reverse) for steps in (127, 128)]
+    prime, whole = (
+        jax.jit(jax.value_and_grad(jm.remat(loss), argnums=(0, 1))).lower(*args).compile() for loss in losses
+    )
+    temp = [each.memory_analysis().temp_size_in_bytes for each in (prime, whole)]
+    assert temp[0] < 1.25 * temp[1], temp
+    wanted = jax.jit(jax.value_and_grad(losses[0], argnums=(0, 1)))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), prime(*args), wanted)
+    once = jax.jit(jax.grad(jm.remat(losses[0]), argnums=(0, 1)))(*args)
+    assert_close(once, wanted[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5000))
+def test_sizes_are_all_divisors_and_no_two_lie_far_apart(length: int) -> None:
+    found = sizes(length)
+    assert set(found) >= {part for part in range(1, length) if length % part == 0}
+    assert all(low < high <= 3 * low for low, high in itertools.pairwise([*found, length]))
+    for part in found:
+        assert -(-length // -(-length // part)) == part or length % part == 0, (
+            "another size makes as many parts of fewer steps"
+        )
 
 
 def test_a_loop_on_an_explicit_mesh_stays_where_it_lies() -> None:

@@ -7,6 +7,8 @@ together is there for one loop at a time, and often neither is there at the peak
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -59,7 +61,8 @@ def held_together(eqn: Any, steps: int) -> int:
 
 def stored_between(eqn: Any, steps: int) -> int:
     """Bytes of the carries that a loop stores with so many steps under one checkpoint."""
-    return scan_carry_bytes(eqn) // steps
+    length = int(eqn.params["length"])
+    return scan_carry_bytes(eqn) // max(length, 1) * -(-length // steps)
 
 
 def _total(eqn: Any, steps: int) -> int:
@@ -67,20 +70,34 @@ def _total(eqn: Any, steps: int) -> int:
     return held + stored_between(eqn, steps)
 
 
-def _divisors(eqn: Any) -> list[int]:
-    """Only these make equal parts; all the steps together would be no loop."""
-    length = int(eqn.params["length"])
-    return [part for part in range(1, length) if length % part == 0]
+def sizes(length: int) -> list[int]:
+    """How many steps may share a checkpoint, ascending: divisors, which leave nothing over, and others where those lie apart."""
+    divisors = [part for part in range(1, length) if length % part == 0]
+    # As many parts as of about that size, each as short as they may be: little is left over.
+    between = (
+        -(-length // round(length / (low << doubled)))
+        for low, high in itertools.pairwise([*divisors, length])
+        for doubled in range(1, math.ceil(math.log2(high / low)))
+    )
+    return sorted({*divisors, *(part for part in between if part < length)})
+
+
+def _sizes(eqn: Any) -> list[int]:
+    """What is worth trying: where steps are left over, compilers copy stacks once more, and so divisors do if they do as well."""
+    length, every = int(eqn.params["length"]), sizes(int(eqn.params["length"]))
+    divisors = [part for part in every if length % part == 0]
+    least = min((_total(eqn, part) for part in divisors), default=0)
+    return every if any(_total(eqn, part) < _WORTH * least for part in every) else divisors
 
 
 def _is_worth_it(eqn: Any) -> bool:
-    totals = [_total(eqn, part) for part in _divisors(eqn)]
+    totals = [_total(eqn, part) for part in _sizes(eqn)]
     return bool(totals) and min(totals) < _WORTH * totals[0]
 
 
 def _choices(loops: Mapping[int, Any]) -> Iterator[dict[int, int]]:
     """For each amount of memory that steps may hold together, as many in each loop as stay within it."""
-    parts = {key: _divisors(eqn) for key, eqn in loops.items()}
+    parts = {key: _sizes(eqn) for key, eqn in loops.items()}
     amounts = sorted({held_together(loops[key], part) for key, several in parts.items() for part in several[1:]})
     seen: list[dict[int, int]] = []
     for most in amounts:

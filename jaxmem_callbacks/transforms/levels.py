@@ -17,6 +17,7 @@ from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import checkpoint_template, close, derive, open_jaxpr, scan_arity
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS
+from jaxmem_callbacks.transforms.chunks import sizes
 from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, variables
 from jaxmem_callbacks.transforms.names import ON_HOST, offloading
 from jaxmem_callbacks.transforms.residuals import Sunk
@@ -39,13 +40,11 @@ def loop_in_chunks(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any
 
 
 def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
-    """A loop with checkpoints around its steps and around parts of about the root of its length.
-
-    Lengths without divisors, such as primes, stay at one level.
-    """
+    """A loop with checkpoints around its steps and around parts of about the root of its length."""
     once = loop.checkpointed(policy, kept)
-    part = min((n for n in range(2, loop.trips) if loop.trips % n == 0), key=lambda n: n + loop.trips // n, default=0)
-    deep = loop.trips >= _FEWEST and part and not once.effects
+    # What is left over is one more part, and one more copy of stacks: a divisor is better.
+    part = min(sizes(loop.trips), key=lambda n: n + -(-loop.trips // n) + bool(loop.trips % n), default=0)
+    deep = loop.trips >= _FEWEST and not once.effects
     outer = offloading([ON_HOST[OFFLOAD_CUTS]]) if loop.moved else None
     found = _loop_of_loops(once, part, outer, loop.moved) if deep else None
     return found or loop_in_steps(loop, policy, kept)
@@ -53,6 +52,8 @@ def loop_in_two_levels(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list
 
 def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) -> list[Any] | None:
     """A `scan` as a scan of checkpointed scans over ``inner`` steps each; None where its equation cannot be replaced.
+
+    What is left over is a checkpointed scan of its own, which runs last.
 
     Args:
         eqn: The scan.
@@ -66,6 +67,8 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
     # As the user wrote the loop; the outer one is this library's, and its steps are large enough.
     said = {name: eqn.params[name] for name in ("reverse", "_split_transpose") if name in eqn.params}
     unroll = min(eqn.params["unroll"], inner)
+
+    left = length % inner
 
     def nested(*operands: Any) -> Any:
         fixed, start, stacked = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
@@ -82,11 +85,29 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
             )
             return jax.lax.scan(step, state, slices, length=inner, unroll=unroll, **said)
 
-        parts = tuple(x.reshape(length // inner, inner, *x.shape[1:]) for x in stacked)
+        @functools.partial(jax.checkpoint, policy=policy)
+        def last(state: Any, slices: Any) -> Any:
+            return jax.lax.scan(step, state, slices, length=left, unroll=min(unroll, left), **said)
+
+        # The loop ends with its first elements where it runs backwards.
+        divided = [_divided(x, left, first=eqn.params["reverse"]) for x in stacked]
+        parts = tuple(x.reshape(length // inner, inner, *x.shape[1:]) for x, _ in divided)
         end, made = jax.lax.scan(part, tuple(start), parts, length=length // inner, **said)
-        return [*end, *(y.reshape(length, *y.shape[2:]) for y in made)]
+        made = [y.reshape(length - left, *y.shape[2:]) for y in made]
+        if left:
+            end, more = last(end, tuple(rest for _, rest in divided))
+            joined = [more, made] if eqn.params["reverse"] else [made, more]
+            made = [jax.lax.concatenate(pair, 0) for pair in zip(*joined, strict=True)]
+        return [*end, *made]
 
     return _in_place_of(eqn, nested)
+
+
+def _divided(stacked: Any, left: int, *, first: bool) -> tuple[Any, Any]:
+    """A stack without ``left`` of its elements, its first or its last, and those."""
+    place = left if first else stacked.shape[0] - left
+    halves = stacked[:place], stacked[place:]
+    return halves[::-1] if first else halves
 
 
 def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
@@ -105,13 +126,14 @@ def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
                 outvars=[names.get(var, var) for var in one.outvars],
             ),
             eqn.source_info,
+            depth=2 if one.primitive.name == "scan" else 1,
         )
         for one in flat.eqns
     ]
 
 
-def _said_by(one: Any, source: Any, depth: int = 2) -> Any:
-    """An equation of ours with the user's line and scope: the outer loop, the checkpoint in it, the loop in that.
+def _said_by(one: Any, source: Any, depth: int) -> Any:
+    """An equation of ours with the user's line and scope: the outer loop, the checkpoint in it or left over, the loop in that.
 
     What lies deeper is the user's own body, which has its lines.
     """
