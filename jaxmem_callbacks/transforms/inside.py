@@ -17,7 +17,7 @@ from jax.extend import core
 from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, name_equation, name_template, scan_arity
 from jaxmem_callbacks.transforms.equations import flatten, is_variable, new_variable, side_effects
 from jaxmem_callbacks.transforms.flops import equation_flops
-from jaxmem_callbacks.transforms.work import equation_work
+from jaxmem_callbacks.transforms.work import collective_work
 
 # Where in an equation's parameters the bodies are that are opened.
 _BODIES = {"scan": "jaxpr", "cond": "branches"}
@@ -26,6 +26,10 @@ _WORTH_OPENING = 0.02
 # Derivatives need nothing of what a body is handed and hands out, but the index of a branch.
 _HANDED = core.Primitive("add_any")
 _CHOSEN = core.Primitive("select_n")
+
+
+#: Operations, and work.
+_Cost = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +96,12 @@ class Opened:
     inside: dict[Any, Inside] = field(default_factory=dict[Any, Inside])
     handed: set[Any] = field(default_factory=set[Any])
 
-    def add(self, eqn: Any, run: _Run) -> None:
-        """One more equation."""
+    def add(self, eqn: Any, run: _Run, cost: _Cost = (0, 0.0)) -> None:
+        """One more equation, with its operations and its work."""
         self.eqns.append(eqn)
         self.runs.append(run)
-        self.flops.append(0 if isinstance(eqn, _Link) else run.times * equation_flops(eqn))
-        self.work.append(0.0 if isinstance(eqn, _Link) else run.times * equation_work(eqn))
+        self.flops.append(run.times * cost[0])
+        self.work.append(run.times * cost[1])
 
     def total(self, costs: np.ndarray) -> np.ndarray:
         """What some of the equations cost together, of each conditional the dearest branch.
@@ -116,8 +120,8 @@ class Opened:
 
 def opened(eqns: Sequence[Any]) -> Opened:
     """A segment's equations with the dear ones among its inner loops and branches opened."""
-    found = Opened()
-    _open(eqns, found, _WORTH_OPENING * sum(map(equation_work, eqns)), _Run())
+    found, costs = Opened(), [_cost(eqn) for eqn in eqns]
+    _open(eqns, costs, found, _WORTH_OPENING * sum(work for _, work in costs), _Run())
     return found
 
 
@@ -125,15 +129,20 @@ def whole(eqns: Sequence[Any]) -> Opened:
     """A segment's equations, none of them opened."""
     found = Opened()
     for eqn in eqns:
-        found.add(eqn, _Run())
+        found.add(eqn, _Run(), _cost(eqn))
     return found
 
 
-def _open(eqns: Sequence[Any], found: Opened, least: float, run: _Run) -> None:
-    for eqn in eqns:
-        dear = eqn.primitive.name in _BODIES and run.times * run.part * equation_work(eqn) > least
+def _cost(eqn: Any) -> _Cost:
+    flops = equation_flops(eqn)
+    return flops, flops + collective_work(eqn)
+
+
+def _open(eqns: Sequence[Any], costs: Sequence[_Cost], found: Opened, least: float, run: _Run) -> None:
+    for eqn, cost in zip(eqns, costs, strict=True):
+        dear = eqn.primitive.name in _BODIES and run.times * run.part * cost[1] > least
         if not dear or not _can_be_named_in(eqn):
-            found.add(eqn, run)
+            found.add(eqn, run, cost)
         elif eqn.primitive.name == "scan":
             _open_loop(eqn, found, least, run)
         else:
@@ -164,21 +173,28 @@ def _open_loop(eqn: Any, found: Opened, least: float, run: _Run) -> None:
         handed = [eqn.invars[consts + place], *results[place : min(place + 1, carry)]]
         found.add(_Link(_HANDED, handed, [var]), within)
     _tell_inside(eqn, 0, eqns, found)
-    _open(eqns, found, least, within)
+    _open(eqns, [_cost(one) for one in eqns], found, least, within)
     for result, var in zip(results, eqn.outvars, strict=True):
         found.add(_Link(_HANDED, [result], [var]), run)
 
 
 def _open_branches(eqn: Any, found: Opened, least: float, run: _Run) -> None:
     bodies = [flatten(body, hoist_constants=False) for body in _bodies(eqn)]
-    works = [sum(map(equation_work, body.eqns)) for body in bodies]
+    costs = [[_cost(one) for one in body.eqns] for body in bodies]
+    works = [sum(work for _, work in own) for own in costs]
     first = 1 + sum(len(own) for _, own in found.conds)
     found.conds.append((run.branch, list(range(first, first + len(bodies)))))
     results = []
     for number, body in enumerate(bodies):
         eqns, made = _copied(body.eqns, dict(zip(body.invars, eqn.invars[1:], strict=True)))
         _tell_inside(eqn, number, eqns, found)
-        _open(eqns, found, least, replace(run, part=run.part * max(works) / sum(works), branch=first + number))
+        _open(
+            eqns,
+            costs[number],
+            found,
+            least,
+            replace(run, part=run.part * max(works) / sum(works), branch=first + number),
+        )
         results.append([made[atom] if is_variable(atom) else atom for atom in body.outvars])
     for place, var in enumerate(eqn.outvars):
         found.add(_Link(_CHOSEN, [eqn.invars[0], *(each[place] for each in results)], [var]), run)

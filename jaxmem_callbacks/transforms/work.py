@@ -1,6 +1,6 @@
 """What equations cost in time, counted in operations: what is dear to compute again is chosen by it.
 
-Enters: an equation. Leaves: its operations, and for a collective as many more as a device does of matrix products in that time.
+Enters: an equation. Leaves: what its collectives take, as so many operations of matrix products as a device does in that time.
 Whoever is asked to keep something does not know for which device: most vendors' lie within a factor of two of this.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmem_callbacks.transforms.flops import Amount, equation_cost, leaf_flops
+from jaxmem_callbacks._compat.jaxprs import subjaxprs
+from jaxmem_callbacks.transforms.flops import Amount, equation_cost
 from jaxmem_callbacks.transforms.residuals import nbytes
 
 # Operations of bfloat16 products in the time in which a byte goes through a device's links to others: the middle of what data
@@ -20,13 +21,12 @@ _COLLECTIVES = {
 }
 
 
-def equation_work(eqn: Any) -> float:
-    """Operations of one equation, its bodies included, and those in whose time its collectives move what they move."""
-    return equation_cost(eqn, _leaf, Amount(0.0), Amount(0.0)).weight
+def collective_work(eqn: Any) -> float:
+    """Operations in whose time the collectives of one equation, its bodies included, move what they move."""
+    return equation_cost(eqn, _leaf, Amount(0.0), Amount(0.0)).weight if subjaxprs(eqn) else _leaf(eqn).weight
 
 
 def _leaf(eqn: Any) -> Amount:
-    flops = float(leaf_flops(eqn).flops)
     if eqn.primitive.name not in _COLLECTIVES:
-        return Amount(flops)
-    return Amount(flops + LINK_BYTE * max(sum(map(nbytes, atoms)) for atoms in (eqn.invars, eqn.outvars)))
+        return Amount(0.0)
+    return Amount(float(LINK_BYTE * max(sum(map(nbytes, atoms)) for atoms in (eqn.invars, eqn.outvars))))
