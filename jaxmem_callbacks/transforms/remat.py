@@ -65,6 +65,7 @@ from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
 _SMALL_SHARE = 0.01
+_ONE_LEVEL = "Inside a shard_map there is one level of checkpoints: levels=2 acts on the rest of the loss."
 
 
 def remat(  # noqa: PLR0913 - the fields of a policy, by name
@@ -266,9 +267,7 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1 and not told.copies
     if policy.levels > 1 and told.copies:
-        told.notes["Inside a shard_map there is one level of checkpoints: levels=2 acts on the rest of the loss."] = (
-            None
-        )
+        told.notes.setdefault(_ONE_LEVEL)
     told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
     # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
     # combine with; inside a shard_map its collectives would come again.
