@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
@@ -154,6 +155,40 @@ def test_a_good_guess_needs_two_asks() -> None:
 
     assert last_that_fits(16, None, lambda _low, _high: 700, ask) == (700, 701)
     assert asked == [700, 701]
+
+
+@given(
+    st.integers(1, 10**5),
+    st.floats(0.1, 10),
+    st.floats(0, 0.01),
+    st.floats(1.02, 50),
+    st.integers(1, 256),
+    st.booleans(),
+)
+def test_bytes_flat_in_few_rows_are_no_trap(  # noqa: PLR0917 - a curve and a limit
+    flat: int, slope: float, rise: float, room: float, start: int, one_sided: bool
+) -> None:
+    """A line through the flat part leads far beyond what fits, a chord short of it: both end within a few doublings."""
+    found: dict[int, float] = {}
+    asks = 0
+
+    def ask(places: Any) -> dict[int, bool]:
+        nonlocal asks
+        asks += 1
+        found.update({place: max(flat + rise * slope * place, slope * place) for place in places})
+        return {place: found[place] <= room * flat for place in places}
+
+    def guess(low: int, high: int | None) -> int:
+        x, x2 = sorted(place for place in found if place <= low)[-2:] if high is None or one_sided else (low, high)
+        y, y2 = found[x], found[x2]
+        return 2 * low if y2 <= y else int(x + (room * flat - y) * (x2 - x) / (y2 - y))
+
+    assume(all(ask([start, 2 * start]).values()))
+    low, high = last_that_fits(2 * start, None, guess, ask)
+    assert found[low] <= room * flat
+    assert high == low + 1
+    assert found[high] > room * flat
+    assert asks <= 1.5 * math.log2(low) + 6
 
 
 candidates = st.builds(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 Ask = Callable[[Sequence[int]], Mapping[int, bool]]
 Guess = Callable[[int, int | None], int]
 
+_SLOW = 4  # an ask that leaves more than this part of what was open has not come closer
+
 
 def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[int, int | None]:
     """The last place that fits, found by asking few.
 
-    Two neighbours are asked at a time, since two compilers run at a time: where a guess is right, its place fits, the next
-    does not, and that is the proof.
+    Two are asked at a time, since two compilers run at a time. Where a guess is right, its place fits, the next does not, and
+    that is the proof. Where guesses lie beside what is open, or lead to one side of it twice, the middle is asked beside the
+    guess, so that the number of asks grows with the logarithm of the places however wrong the guesses are.
 
     Args:
         low: A place that fits, or the place before the first.
@@ -23,17 +27,33 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
     Returns:
         The last place known to fit (``low`` where none was found), and the first known not to.
     """
-    stride = 1
+    stride, moved, halve = 1, 0, False
     while high is None or high - low > 1:
-        place = max(guess(low, high), low + stride) if high is None else min(max(guess(low, high), low + 1), high - 1)
-        asked = [each for each in (place, place + 1) if high is None or each < high]
-        answers = ask(asked)
+        guessed = guess(low, high)
+        place = max(guessed, low + stride) if high is None else min(max(guessed, low + 1), high - 1)
+        second = _middle(low, high) if halve and high is not None else place + 1
+        answers = ask([each for each in sorted({place, second}) if high is None or each < high])
         if not answers:
             break
-        for each, fits in sorted(answers.items()):
-            if fits and (high is None or each < high):
-                low = max(low, each)
-            elif not fits:
-                high = each if high is None else min(high, each)
+        before, (low, high) = (low, high), _closer(low, high, answers)
+        side = (high == before[1]) - (low == before[0])  # 1: only the lower end moved, -1: only the upper one
+        slow = high is not None and before[1] is not None and (high - low) * _SLOW > before[1] - before[0]
+        halve = slow and (place != guessed or side == moved)
+        moved = side
         stride *= 8
     return low, high
+
+
+def _closer(low: int, high: int | None, answers: Mapping[int, bool]) -> tuple[int, int | None]:
+    """What is open once some places were asked; bytes need not grow from place to place, so the first that fails is the end."""
+    for each, fits in sorted(answers.items()):
+        if fits and (high is None or each < high):
+            low = max(low, each)
+        elif not fits:
+            high = each if high is None else min(high, each)
+    return low, high
+
+
+def _middle(low: int, high: int) -> int:
+    """Half of the way; where the end is many times the beginning, half of the doublings."""
+    return math.isqrt(low * high) if 0 < low * _SLOW < high else (low + high) // 2

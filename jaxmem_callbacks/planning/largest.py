@@ -136,15 +136,19 @@ class LargestBatch:
         return self._compilers[place]
 
     def _guess(self, policy: StepPolicy, low: int, high: int | None) -> int:
-        """Where the line through the two points nearest to the limit meets it; halfway where there is no such line."""
+        """Where the line through what fits and what does not meets the limit; halfway where there is no such line.
+
+        Bytes may be flat in few rows and grow in many, so two points of one side say little of the other.
+        """
         room = (self._problem.budget.bytes or 0) - self._problem.resident_bytes
-        points = [
+        points = sorted(
             (place, each.step_bytes)
             for (place, of), each in self._found.items()
             if of == policy and each.step_bytes is not None and not each.compiler_remat
-        ]
+        )
+        under, over = [point for point in points if point[0] <= low], [point for point in points if point[0] > low]
         (x, y), (x2, y2) = (
-            sorted(sorted(points, key=lambda p: abs(p[1] - room))[:2]) if points[1:] else ((0, 0), (0, 0))
+            (*under[-1:], *over[:1]) if under and over else (points[1:] and points[-2:]) or ((0, 0), (0, 0))
         )
         if y2 <= y:
             return 2 * low if high is None else (low + high) // 2
