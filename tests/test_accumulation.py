@@ -332,6 +332,24 @@ def test_lowering_with_real_arrays_checks_and_with_shapes_says_unchecked():
     assert not mean.unchecked
 
 
+def test_the_check_makes_no_transfer_that_a_guard_of_the_users_forbids():
+    step = jm.jit_step(plain_step, FOUR, donate_argnames=())
+    with jax.transfer_guard("disallow"):
+        found = step(WEIGHTS, X)
+    assert_close(found, plain_step(WEIGHTS, X))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FOUR, jm.StepPolicy(remat="full"), jm.StepPolicy(remat="full", keep=0.5)],
+    ids=["microbatches", "full", "kept"],
+)
+def test_no_tracer_outlives_its_trace(policy):
+    with jax.checking_leaks():
+        found = jm.jit_step(plain_step, policy, donate_argnames=())(WEIGHTS, X)
+    assert_close(found, plain_step(WEIGHTS, X))
+
+
 def test_two_gradients_and_an_inner_jit_are_checked_each():
     def step(params, x):
         value, gradients = jax.jit(jm.value_and_grad(mean_loss))(params, x)

@@ -127,3 +127,19 @@ def test_what_donating_would_take_under_nnx_jit_can_be_typed_as_it_stands() -> N
     nnx.jit(nnx_step, donate_argnames=("model", "optimizer"))(model, optimizer, batch)
     assert old.is_deleted(), "the memory was not given away"
     assert np.abs(np.asarray(model.kernel[...]) - before).max() > 0, "the update was lost"
+
+
+def test_arguments_that_an_earlier_call_took_are_planned_by_their_shapes() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ weights) ** 2).mean()
+
+    def train_step(weights: Any, x: Any) -> Any:
+        value, gradient = jm.value_and_grad(loss)(weights, x)
+        return weights - 0.1 * gradient, value
+
+    weights, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    fresh = jm.plan(train_step, weights, x, search={"microbatches": [1, 2]})
+    jm.jit_step(train_step)(weights, x)
+    assert weights.is_deleted()
+    again = jm.plan(train_step, weights, x, search={"microbatches": [1, 2]})
+    assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in fresh.candidates]

@@ -29,13 +29,17 @@ def split(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list
         if isinstance(leaf, jax.Array) or (is_leaf is not None and is_leaf(leaf))
     ]
 
+    found = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None  # a tracer kept here would outlive its trace, which `jax.checking_leaks()` calls a leak
+
     def join(arrays: Sequence[Any]) -> Any:
         filled = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
         return jax.tree.unflatten(treedef, filled)
 
-    return [leaves[place] for place in places], join
+    return found, join
 
 
 class Result:

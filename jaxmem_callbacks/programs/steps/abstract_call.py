@@ -35,9 +35,11 @@ def abstract_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractCall
 
 
 def has_real_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether every leaf of a call has a value, not only a shape."""
+    """Whether every leaf of a call has a value, not only a shape: an array donated to an earlier call has none."""
     leaves = jax.tree.leaves((args, kwargs))
-    return all(not isinstance(each, (Tracer, jax.ShapeDtypeStruct)) and framework_of(each) is None for each in leaves)
+    if any(isinstance(each, (Tracer, jax.ShapeDtypeStruct)) or framework_of(each) is not None for each in leaves):
+        return False
+    return not any(isinstance(each, jax.Array) and each.is_deleted() for each in leaves)
 
 
 def _abstract(leaf: Any) -> Any:
