@@ -18,7 +18,7 @@ from jaxmem_callbacks.programs.reading.dumps import Value
 from jaxmem_callbacks.programs.reading.flow import Flow, pass_of_name
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments, Groups
 from jaxmem_callbacks.programs.reading.hlo import parse_module, user_source
-from jaxmem_callbacks.programs.reading.shapes import element_count, unpadded_bytes
+from jaxmem_callbacks.programs.reading.shapes import element_count, padded_bytes, unpadded_bytes
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.kinds import kind_of_path
@@ -207,6 +207,21 @@ def test_names_tell_the_pass(name: str | None, told: str | None) -> None:
 )
 def test_shapes_without_padding(shape: str, elements: int, size: int | None) -> None:
     assert (element_count(shape), unpadded_bytes(shape)) == (elements, size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[100,256]{1,0:T(8,128)}", 104 * 256 * 4),
+        ("bf16[32,16,5,64,3]{3,1,4,2,0:T(8,128)(2,1)}", 32 * 5 * 3 * 16 * 128 * 2),
+        ("s32[]{:T(128)}", 512),
+        ("f32[4,3]{0,1}", 48),
+        ("(f32[2]{0:T(128)}, pred[3])", 512 + 3),
+        ("mystery[4]{0}", 0),
+    ],
+)
+def test_shapes_with_padding(shape: str, size: int) -> None:
+    assert padded_bytes(shape) == size
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def program(**figures: int) -> ProgramMemory:
 
 def test_a_step_needs_what_the_runtime_says_else_the_sum_without_what_is_reused():
     assert program().step_bytes == 100 + 60 - 50 + 7
+    assert program(constant_bytes=3).step_bytes == 100 + 60 - 50 + 7 + 3
     assert program(total_bytes=99).step_bytes == 99
     assert program(total_bytes=0).step_bytes == 0
 

@@ -137,14 +137,12 @@ def test_what_makes_the_peak_adds_up_and_points_at_the_users_lines(compiled):
 def test_the_peaks_groups_are_the_known_bytes_on_every_target(compiled):
     peak = compiled.peak
     assert peak.bytes == sum(group.bytes for group in peak.groups)
-    if compiled.memory.total_bytes is not None:
-        assert peak.bytes == compiled.memory.total_bytes
-    else:  # jax 0.10 has no total of its own; arguments, outputs and temporaries leave out the constants
-        assert peak.bytes - peak.bytes_of("constants") == pytest.approx(compiled.memory.step_bytes, rel=0.01)
+    assert peak.bytes == compiled.memory.step_bytes
     assert peak.bytes_of("parameters") == peak.bytes_of("optimizer state") == PARAM_BYTES
     assert peak.bytes_of("gradients") == pytest.approx(PARAM_BYTES, rel=0.001)
     assert peak.bytes_of("batch") == BATCH * WIDTH * 4
-    assert peak.bytes_of("unknown") == 0
+    # jax 0.10 has no total of its own, and a TPU's compiler adds a little to the temporaries.
+    assert peak.bytes_of("unknown") <= (0.01 * peak.bytes if compiled.memory.total_bytes is None else 0)
     # By the trace: gelu keeps five arrays of the hidden width, the layer one of its own. A TPU keeps some in bfloat16.
     kept = LAYERS * BATCH * (5 * HIDDEN + WIDTH) * 4
     least = 0.45 if compiled.target.platform == "tpu" else 0.999

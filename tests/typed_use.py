@@ -78,7 +78,10 @@ def plans(state: State, batch: Batch) -> jm.Plan:
 def bytes_of_a_step(state: State, batch: Batch) -> jm.StepMemory:
     memory = jm.step_memory(train_step, state, batch, target="v5e")
     assert_type(memory.step_bytes, int)
-    assert_type(memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes, int)
+    assert_type(
+        memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes + memory.constant_bytes,
+        int,
+    )
     assert_type(memory.donated_bytes, int)
     assert_type(memory.compiler_remat, int)
     assert_type(memory.top_buffers(20), tuple[Buffer, ...])

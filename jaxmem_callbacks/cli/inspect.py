@@ -115,7 +115,7 @@ class _Report:
 
     def _compared(self) -> list[tuple[str, str, str]]:
         words = {"step": "step_bytes", "arguments": "argument_bytes", "outputs": "output_bytes"}
-        words |= {"aliased": "alias_bytes", "temporaries": "temp_bytes"}
+        words |= {"aliased": "alias_bytes", "temporaries": "temp_bytes", "constants": "constant_bytes"}
         sizes = [
             (word, *(format_bytes(getattr(m, name)) for m in (self.plain, self.memory))) for word, name in words.items()
         ]

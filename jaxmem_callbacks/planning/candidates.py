@@ -309,7 +309,7 @@ class Compiler:
                 return self._refused(step.policy, facts, needed, refusal.words, refused_peak(facts.traced, needed))
             hlo, platform = program.as_text() or "", jax.default_backend()
             memory = program_memory(program, name="step", platform=platform, target="attached", hlo_text=hlo)
-            told = peak and with_total(peak, memory.total_bytes, UNPLACED).largest(_SHOWN)
+            told = peak and with_total(peak, memory.step_bytes, UNPLACED).largest(_SHOWN)
             return replace(self._judged(step.policy, facts, memory, hlo), peak=told)
 
         return compiled
@@ -343,6 +343,7 @@ class Compiler:
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
             temp_bytes=memory.temp_bytes,
+            constant_bytes=memory.constant_bytes,
             host_bytes=memory.host_temp_bytes,
             cached=answer is not None and answer.cached,
             seconds=None if answer is None or answer.cached else answer.compile_seconds,

@@ -20,6 +20,7 @@ from jaxmem_callbacks.planning.own_step import own_step, traced_plainly
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.space import parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
+from jaxmem_callbacks.programs.memory_text import large_constants
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
 from jaxmem_callbacks.programs.steps.leaves import Leaf
@@ -108,6 +109,8 @@ def make_plan(
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
     _note_idle_devices(ledger, best)
+    for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
+        ledger.note(words)
     return _record(ledger, best, reason)
 
 

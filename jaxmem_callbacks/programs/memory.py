@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.memory_text import memory_table
+from jaxmem_callbacks.programs.memory_text import large_constants, memory_table
 from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
@@ -51,7 +51,7 @@ class StepMemory:
 
     @property
     def step_bytes(self) -> int:
-        """What the step needs: the runtime's own total where it has one, else argument + output - alias + temp."""
+        """What the step needs: the runtime's own total where it has one, else argument + output - alias + temp + constant."""
         return self.program.step_bytes
 
     @property
@@ -73,6 +73,11 @@ class StepMemory:
     def temp_bytes(self) -> int:
         """Temporaries: activations, residuals, workspace."""
         return self.program.temp_bytes
+
+    @property
+    def constant_bytes(self) -> int:
+        """Arrays that are part of the program, such as data that the step closes over."""
+        return self.program.constant_bytes
 
     @property
     def donated_bytes(self) -> int:
@@ -145,7 +150,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         arguments=argument_rows(judged.program.uses, judged.program.undonated),
         warnings=warnings,
         signature=judged.program.signature,
-        read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.total_bytes, UNPLACED),
+        read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
     )
 
 
@@ -232,6 +237,8 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
             f"The compiler recomputes {program.memory.compiler_remat} instructions by itself near its memory limit: bytes no "
             "longer grow with the batch, time does."
         )
+    if program.memory is not None:
+        told += large_constants(step.name, program.memory.step_bytes, program.memory.constant_bytes)
     told += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
         told.append(_offloads_nothing(program.memory))

@@ -10,6 +10,11 @@ from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 
+# Constants of so many bytes, and of this share of what the step needs, are worth a word.
+_LARGE = 2**20
+_LARGE_SHARE = 0.01
+_SUM = "arguments + outputs - aliased + temporaries + constants"
+
 
 def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> str:
     """The whole account of one step."""
@@ -24,6 +29,16 @@ def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], wa
     if warnings:
         lines += ["", *(f"! {warning}" for warning in warnings)]
     return "\n".join(lines)
+
+
+def large_constants(name: str, step_bytes: int | None, constant_bytes: int | None) -> tuple[str, ...]:
+    """What to do about arrays in a program that are worth it; empty where none are."""
+    held = constant_bytes or 0
+    if held < max(_LARGE, _LARGE_SHARE * (step_bytes or 0)):
+        return ()
+    size = format_bytes(held)
+    msg = f"{size} of constants: {name} closes over arrays, which each compiled program holds. Give them as arguments."
+    return (msg,)
 
 
 def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:
@@ -59,7 +74,7 @@ def _near(source: str | None) -> str:
 
 
 def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[tuple[str, ...]]:
-    by = "the runtime's own total" if program.total_bytes is not None else "arguments + outputs - aliased + temporaries"
+    by = "the runtime's own total" if program.total_bytes is not None else _SUM
     donated = (
         f"outputs that reuse donated arguments ({format_bytes(sum(row.donated_bytes for row in arguments))} donated)"
     )
@@ -70,6 +85,11 @@ def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> lis
         ("outputs", format_bytes(program.output_bytes), "what it returns, reused arguments included"),
         ("aliased", format_bytes(program.alias_bytes), donated),
         ("temporaries", format_bytes(program.temp_bytes), "activations, residuals, workspace"),
+        (
+            "constants",
+            format_bytes(program.constant_bytes),
+            "arrays in the program, such as data that the step closes over",
+        ),
         *([host] if program.host_temp_bytes else []),
         ("recomputed", str(program.compiler_remat), "instructions that the compiler recomputes by its own choice"),
     ]

@@ -70,6 +70,7 @@ def parts_of(program: ProgramMemory | Candidate, peak: Peak | None) -> dict[str,
         "outputs": program.output_bytes,
         "outputs that reuse arguments": program.alias_bytes,
         "temporaries": program.temp_bytes,
+        "constants": program.constant_bytes,
     }
     host = program.host_bytes if isinstance(program, Candidate) else program.host_temp_bytes
     known = {name: size for name, size in figures.items() if size is not None}

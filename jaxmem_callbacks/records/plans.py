@@ -56,6 +56,7 @@ class Candidate:
         output_bytes: Results, those that reuse arguments included.
         alias_bytes: Results that reuse a donated argument's memory.
         temp_bytes: Temporaries.
+        constant_bytes: Arrays that are part of the program, such as data that the step closes over.
         host_bytes: Host memory in which offloaded values wait, beside ``step_bytes``.
         peak: What makes its peak, with the largest buffers of each group; None for the
             attached devices while JAX's own compilation cache is on, since what comes from there is never compiled.
@@ -82,6 +83,7 @@ class Candidate:
     output_bytes: int | None = None
     alias_bytes: int | None = None
     temp_bytes: int | None = None
+    constant_bytes: int | None = None
     host_bytes: int = 0
     peak: Peak | None = None
     refusal: str | None = None

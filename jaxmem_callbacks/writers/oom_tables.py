@@ -153,8 +153,15 @@ def _program(program: FailedProgram | None) -> Section:
     if memory is None:
         told.append(f"What it needs is unknown, because {program.unavailable}.")
     else:
-        sizes = (memory.step_bytes, memory.argument_bytes, memory.output_bytes, memory.alias_bytes, memory.temp_bytes)
-        columns = ("one step needs", "arguments", "outputs", "aliased", "temporaries")
+        parts = (
+            memory.argument_bytes,
+            memory.output_bytes,
+            memory.alias_bytes,
+            memory.temp_bytes,
+            memory.constant_bytes,
+        )
+        sizes = (memory.step_bytes, *parts)
+        columns = ("one step needs", "arguments", "outputs", "aliased", "temporaries", "constants")
         tables.append(OomTable(columns, (tuple(map(format_bytes, sizes)),)))
     if program.peak is None:
         told.append(f"What makes its peak is unknown, because {program.no_peak}.")

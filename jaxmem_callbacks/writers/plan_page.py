@@ -69,13 +69,14 @@ def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
 
 def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
     where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
-    parts = "arguments + results - results that reuse arguments + temporaries, of one device"
+    parts = "arguments + results - results that reuse arguments + temporaries + constants, of one device"
     yield "needs", _exact(chosen.step_bytes), f"{where}: {parts}; the scalar {_planned_tag(record)}"
     for name, count in (
         ("arguments", chosen.argument_bytes),
         ("results", chosen.output_bytes),
         ("results that reuse arguments", chosen.alias_bytes),
         ("temporaries", chosen.temp_bytes),
+        ("constants", chosen.constant_bytes),
     ):
         yield name, _exact(count), "refused by the compiler, which told only the sum" if chosen.refusal else where
     if chosen.peak is not None:

@@ -32,6 +32,7 @@ _PROGRAMS = (
     "outputs",
     "aliased",
     "temporaries",
+    "constants",
     "XLA's own remat",
     "for",
 )
@@ -142,6 +143,7 @@ def _programs(story: Story) -> Iterator[str]:
                 memory.output_bytes,
                 memory.alias_bytes,
                 memory.temp_bytes,
+                memory.constant_bytes,
             )
             spelled = [format_bytes(size) for size in sizes]
             place = f"{memory.platform}, {memory.target}"

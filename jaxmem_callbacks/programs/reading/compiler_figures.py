@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxmem_callbacks.programs.reading.constants import constant_bytes
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.records.programs import ProgramMemory
 
@@ -50,5 +51,6 @@ def program_memory(
         hlo_text: ``compiled.as_text()`` where the caller has it already.
     """
     figures = memory_figures(compiled)
-    remat = count_compiler_remat(compiled.as_text() if hlo_text is None else hlo_text)
-    return ProgramMemory(name=name, platform=platform, target=target, compiler_remat=remat, **figures)  # type: ignore[arg-type]
+    text = compiled.as_text() if hlo_text is None else hlo_text
+    told: Any = figures | {"constant_bytes": constant_bytes(text), "compiler_remat": count_compiler_remat(text)}
+    return ProgramMemory(name=name, platform=platform, target=target, **told)

@@ -23,6 +23,7 @@ import jax
 
 from jaxmem_callbacks.programs.reading.buffers import past_the_cache, read_peak
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
+from jaxmem_callbacks.programs.reading.constants import constant_bytes
 from jaxmem_callbacks.programs.reading.dumps import dump_options
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
@@ -208,10 +209,10 @@ class _Job:
         return self.options | (dump_options(folder / "dump") if self.want_buffers else {})
 
     def peak(self, folder: pathlib.Path, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
-        """What makes the peak, where it was asked for: the same bytes as the runtime's own total, where it has one."""
+        """What makes the peak, where it was asked for: of as many bytes as the step needs."""
         if not self.want_buffers:
             return None
-        return with_total(read_peak(folder / "dump", memory.platform, arguments), memory.total_bytes, UNPLACED)
+        return with_total(read_peak(folder / "dump", memory.platform, arguments), memory.step_bytes, UNPLACED)
 
 
 def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
@@ -271,6 +272,7 @@ def _read_answer(job: _Job, answer: dict[str, Any], folder: pathlib.Path) -> Tar
         name=job.flat.name,
         platform="gpu" if job.target.platform == "cuda" else job.target.platform,
         target=job.target.name,
+        constant_bytes=constant_bytes(text),
         compiler_remat=count_compiler_remat(text),
         **figures,
     )
