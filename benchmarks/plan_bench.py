@@ -232,16 +232,17 @@ def told(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def at_equal_flops(here: Mapping[str, Row], hand: str) -> float | None:
+def at_equal_flops(here: Mapping[str, Row], hand: str, *, unasked: bool = False) -> float | None:
     """Our least bytes over those of a policy by hand, with no more operations than it has, to a part in a thousand.
 
     Of all that was compiled: the frontier, and what was matched to this policy or another; None before this one was matched.
+    ``unasked`` takes the frontier alone.
     """
     theirs = here[hand].get("step_bytes")
     if MATCHED + hand not in here or theirs is None:
         return None
     matched = [row for policy, row in here.items() if policy.startswith(MATCHED)]
-    ours = [*here.get(OURS, {}).get("candidates", []), *matched]
+    ours = [*here.get(OURS, {}).get("candidates", []), *([] if unasked else matched)]
     fitting = [
         row["step_bytes"] for row in ours if row.get("step_bytes") and row["flops"] <= EQUAL * here[hand]["flops"]
     ]
@@ -253,6 +254,7 @@ def summed_up(rows: Sequence[Row]) -> Iterator[str]:
     for target in dict.fromkeys(row["target"] for row in rows):
         near: list[float] = []
         equal: list[float] = []
+        alone: list[float] = []
         for model in dict.fromkeys(row["model"] for row in rows):
             here = {row["policy"]: row for row in rows if (row["model"], row["target"]) == (model, target)}
             hands = [policy for policy in here if policy != NONE and not policy.startswith(OURS)]
@@ -260,12 +262,15 @@ def summed_up(rows: Sequence[Row]) -> Iterator[str]:
             candidates = here.get(OURS, {}).get("candidates", [])
             near += [max(closest(candidates, here[policy])) for policy in compared if candidates]
             equal += [ratio for policy in compared if (ratio := at_equal_flops(here, policy)) is not None]
+            alone += [ratio for policy in compared if (ratio := at_equal_flops(here, policy, unasked=True)) is not None]
         if near:
             yield f"{target}: {len(near)} policies by hand; the frontier's nearest point is within {max(near):.3f} of each"
         if equal:
             below = sum(ratio < 1 for ratio in equal)
             mean = statistics.geometric_mean(equal)
             yield f"{target}: at equal FLOPs {mean:.3f} of their bytes (geometric mean of {len(equal)}), {below} below 1"
+            if alone:
+                yield f"{target}: the frontier alone {statistics.geometric_mean(alone):.3f} (of {len(alone)})"
 
 
 def wanted(options: argparse.Namespace, table: Table) -> list[tuple[str, str, str]]:

@@ -58,9 +58,14 @@ def nearest_points(models: dict) -> dict[tuple[str, str], tuple[float, float]]:
     }
 
 
-def at_equal_operations(models: dict) -> list[float]:
+def at_equal_operations(models: dict, *, unasked: bool = False) -> list[float]:
     """Our bytes over those of each policy by hand that was asked for at equal operations."""
-    found = [at_equal_flops(here, policy) for here in models.values() for policy in here if policy in POLICIES]
+    found = [
+        at_equal_flops(here, policy, unasked=unasked)
+        for here in models.values()
+        for policy in here
+        if policy in POLICIES
+    ]
     return [ratio for ratio in found if ratio is not None]
 
 
@@ -70,11 +75,14 @@ def sentences(models: dict) -> tuple[str, str]:
     far = sorted(max(both) for both in points.values())
     near, within, below = sum(x <= 1.05 for x in far), sum(x <= 1.02 for x in far), sum(x < 1 for x in far)
     fewer, equal = sum(memory < 1 for memory, _ in points.values()), at_equal_operations(models)
-    mean = statistics.geometric_mean(equal)
+    mean, alone = statistics.geometric_mean(equal), at_equal_operations(models, unasked=True)
     told = f"of {len(far)} policies by hand {near} have a point within 1.05 of their bytes and of their FLOPs"
+    unasked = (
+        f"{statistics.geometric_mean(alone):.3f} of {len(alone)} where only what the plan compiled unasked is taken"
+    )
     return (
         f"{told} (the farthest {far[-1]:.3f}), {within} within 1.02, {below} one below both, and {fewer} one with fewer bytes",
-        f"At equal FLOPs the least bytes are {mean:.3f} of the hand's (geometric mean of {len(equal)})",
+        f"At equal FLOPs the least bytes are {mean:.3f} of the hand's (geometric mean of {len(equal)}), and {unasked}",
     )
 
 

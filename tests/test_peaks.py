@@ -81,6 +81,11 @@ HLO = """HloModule jit_step
   ROOT %half = bf16[2,8]{1,0} slice(%p), slice={[0:2], [0:8]}
 }
 
+%fetch (f: f32[4,8]) -> f32[2,8] {
+  %f = f32[4,8]{1,0} parameter(0)
+  ROOT %quarter = f32[2,8]{1,0:S(1)} slice(%f), slice={[0:2], [0:8]}
+}
+
 %always (c: (s32[], f32[6,4,8])) -> pred[] {
   %c = (s32[], f32[6,4,8]{2,1,0}) parameter(0)
   ROOT %yes = pred[] constant(true)
@@ -118,6 +123,13 @@ ENTRY %main (w: f32[8,8], x: f32[4,8]) -> (f32[8,8], f32[8,8]) {
   %used = bf16[2,8]{1,0} negate(%cast-done), metadata={op_name="jit(step)/transpose(jvp())/neg"}
   %norms = f32[4]{0} reduce(%used, %zero), to_apply=%double, metadata={op_name="jit(step)/transpose(jvp())/reduce_sum"}
   %told = f32[4]{0} negate(%norms), metadata={op_name="jit(step)/neg"}
+  %turned = f32[4,8]{1,0:S(1)} cosine(%x), metadata={op_name="jit(step)/jvp()/cos"}
+  %evict-start = (f32[4,8]{1,0}, f32[4,8]{1,0:S(1)}, u32[]) copy-start(%turned)
+  %evicted = f32[4,8]{1,0} copy-done(%evict-start)
+  %part-start = ((f32[4,8]{1,0}), f32[2,8]{1,0:S(1)}, u32[]) async-start(%evicted), calls=%fetch
+  %part = f32[2,8]{1,0:S(1)} async-done(%part-start)
+  %joined = f32[4,8]{1,0:S(1)} custom-call(%part, %part), custom_call_target="ConcatBitcast"
+  %returned = f32[4,8]{1,0} negate(%joined), metadata={op_name="jit(step)/transpose(jvp())/neg"}
   %random = f32[8,8]{1,0} custom-call(), custom_call_target="Random"
   %noise = f32[8,8]{1,0} negate(%random)
   %both = f32[8,8]{1,0} add(%noise, %metric), metadata={op_name="jit(step)/transpose(jvp())/add_any"}
@@ -129,8 +141,10 @@ KNOWN = Arguments(by_number={0: Argument(path="params['w']", kind="parameters", 
 
 
 def value(name: str, *index: int) -> Value:
-    module = parse_module(HLO)
-    return Value(name=name, index=index, bytes=4, offset=0, shape=module.instructions[name].shape)
+    shape = parse_module(HLO).instructions[name].shape
+    return Value(
+        name=name, index=index, bytes=4, offset=0, shape=shape.strip("()").split(", ")[index[0]] if index else shape
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,6 +162,7 @@ def value(name: str, *index: int) -> Value:
         ("cast", (), "saved activations"),
         ("plain", (), "temporaries"),  # the backward pass reads what it was cast to
         ("none", (), "temporaries"),  # zeros to begin with
+        ("evict-start", (0,), "saved activations"),  # put out of a TPU's own memory, fetched in parts and joined
         ("noise", (), "unknown"),
     ],
 )
@@ -156,6 +171,12 @@ def test_a_value_is_followed_to_its_readers(name: str, index: tuple[int, ...], g
     found, why = groups.of(value(name, *index))
     assert found == group
     assert bool(why) == (group == "unknown")
+
+
+def test_what_a_tpu_puts_out_of_its_own_memory_has_the_name_of_what_made_it() -> None:
+    origin = parse_module(HLO).origin("evict-start", (0,))
+    assert origin is not None
+    assert origin.op_name == "jit(step)/jvp()/cos"
 
 
 def test_a_copy_of_an_argument_is_told_as_one() -> None:

@@ -236,3 +236,18 @@ def test_the_budget_of_a_target_is_what_is_usable_there(monkeypatch: pytest.Monk
     assert budget_for(None, gpu).bytes == int(gpu.memory_bytes * 0.9)
     with pytest.raises(PlanError, match="above 0 and up to 1"):
         budget_for(0.0, gpu)
+
+
+@pytest.mark.core
+def test_a_plan_says_that_nobody_knows_how_often_a_while_loop_runs() -> None:
+    def settled(x: Any) -> Any:
+        return jax.lax.while_loop(lambda value: jnp.abs(value).max() > 1.0, lambda value: 0.5 * value @ value, x)
+
+    def step(weights: Any, x: Any, *, loop: bool) -> Any:
+        return weights - jm.grad(lambda w: (jnp.tanh(jnp.tanh((settled(x) if loop else x) @ w) @ w) ** 2).mean())(
+            weights
+        )
+
+    shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
+    notes = [jm.plan(step, *shapes, loop=loop, search={"remat": False}).record.notes for loop in (True, False)]
+    assert [any("count their bodies once" in note for note in some) for some in notes] == [True, False]

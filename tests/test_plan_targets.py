@@ -12,16 +12,18 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
 from jaxmem_callbacks.records.units import format_bytes
 from tests.sample_plans import sentences
 from tests.target_step import needs_compiler
@@ -286,3 +288,42 @@ def test_a_mesh_of_another_size_than_the_target_is_refused() -> None:
     refused = r'lie on 4 devices, and the target h100_sxm:8 has 8. Name a target of 4 .* type mesh={"fsdp": 8}'
     with pytest.raises(PlanError, match=refused):
         jm.plan(train_step, *state, there, target="h100_sxm:8")
+
+
+def test_without_a_budget_too_two_levels_are_tried_where_one_does_not_fit() -> None:
+    needs_compiler("h100_sxm")
+    layers, width, rows = 96, 1024, 480 * 1024
+
+    def deep_loss(weights: Any, x: Any) -> Any:
+        def layer(carry: Any, w: Any) -> tuple[Any, None]:
+            return carry + jnp.tanh(carry @ w), None
+
+        return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
+
+    def deep_step(weights: Any, x: Any) -> tuple[Any, Any]:
+        value, gradient = jm.value_and_grad(deep_loss)(weights, x)
+        return weights - gradient, value
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((layers, width, width), (rows, width))]
+    plan = jm.plan(deep_step, *arguments, target="h100_sxm")
+    assert plan.chosen.fits is True
+    assert plan.chosen.policy.levels == 2
+    assert plan.compiles <= 6
+
+
+@pytest.mark.parametrize("door", [jm.plan, jm.step_memory])
+def test_a_kernel_of_cudnn_is_refused_with_what_to_write(door: Callable[..., Any]) -> None:
+    needs_compiler("h100_sxm")
+
+    def attention(weights: Any, x: Any) -> Any:
+        heads = (x @ weights).reshape(8, 64, 4, 64).astype(jnp.bfloat16)
+        return (
+            (jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn") ** 2).mean().astype(jnp.float32)
+        )
+
+    def attending(weights: Any, x: Any) -> Any:
+        return weights - jm.grad(attention)(weights, x)
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 256), (512, 256))]
+    with pytest.raises(CompileError, match=r"attending cannot be compiled.*a cuDNN kernel.*implementation='xla'"):
+        door(attending, *arguments, target="h100_sxm")

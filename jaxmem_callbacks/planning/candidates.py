@@ -42,6 +42,10 @@ from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
 from jaxmem_callbacks.transforms.keeping import Share
 
+_COUNTED_ONCE = (
+    "The step has while loops, and no trace tells how often they run: operations and modelled time count their bodies once. A "
+    "jax.lax.scan or fori_loop with fixed bounds is counted as often as it runs."
+)
 _SHOWN = 4  # buffers of each group that a candidate keeps
 Survey = Callable[[list[Share]], None]
 
@@ -184,10 +188,12 @@ class Compiler:
             traced = step.traced(problem.args, dict(problem.kwargs))
         self.notes |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
-        speed = problem.speed
+        speed, counted = problem.speed, count_flops(traced.jaxpr)
+        if counted.loops_once:
+            self.notes[_COUNTED_ONCE] = None
         return Facts(
             traced=traced,
-            flops=count_flops(traced.jaxpr).flops,
+            flops=counted.flops,
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
             operations=operations_of(traced.jaxpr),
             arguments=tuple(_used(traced)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.records.errors import JaxmemError, PlanError
 from jaxmem_callbacks.records.policies import ShardingRules
 
@@ -124,8 +125,13 @@ def traced_plainly(problem: Problem) -> Traced:
     Raises:
         JaxmemError: as `traced_by_name` says.
     """
-    with traced_by_name(problem.name, "train_step"):
+    with traced_by_name(problem.name, "train_step"), _for_absent(problem):
         return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
+
+
+def _for_absent(problem: Problem) -> AbstractContextManager[None]:
+    """What tracing for hardware that is not there cannot do is told by what to write instead."""
+    return nullcontext() if problem.target is None else refusing_cudnn(problem.name, problem.target.platform)
 
 
 @contextmanager

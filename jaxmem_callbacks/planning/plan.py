@@ -38,7 +38,10 @@ _MARGINS = {
         "left out without the GPU: the CUDA context and libraries (some hundred MiB), cuDNN and cuBLAS workspaces, NCCL buffers, "
         "and fragmentation"
     ),
-    "tpu": "left out without the TPU: fragmentation of what other programs leave behind",
+    "tpu": (
+        "left out without the TPU: the program's own code, arrays that are no arguments of the step, a second step in flight, "
+        "and fragmentation of what other programs leave behind"
+    ),
     "cpu": "left out: the host's own memory outside XLA",
 }
 

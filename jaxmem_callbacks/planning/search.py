@@ -84,6 +84,8 @@ class RematSearch:
             return
         if frontier:
             self._ask_fewer()
+            if all(each.fits is False for each in self.found.values()):
+                self._go_further()
             self.fill()
         elif not self.is_done:
             self.close_in()
@@ -190,8 +192,7 @@ class RematSearch:
         self._ask_fewer()
         full, limit = self.full, problem.budget.bytes
         if full is None or full.fits is False:
-            if self._is_another(self._twice):
-                self._compile([self._twice])
+            self._go_further()
             if limit is not None and self._is_near(limit):
                 self.fill()  # a compiler may well need less for a step that computes less again
         if full is None or limit is None or full.fits is not True or full.step_bytes is None:
@@ -214,6 +215,11 @@ class RematSearch:
 
         last_that_fits(0, len(offered), guess, ask)
         self._ask_others((room - full.step_bytes) / self._corrected(full.step_bytes))
+
+    def _go_further(self) -> None:
+        """Two levels of checkpoints, where one level makes another program."""
+        if self._is_another(self._twice):
+            self._compile([self._twice])
 
     def _apart(self, bytes_: float) -> list[Offer]:
         """The offers, without those that differ by less from the one before: not worth a compile each."""
@@ -309,8 +315,11 @@ def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool
 
 
 def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates that no other beats in bytes without costing more operations, rows or notably more time, in their order."""
-    known = [each for each in candidates if each.step_bytes is not None]
+    """The candidates that no other beats in bytes without costing more operations, rows or notably more time, in their order.
+
+    What a compiler refused is none of them: it does not say what it would compute again by itself, and so what that costs.
+    """
+    known = [each for each in candidates if each.step_bytes is not None and not each.refusal]
 
     def figures(one: Candidate) -> tuple[float, float, float]:
         return one.step_bytes or 0, one.extra_share or one.extra_flops, -(one.batch_rows or 0)

@@ -116,7 +116,12 @@ class Peak:
         return ", ".join([*parts, *([f"all else {format_bytes(rest)}"] if rest else [])])
 
     def __str__(self) -> str:
-        lines = [f"The peak of {format_bytes(self.bytes)} on one device, by the compiler's buffer assignment", ""]
+        by = (
+            "the step's arguments and the compiler's refusal"
+            if self.basis == REFUSED
+            else "the compiler's buffer assignment"
+        )
+        lines = [f"The peak of {format_bytes(self.bytes)} on one device, by {by}", ""]
         lines += self._table()
         return "\n".join([*lines, "", *wrapped(self._remarks())])
 

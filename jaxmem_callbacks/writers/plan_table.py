@@ -82,8 +82,8 @@ def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple
                 "refused" if each.refusal else format_bytes(each.temp_bytes),
                 _share(each, record),
                 extra_text(each, record),
-                "unknown" if each.modelled_s is None else f"{each.modelled_s * 1e3:.4g} ms",
-                str(each.compiler_remat),
+                "unknown" if each.modelled_s is None or each.refusal else f"{each.modelled_s * 1e3:.4g} ms",
+                "unknown" if each.refusal else str(each.compiler_remat),
             )
         )
     return rows
@@ -108,9 +108,10 @@ def extra_share(candidate: Candidate, record: PlanRecord) -> float | None:
 
 
 def extra_text(candidate: Candidate, record: PlanRecord) -> str:
-    """The share as text, such as ``+9.8%``."""
+    """The share as text, such as ``+9.8%``; what a refused program's compiler would compute again comes on top."""
     share = extra_share(candidate, record)
-    return f"{candidate.extra_flops:+}" if share is None else f"{share:+.1%}"
+    text = f"{candidate.extra_flops:+}" if share is None else f"{share:+.1%}"
+    return f"{text} or more" if candidate.refusal else text
 
 
 def _share(candidate: Candidate, record: PlanRecord) -> str:

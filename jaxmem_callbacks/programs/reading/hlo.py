@@ -28,7 +28,19 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _EXPORTED = re.compile(r"jit\([^()]*\)/call_exported(?:/|(?=\"))")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 # Instructions that only pass a buffer on; what they hold was made by their first operand.
-_PASSING = {"bitcast", "convert", "copy", "reshape", "transpose", "get-tuple-element", "copy-done", "slice-done"}
+_PASSING = {
+    "bitcast",
+    "convert",
+    "copy",
+    "reshape",
+    "transpose",
+    "get-tuple-element",
+    "copy-start",
+    "copy-done",
+    "slice-done",
+}
+# How a TPU's compiler joins what it fetched in parts, in place.
+_JOINING = 'custom_call_target="ConcatBitcast"'
 _OURS = str(pathlib.Path(__file__).parents[2])
 _COMMAND = str(pathlib.Path(_OURS) / "cli" / "_").removesuffix("_")
 _LIBRARIES = ("site-packages", "dist-packages")
@@ -216,7 +228,7 @@ def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: 
     element = _TUPLE_INDEX.search(line) if opcode == "get-tuple-element" else None
     return Instruction(
         name=name,
-        opcode=opcode,
+        opcode="concatenate" if _JOINING in line else opcode,
         operands=tuple(
             part.strip().rpartition(" ")[2].lstrip("%")
             for part in _COMMENT.sub("", operands).split(",")

@@ -6,10 +6,11 @@ device memory is touched. What `jax.export` cannot carry is refused here, with w
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,21 @@ def flatten_program(  # noqa: PLR0913 - jax.jit's own options
     )
 
 
+@contextlib.contextmanager
+def refusing_cudnn(name: str, platform: str) -> Generator[None]:
+    """Where a function is traced for an absent device: JAX asks for cuDNN then, and fails where there is none.
+
+    Raises:
+        CompileError: a kernel of cuDNN is asked for; the message says what to write instead.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "cudnn" in str(error).lower():
+            raise _refusal(name, platform, error, "") from error
+        raise
+
+
 def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
     """Trace and serialise for ``tpu`` or ``cuda``.
 
@@ -114,12 +130,8 @@ def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
     """
     options: dict[str, Any] = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}
     jitted = jax.jit(flat.function, **options)
-    try:
+    with refusing_cudnn(flat.name, platform):
         traced = jitted.trace(*flat.leaves)
-    except RuntimeError as error:
-        if "cudnn" in str(error).lower():
-            raise _refusal(flat.name, platform, error, "") from error
-        raise
     try:
         blob, device_count = _serialised(jitted, flat.leaves, platform)
     except Exception as error:

@@ -23,8 +23,9 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
+from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
-from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
@@ -45,7 +46,8 @@ def compile_step_for(
         The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
         function that tells what makes the peak with its source lines, and compiles once more for that.
     """
-    traced = step.traced(args, kwargs)
+    with refusing_cudnn(step.name, resolve_target(target).platform):
+        traced = step.traced(args, kwargs)
     answer = lower_traced_for(traced, step.name, target)()
     uses = _uses(traced, answer.hlo_text or "")
 
