@@ -267,10 +267,10 @@ def test_what_cannot_be_divided_is_an_error() -> None:
         jm.plan(train_step, params, opt_state, batch, target="h100_sxm:4", mesh={"fsdp": 3})
     with pytest.raises(PlanError, match=r"mesh=\{'fsdp': 2\} says how to divide a step among several devices"):
         jm.plan(train_step, params, opt_state, batch, mesh={"fsdp": 2})
-    with pytest.raises(
-        PlanError, match=r"\[\"sharding\"\]=\['fsdp'\] says how to divide .* the plan is for one device"
-    ):
-        jm.plan(train_step, params, opt_state, batch, target="h100_sxm", search={"sharding": "fsdp"})
+    for asked in ("fsdp", {"embed": "fsdp"}, ["fsdp", {"embed": "fsdp"}]):
+        words = re.escape(f'["sharding"]={asked!r} says how to divide')
+        with pytest.raises(PlanError, match=words + " .* the plan is for one device"):
+            jm.plan(train_step, params, opt_state, batch, target="h100_sxm", search={"sharding": asked})
 
 
 def test_a_mesh_of_another_size_than_the_target_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.planning.spread import argument_bytes, carries_shardings, default_axes, mesh_for, spread
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
-from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.kinds import OPTIMIZER
 
@@ -44,7 +44,7 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
     if count > 1 and not placed:
         return True
     if mesh is not None or space.sharding is not None:
-        said = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={list(space.sharding or ())!r}'
+        said = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={_as_written(space.sharding or ())!r}'
         if placed:
             why = (
                 "the arguments carry shardings, which say where they lie. Leave it out, or give arguments without any."
@@ -57,6 +57,12 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
         msg = f"{said} says how to divide a step among several devices, and {why}"
         raise PlanError(msg)
     return False
+
+
+def _as_written(asked: Sequence[str | ShardingRules]) -> Any:
+    """Shardings to try as people write them: rules as a mapping, one without a list."""
+    shown = [each if isinstance(each, str) else dict(each) for each in asked]
+    return shown[0] if len(shown) == 1 else shown
 
 
 def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: Ledger) -> Iterator[Problem]:
