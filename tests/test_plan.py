@@ -132,6 +132,11 @@ def test_what_stays_beside_the_step_counts(frontier: jm.Plan) -> None:
         jm.plan(train_step, *abstract(), resident=[object()])
 
 
+def test_a_plan_for_one_of_several_attached_devices_says_how_to_use_the_others(frontier: jm.Plan) -> None:
+    assert frontier.chosen.fits is not False
+    assert any("search={'sharding': True}" in note for note in frontier.record.notes)
+
+
 def test_where_nothing_fits_the_plan_says_so_and_nobody_runs_it() -> None:
     plan = jm.plan(train_step, *abstract(), budget="1MiB")
     assert plan.chosen.fits is False

@@ -35,7 +35,7 @@ def test_shardings_of_the_attached_devices_when_asked() -> None:
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract())
     with pytest.raises(
         PlanError,
-        match=r"\[\"sharding\"\]=\['fsdp'\] says how .* the arguments carry shardings, which say .* Leave it out",
+        match=r"\[\"sharding\"\]='fsdp' says how .* the arguments carry shardings, which say .* Leave it out",
     ):
         jm.plan(train_step, *placed, search={"sharding": "fsdp"})
 

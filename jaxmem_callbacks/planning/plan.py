@@ -118,9 +118,9 @@ def make_plan(
 
 
 def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
-    """Where nothing fits on some of the attached devices, say how to use the others."""
+    """Where a step is planned for some of the attached devices, say how to use the others."""
     problem, count = best.compiler.problem, jax.device_count()
-    if best.candidate.fits is False and problem.target is None and problem.device_count < count:
+    if problem.target is None and problem.device_count < count:
         ledger.note(
             f"This is planned for {problem.device_count} of {count} attached devices. To divide the step among all of them, give "
             "arguments without shardings and search={'sharding': True}."
