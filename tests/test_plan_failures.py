@@ -172,3 +172,18 @@ def test_what_jax_cannot_trace_under_a_policy_takes_no_other_policy_with_it() ->
     assert [candidate.policy for candidate in plan.candidates] == [jm.StepPolicy()]
     words = "Remat was not tried: JAX cannot trace the step under it (TypeError: not differentiated), though it can without."
     assert words in plan.record.notes
+
+
+@pytest.mark.core
+def test_a_loss_without_loops_is_told_once_that_nothing_is_offloaded() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        for _ in range(3):
+            x = jnp.tanh(x @ weights)
+        return (x**2).mean()
+
+    def step(weights: Any, x: Any) -> Any:
+        return weights - jm.grad(loss)(weights, x)
+
+    plan = jm.plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), search={"offload": True}, budget=1)
+    (told,) = (note for note in plan.record.notes if "no loop that stores" in note)
+    assert told.count("offload cuts") > 1

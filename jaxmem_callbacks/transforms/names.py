@@ -199,18 +199,16 @@ def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) 
             )
             raise PolicyError(msg)
         if word in ON_HOST and ON_HOST[word] not in present:
-            msg = (
-                f"offload={policy.offload!r}: {word!r} moves {_MOVED[word]}, and this loss has no loop that stores any. Layers "
-                "written out one by one are never offloaded: compilers for an H100 and a v5e then needed more device memory, not "
-                "less. Write the layers as one jax.lax.scan (nn.scan, nnx.scan), or leave offload out."
-            )
-            raise PolicyError(msg)
+            raise PolicyError(_NO_LOOP)
 
 
-_MOVED = {
-    OFFLOAD_CUTS: "what a loop over layers hands from step to step",
-    OFFLOAD_KEPT: "what keep keeps of each step of a loop over layers",
-}
+# The same words whatever was asked for: a plan tells once what all its policies that offload share.
+_NO_LOOP = (
+    f"In offload {OFFLOAD_CUTS!r} moves what a loop over layers hands from step to step, {OFFLOAD_KEPT!r} moves what keep keeps "
+    "of each step, and this loss has no loop that stores what was asked for. Layers written out one by one are never offloaded: "
+    "compilers for an H100 and a v5e then needed more device memory, not less. Write the layers as one jax.lax.scan (nn.scan, "
+    "nnx.scan), or leave offload out."
+)
 
 
 def _names(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> set[str]:
