@@ -124,7 +124,7 @@ def test_the_page_tells_the_whole_story(tmp_path):
             "What to do:",
             "1000 MiB (1048576000 B)",
             "Programs and what they need, by their compiler",
-            "train_step\n2 times\n500 MiB\n200 MiB\n150 MiB\n150 MiB\n300 MiB\n0 B\n0\ngpu, attached",
+            "train_step\n2 times\n500 MiB\n200 MiB\n150 MiB\n150 MiB\n300 MiB\nunknown\n0\ngpu, attached",
             "train_step: batch['x']: plain",
             "71.6 MiB predicted, 500 MiB compiled, 970 MiB measured; +598.3% compiled, +1254.7% measured: the allocator's peak",
             "the compiler for h100_sxm",

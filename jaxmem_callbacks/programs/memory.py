@@ -77,7 +77,7 @@ class StepMemory:
     @property
     def constant_bytes(self) -> int:
         """Arrays that are part of the program, such as data that the step closes over."""
-        return self.program.constant_bytes
+        return self.program.constant_bytes or 0
 
     @property
     def donated_bytes(self) -> int:

@@ -72,7 +72,7 @@ class ProgramMemory:
         output_bytes: Results, including those that reuse arguments.
         alias_bytes: Results that reuse a donated argument's memory.
         temp_bytes: Temporaries: activations, residuals, workspace.
-        constant_bytes: Arrays that are part of the program, such as data that the step closes over; 0 where nobody read its text.
+        constant_bytes: Arrays in the program, such as data that the step closes over; None where nobody read its text.
         total_bytes: The runtime's own whole-program total where it has one (jaxlib 0.12), else None.
         compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
         host_temp_bytes: Host memory in which offloaded values wait; not part of what the device needs.
@@ -85,7 +85,7 @@ class ProgramMemory:
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
-    constant_bytes: int = 0
+    constant_bytes: int | None = None
     total_bytes: int | None = None
     compiler_remat: int = 0
     host_temp_bytes: int = 0
@@ -95,7 +95,8 @@ class ProgramMemory:
         """What one step needs on one device: the runtime's own total, else argument + output - alias + temp + constant."""
         if self.total_bytes is not None:
             return self.total_bytes
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.constant_bytes
+        known = self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+        return known + (self.constant_bytes or 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
