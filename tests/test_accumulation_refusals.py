@@ -40,6 +40,14 @@ def ignoring(w, x, labels):
     return (rows(w, x) * mask).sum() / mask.sum()
 
 
+def ignoring_id(padding):
+    def ignoring_one(w, x, labels):
+        mask = jax.jit(lambda value: value != padding)(labels)
+        return (rows(w, x) * mask).sum() / jnp.maximum(mask.sum(), 1)
+
+    return ignoring_one
+
+
 def contrast(w, x):
     z = x @ w
     z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
@@ -81,6 +89,11 @@ def refused(loss, *args, policy=FOUR, **options):
         (masked, (X, jnp.ones(32, bool)), 20, "with zeros in some rows"),
         (padded, (X, jnp.ones((32, 6), jnp.int32)), 5, "with zeros in some rows"),
         (ignoring, (X, jnp.ones(32, jnp.int32)), 20, "with -100 in some rows"),
+        (masked, (X, jnp.full(32, 0.5)), 20, "with zeros in some rows"),
+        *(
+            (ignoring_id(id_), (X, jnp.full(32, 7, jnp.int32)), 20, f"with {id_} in some rows")
+            for id_ in (-1, 1, 50256)
+        ),
     ],
 )
 def test_losses_that_are_no_mean_over_rows(loss, args, least, seen):

@@ -1,8 +1,9 @@
 """Does accumulation leave a loss's gradient as it is? Asked of a few real rows, once for each new signature of a step.
 
 A traced gradient call enters; the relative difference between one full and one accumulated gradient leaves, as an array that
-is computed where the data are. Besides the rows as they are, three variants of them are compared, because a first batch need
-not show what later ones have: each row repeated, and half of every second microbatch's entries masked as 0 and as -100.
+is computed where the data are. Besides the rows as they are, variants of them are compared, because a first batch need not show
+what later ones have: each row repeated, and half of every second microbatch's entries masked as 0, as -100 and as each number
+that the loss compares something with.
 For a loss that is a mean over rows of what each row determines alone, the two gradients are equal on any data.
 """
 
@@ -28,16 +29,11 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
 )
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, is_key
 from jaxmem_callbacks.transforms.accumulation.noise import shared_key
+from jaxmem_callbacks.transforms.accumulation.padding import compared_with
 from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
 
 # Largest relative difference that rounding explains, by the bits of the coarsest dtype that the loss computes with.
 TOLERANCE = {64: 1e-6, 32: 1e-4, 16: 3e-2, 8: 2e-1}
-_VARIANTS = (
-    "on rows of this batch",
-    "on rows of this batch, each repeated",
-    "with zeros in some rows",
-    "with -100 in some rows",
-)
 _MASKS = (0, -100)
 _ROWS_EACH = 2
 _ROWS_OF_NOISE = 5  # a number that hardly any other dimension has: noise is told by it to belong to rows
@@ -53,6 +49,7 @@ class Comparison:
         rows: Rows compared.
         what: What each column is: the gradient, the value, entries of aux.
         tolerance: What rounding explains.
+        masks: What some rows were masked with, in the variants after the first two.
         differences: Relative, one row a variant.
     """
 
@@ -61,16 +58,24 @@ class Comparison:
     rows: int
     what: tuple[str, ...]
     tolerance: float
+    masks: tuple[int, ...] = _MASKS
     differences: Any = field(repr=False)
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """What was compared, in the order of the rows of ``differences``."""
+        masked = (f"with {mask or 'zeros'} in some rows" for mask in self.masks)
+        return ("on rows of this batch", "on rows of this batch, each repeated", *masked)
 
-def compare(call: GradientCall, batch: Whole, count: int, shards: int = 1) -> Comparison:
+
+def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: int = 1) -> Comparison:
     """Trace the comparison for a loss that returned a plain scalar.
 
     Args:
         call: The gradient to take.
         batch: Its arguments.
         count: Microbatches asked for.
+        program: The gradient of one microbatch, traced.
         shards: Devices that the step runs on; every microbatch keeps a row for each.
     """
     available = batch.rows // count
@@ -78,7 +83,8 @@ def compare(call: GradientCall, batch: Whole, count: int, shards: int = 1) -> Co
     each = min(shards * math.ceil(wanted / shards), available)
     few = max(2, min(count, available // each))
     rows = few * each
-    variants = [_variants(array, role, rows, few) for array, role in zip(batch.arrays, batch.roles, strict=True)]
+    masks = tuple(dict.fromkeys((*_MASKS, *compared_with(program))))
+    variants = [_variants(array, role, rows, few, masks) for array, role in zip(batch.arrays, batch.roles, strict=True)]
     varied = [i for i, role in enumerate(batch.roles) if role == ROWS]
     told: dict[str, Any] = {}
 
@@ -98,7 +104,13 @@ def compare(call: GradientCall, batch: Whole, count: int, shards: int = 1) -> Co
         differences = jax.lax.map(one, {i: variants[i] for i in varied})
     tolerance = TOLERANCE.get(jnp.finfo(told["coarsest"]).bits, TOLERANCE[8])
     return Comparison(
-        name=call.name, count=count, rows=rows, what=told["what"], tolerance=tolerance, differences=differences
+        name=call.name,
+        count=count,
+        rows=rows,
+        what=told["what"],
+        tolerance=tolerance,
+        masks=masks,
+        differences=differences,
     )
 
 
@@ -108,7 +120,7 @@ def _noise(key: jax.Array, first: Any, stride: int, rows: int) -> jax.Array:
     return shared_key(like, first=first, stride=stride, rows=rows)
 
 
-def _variants(array: jax.Array, role: str, rows: int, few: int) -> Any:
+def _variants(array: jax.Array, role: str, rows: int, few: int, masks: Sequence[int]) -> Any:
     """The rows to compare in all variants, one behind the other; None for what has no rows."""
     if role != ROWS:
         return None
@@ -116,8 +128,8 @@ def _variants(array: jax.Array, role: str, rows: int, few: int) -> Any:
     sample = _rows(array, np.arange(rows) * step)
     repeated = _rows(array, np.arange(rows) % few * step)
     if is_key(array):
-        return jnp.stack([sample, repeated, sample, sample])
-    return jnp.stack([sample, repeated, *(_masked(sample, few, mask) for mask in _MASKS)])
+        return jnp.stack([sample, repeated, *([sample] * len(masks))])
+    return jnp.stack([sample, repeated, *(_masked(sample, few, mask) for mask in masks)])
 
 
 def _rows(array: jax.Array, numbers: np.ndarray) -> jax.Array:
@@ -128,7 +140,10 @@ def _rows(array: jax.Array, numbers: np.ndarray) -> jax.Array:
 
 def _masked(sample: jax.Array, few: int, mask: int) -> jax.Array:
     """The sample with half of every second microbatch's entries set to what masks and padding look like."""
-    if jnp.issubdtype(sample.dtype, jnp.unsignedinteger):
+    if (
+        jnp.issubdtype(sample.dtype, jnp.integer)
+        and not jnp.iinfo(sample.dtype).min <= mask <= jnp.iinfo(sample.dtype).max
+    ):
         mask = 0
     row = np.arange(sample.shape[0])
     inner = math.prod(sample.shape[1:])
@@ -140,7 +155,10 @@ def _masked(sample: jax.Array, few: int, mask: int) -> jax.Array:
     )
     if sample.dtype == bool or jnp.issubdtype(sample.dtype, jnp.integer):
         return replaced
+    # Weights that are alike in the first batch need not be in later ones.
     is_mask = jnp.all((sample == 0) | (sample == 1))
+    if sample.size and jnp.issubdtype(sample.dtype, jnp.floating):
+        is_mask |= sample.max() == sample.min()
     return jnp.where(is_mask, jnp.abs(jnp.clip(replaced, -1, 1)), sample)
 
 
@@ -186,7 +204,7 @@ def require_equal(comparison: Comparison, differences: Any) -> None:
     Raises:
         PolicyError: says by how much they differ, and what to write instead.
     """
-    found = np.asarray(differences, np.float64).reshape(-1, len(_VARIANTS), len(comparison.what)).max(axis=0)
+    found = np.asarray(differences, np.float64).reshape(-1, len(comparison.variants), len(comparison.what)).max(axis=0)
     decided = np.isfinite(found)
     way_out = f"return jm.weighted(loss_sum, weight_sum) in {comparison.name}, which adds up exactly"
     if not decided[0].all():  # the other variants need not be finite: a row may divide by what was masked
@@ -209,7 +227,7 @@ def require_equal(comparison: Comparison, differences: Any) -> None:
         advice = "Expected a mean over rows there, an array with one entry a row, or jm.weighted(sum, weight), which is exact."
     msg = (
         f"microbatches={comparison.count} would change the numbers of {comparison.name}: its accumulated "
-        f"{comparison.what[column]} differs by {found[variant, column]:.1%} from the full one {_VARIANTS[variant]} "
+        f"{comparison.what[column]} differs by {found[variant, column]:.1%} from the full one {comparison.variants[variant]} "
         f"({comparison.rows} rows; {comparison.tolerance:.2%} allowed). {advice}"
     )
     raise PolicyError(msg)

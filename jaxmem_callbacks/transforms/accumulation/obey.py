@@ -78,7 +78,7 @@ def accumulated(
 def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, done: Accumulated) -> None:
     """Have a loss compared that did not say what it sums and what it divides by."""
     if active.comparisons is not None:
-        active.comparisons.append(compare(call, batch, count, active.shards))
+        active.comparisons.append(compare(call, batch, count, done.program, active.shards))
         return
     if active.defer is not None:
         active.defer()
@@ -94,15 +94,15 @@ def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, d
     text = re.sub(r" at 0x[0-9a-f]+", "", str(done.program))
     signature = (call.name, count, hashlib.sha256(text.encode()).hexdigest())
     if signature not in active.checked:
-        _compare_now(call, batch, count)
+        _compare_now(call, batch, count, done.program)
         active.checked.add(signature)
 
 
-def _compare_now(call: GradientCall, batch: Whole, count: int) -> None:
+def _compare_now(call: GradientCall, batch: Whole, count: int, program: Any) -> None:
     comparisons = []
 
     def differences(arrays: Sequence[jax.Array]) -> jax.Array:
-        comparisons.append(compare(call, batch.replaced(arrays), count))
+        comparisons.append(compare(call, batch.replaced(arrays), count, program))
         return comparisons[0].differences
 
     found = jax.jit(differences)(batch.arrays)
