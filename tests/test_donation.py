@@ -59,6 +59,19 @@ def test_an_argument_is_donated_where_the_step_returns_it_updated(arguments, res
     assert infer_donation(arguments, results) == donated
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "counter", [0, np.int64(0), np.float64(0), np.arange(3), jax.random.key(0)], ids=lambda each: type(each).__name__
+)
+def test_what_jax_narrows_of_numpys_does_not_keep_a_state_from_being_donated(counter):
+    step = jm.jit_step(lambda state, batch: ({"w": state["w"] + batch, "count": state["count"]}, batch.sum()))
+    state, batch = {"w": jnp.ones(64), "count": counter}, jnp.ones(64)
+    for _ in range(2):
+        weights = state["w"]
+        state, _ = step(state, batch)
+        assert weights.is_deleted()
+
+
 @given(st.lists(st.tuples(st.integers(2, 4), st.booleans()), max_size=6), st.permutations(range(6)))
 def test_each_result_is_claimed_once_and_no_batch_ever(sizes, order):
     arguments = [

@@ -88,7 +88,9 @@ def _shape_of(tree: Any) -> Shape:
 
 def _dtype(leaf: Any) -> Any:
     if hasattr(leaf, "dtype"):
-        return leaf.dtype
+        # NumPy's 64 bits are 32 in a trace, unless JAX was told otherwise.
+        is_jaxs_own = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return leaf.dtype if is_jaxs_own else jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jax.dtypes.result_type(leaf) if isinstance(leaf, bool | int | float | complex) else type(leaf)
 
 
