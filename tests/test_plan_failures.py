@@ -187,3 +187,23 @@ def test_a_loss_without_loops_is_told_once_that_nothing_is_offloaded() -> None:
     plan = jm.plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), search={"offload": True}, budget=1)
     (told,) = (note for note in plan.record.notes if "no loop that stores" in note)
     assert told.count("offload cuts") > 1
+
+
+@pytest.mark.core
+def test_a_batch_size_that_is_written_into_a_loss_is_told_as_such() -> None:
+    rows = 8
+
+    def loss(weights: Any, x: Any) -> Any:
+        return (jnp.tanh(jnp.tanh(x.reshape(rows, 16) @ weights) @ weights) ** 2).mean()
+
+    def train_step(weights: Any, x: Any) -> Any:
+        return weights - jm.grad(loss)(weights, x)
+
+    arguments = jnp.ones((16, 16)), jnp.ones((rows, 4, 4))
+    plan = jm.plan(train_step, *arguments, search={"microbatches": [2]})
+    assert len(plan.candidates) > 1
+    (told,) = plan.record.notes[:1]
+    assert told.startswith("Microbatches were not tried: train_step over 2 microbatches could not be traced")
+    assert "for any number of rows" in told
+    with pytest.raises(PlanError, match=r"train_step with \d+ rows could not be traced .*x\.reshape\(x\.shape\[0\]"):
+        jm.plan(train_step, *arguments, search={"batch": "largest"}, budget="2MiB")

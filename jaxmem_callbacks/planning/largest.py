@@ -19,6 +19,7 @@ from jaxmem_callbacks.planning.candidates import Compiler, Problem
 from jaxmem_callbacks.planning.explore import explore, offload
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies
+from jaxmem_callbacks.planning.own_step import traced_with_rows
 from jaxmem_callbacks.planning.rows import Rows, with_rows
 from jaxmem_callbacks.planning.space import BatchSizes, Space
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
@@ -132,7 +133,9 @@ class LargestBatch:
 
     def _compiler(self, place: int) -> Compiler:
         if place not in self._compilers:
-            self._compilers[place] = Compiler(with_rows(self._problem, self._rows, place * self._unit))
+            count = place * self._unit
+            with traced_with_rows(f"{self._problem.name} with {count} rows"):
+                self._compilers[place] = Compiler(with_rows(self._problem, self._rows, count))
         return self._compilers[place]
 
     def _guess(self, policy: StepPolicy, low: int, high: int | None) -> int:

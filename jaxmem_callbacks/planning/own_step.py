@@ -134,13 +134,41 @@ def _for_absent(problem: Problem) -> AbstractContextManager[None]:
     return nullcontext() if problem.target is None else refusing_cudnn(problem.name, problem.target.platform)
 
 
-@contextmanager
-def traced_by_name(title: str, function: str) -> Generator[None]:
-    """Where a function of the user's is traced.
+def traced_by_name(title: str, function: str) -> AbstractContextManager[None]:
+    """Where a function of the user's is traced as it is.
 
     Args:
         title: What failed if it fails, for messages.
         function: What its user calls it.
+
+    Raises:
+        JaxmemError: as `_traced` says.
+    """
+    instead = f"that jax.jit can trace with these arguments; jax.eval_shape({function}, ...) shows the same error."
+    return _traced(title, instead)
+
+
+def traced_with_rows(title: str) -> AbstractContextManager[None]:
+    """Where a step that can be traced as it is, is traced with another number of rows.
+
+    Args:
+        title: What failed if it fails, for messages.
+
+    Raises:
+        JaxmemError: as `_traced` says.
+    """
+    return _traced(
+        title, "for any number of rows: x.reshape(x.shape[0], ...) in place of a size that is written into it."
+    )
+
+
+@contextmanager
+def _traced(title: str, instead: str) -> Generator[None]:
+    """Where a function of the user's is traced.
+
+    Args:
+        title: What failed if it fails, for messages.
+        instead: What a step is expected to be.
 
     Raises:
         JaxmemError: this library's own refusals, as they are; a PlanError where it fails by itself, with that as its cause.
@@ -151,10 +179,8 @@ def traced_by_name(title: str, function: str) -> Generator[None]:
         raise
     except Exception as error:
         words = next(iter(str(error).strip().splitlines()), "without a word").rstrip(".")
-        msg = (
-            f"{title} could not be traced for planning: {type(error).__name__}: {words}{_place(error)} Expected a step "
-            f"that jax.jit can trace with these arguments; jax.eval_shape({function}, ...) shows the same error."
-        )
+        seen = f"{type(error).__name__}: {words}{_place(error)}"
+        msg = f"{title} could not be traced for planning: {seen} Expected a step {instead}"
         raise PlanError(msg) from error
 
 

@@ -16,7 +16,7 @@ from jaxmem_callbacks.planning.donating import donation_of, note_donation
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.layouts import is_divided, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
-from jaxmem_callbacks.planning.own_step import own_step, traced_plainly
+from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.space import parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
@@ -165,8 +165,9 @@ def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool |
         return False
     step = problem.step(replace(problem.base, microbatches=count))
     try:
-        return step.compare(problem.args, dict(problem.kwargs))
-    except PolicyError as error:
+        with traced_with_rows(f"{problem.name} over {count} microbatches"):
+            return step.compare(problem.args, dict(problem.kwargs))
+    except (PolicyError, PlanError) as error:
         ledger.note(f"Microbatches were not tried: {error}")
         return None
 
