@@ -30,10 +30,9 @@ class ActivePolicy:
         policy: What to apply.
         used: Whether a `jm.value_and_grad`, `jm.grad` or `jm.nnx.value_and_grad` has met it while tracing.
         survey: Called once a loss with what other shares of ``keep`` would store and compute again; None where nobody asks.
-        comparisons: Collects, for each loss that is accumulated without having said its weight, one full against one
-            accumulated gradient; None where nobody asks.
+        compared: Called with each gradient that is accumulated though its loss did not say its weight, the batch, the number
+            of microbatches and the traced gradient of one; None where nobody asks.
         defer: Called where such a loss is traced, by who will have it compared before anything runs; None where nobody will.
-        shards: Devices that the step runs on, for the comparisons.
         mesh: That of the shardings that the state is pinned to, for where no mesh is set around the step; or None.
         checked: Losses that were compared where the gradient was taken.
         notes: What the policy left as it was, a sentence each, in the order of their first meeting.
@@ -43,9 +42,8 @@ class ActivePolicy:
         self.policy = policy
         self.used = False
         self.survey = survey
-        self.comparisons: list[Any] | None = None
+        self.compared: Callable[[Any, Any, int, Any], None] | None = None
         self.defer: Callable[[], None] | None = None
-        self.shards = 1
         self.mesh: Any = None
         self.checked: set[Any] = set()
         self.notes: dict[str, None] = {}

@@ -134,14 +134,12 @@ class Accumulated:
         parts: ``(scalar, (weight or None, aux))``, each array with a leading dimension of one entry a microbatch.
         gradients: Their sums, in float32 where they have 16 and fewer bits.
         types: What the gradients' own arrays are like, in flattening order.
-        coarsest: The floating dtype with the fewest bits that the call computes with.
         program: What computes one microbatch, as traced.
     """
 
     parts: Any
     gradients: Any
     types: Sequence[Any]
-    coarsest: Any
     program: Any = field(repr=False)
 
 
@@ -166,18 +164,20 @@ def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = fol
         sums = {i: total + values[i].astype(total.dtype) for i, total in sums.items()}
         return sums, {i: value for i, value in enumerate(values) if i not in {*summed, *nothing}}
 
-    zeros = {i: _zeros(aval) for i, aval in enumerate(avals) if i in summed}
+    zeros = {i: zeros_like(aval) for i, aval in enumerate(avals) if i in summed}
     sums, stacks = jax.lax.scan(body, zeros, jnp.arange(count, dtype=jnp.int32))
     filled = {**sums, **stacks, **nothing}
     parts, gradients = result.join([filled[i] for i in range(len(filled))])
     types = [avals[slot.index] for slot in _slots(slots[1]) if slot.index in summed]
-    return Accumulated(
-        parts=parts, gradients=gradients, types=types, coarsest=_coarsest(open_jaxpr(traced)), program=traced
-    )
+    return Accumulated(parts=parts, gradients=gradients, types=types, program=traced)
+
+
+def coarsest(program: Any) -> Any:
+    """The floating dtype with the fewest bits among all that a closed jaxpr computes, float64 where it computes none."""
+    return _coarsest(open_jaxpr(program))
 
 
 def _coarsest(jaxpr: Any) -> Any:
-    """The floating dtype with the fewest bits among all that a jaxpr computes, float64 where it computes none."""
     found = [
         var.aval.dtype
         for eqn in jaxpr.eqns
@@ -192,7 +192,7 @@ def _slots(tree: Any) -> list[Slot]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Slot)]
 
 
-def _zeros(aval: Any) -> jax.Array:
+def zeros_like(aval: Any) -> jax.Array:
     """A sum that nothing was added to yet, where the gradient lies."""
     dtype = jnp.promote_types(aval.dtype, jnp.float32) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
     place = getattr(aval, "sharding", None)
@@ -260,6 +260,11 @@ def _joined_aux(call: GradientCall, batch: Whole, count: int, aux: Any) -> Any:
     return ratios(jax.tree.unflatten(treedef, joined_leaves))
 
 
+def in_order(several: jax.Array) -> jax.Array:
+    """What the microbatches gave for their rows, in the order of the batch."""
+    return jnp.moveaxis(several, 0, 1).reshape(-1, *several.shape[2:])
+
+
 def _joined_leaf(leaf: Any, whole: Any, path: str, rows: int, count: int) -> Any:
     if isinstance(leaf, Weighted):
         return Weighted(total=leaf.total.sum(0), weight=leaf.weight.sum(0))
@@ -268,8 +273,8 @@ def _joined_leaf(leaf: Any, whole: Any, path: str, rows: int, count: int) -> Any
     if leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.inexact):
         return _mean(leaf)
     each = rows // count
-    if leaf.ndim > 1 and leaf.shape[1] == each and whole is not None and whole.shape[:1] == (rows,):
-        return jnp.moveaxis(leaf, 0, 1).reshape(rows, *leaf.shape[2:])
+    if leaf.ndim > 1 and leaf.shape[1] == each and whole is not None and whole.shape == (rows, *leaf.shape[2:]):
+        return in_order(leaf)
     msg = (
         f"microbatches={count}: {path} is {leaf.dtype}[{','.join(map(str, leaf.shape[1:]))}] for a microbatch of {each} rows, "
         "and how to join those of all microbatches is not known. Expected a floating scalar (their mean is taken), an array "

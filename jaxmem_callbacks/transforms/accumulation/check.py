@@ -1,16 +1,15 @@
 """Does accumulation leave a loss's gradient as it is? Asked of a few real rows, once for each new signature of a step.
 
-A traced gradient call enters; the relative difference between one full and one accumulated gradient leaves, as an array that
-is computed where the data are. Besides the rows as they are, variants of them are compared, because a first batch need not show
-what later ones have: each row repeated, and half of every second microbatch's entries masked as 0, as -100 and as each number
-that the loss compares something with.
-For a loss that is a mean over rows of what each row determines alone, the two gradients are equal on any data.
+A traced gradient call enters; how far one full and one accumulated gradient are apart leaves, as an array that is computed
+where the data are. For a loss that is a mean over rows of what each row determines alone they are equal on any data, and so
+is each parameter's part of them: a router's own small gradient would not be seen beside all others'. A part that is nothing
+but rounding, such as that of the bias of attention's keys, is told by how far it moves when the parameters are nudged by a
+few units in their last place.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
     Whole,
     accumulate,
-    explicit_place,
+    coarsest,
+    in_order,
+    zeros_like,
 )
-from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, is_key
-from jaxmem_callbacks.transforms.accumulation.noise import shared_key
-from jaxmem_callbacks.transforms.accumulation.padding import compared_with
+from jaxmem_callbacks.transforms.accumulation.batch import WHOLE
+from jaxmem_callbacks.transforms.accumulation.sampling import sample
 from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
 
 # Largest relative difference that rounding explains, by the bits of the coarsest dtype that the loss computes with.
 TOLERANCE = {64: 1e-6, 32: 1e-4, 16: 3e-2, 8: 2e-1}
-_MASKS = (0, -100)
-_ROWS_EACH = 2
-_ROWS_OF_NOISE = 5  # a number that hardly any other dimension has: noise is told by it to belong to rows
+_NUDGES = 3
+# Rounding moves a part of a gradient this many times as far between two programs as between two nudges, at most ...
+_OF_NUDGES = 10.0
+# ... and no part less than this many units in the last place of the whole.
+_OF_WHOLE = 4.0
+_PERCENT = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +49,22 @@ class Comparison:
         name: The loss's name.
         count: Microbatches asked for.
         rows: Rows compared.
-        what: What each column is: the gradient, the value, entries of aux.
-        tolerance: What rounding explains.
+        what: What each of the first columns is: the gradient, the value, entries of aux.
+        allowed: What rounding explains of each of these.
+        parameters: The parts of the gradient, of which the last columns are: how far apart each is, then its size.
+        epsilon: Relative size of a unit in the last place, of float32 where the loss computes with fewer bits.
         masks: What some rows were masked with, in the variants after the first two.
-        differences: Relative, one row a variant.
+        differences: One row a variant; relative in the first columns.
     """
 
     name: str
     count: int
     rows: int
     what: tuple[str, ...]
-    tolerance: float
-    masks: tuple[int, ...] = _MASKS
+    allowed: tuple[float, ...]
+    parameters: tuple[str, ...]
+    epsilon: float
+    masks: tuple[int, ...]
     differences: Any = field(repr=False)
 
     @property
@@ -78,110 +84,132 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
         program: The gradient of one microbatch, traced.
         shards: Devices that the step runs on; every microbatch keeps a row for each.
     """
-    available = batch.rows // count
-    wanted = _ROWS_OF_NOISE if KEY in batch.roles else _ROWS_EACH
-    each = min(shards * math.ceil(wanted / shards), available)
-    few = max(2, min(count, available // each))
-    rows = few * each
-    masks = tuple(dict.fromkeys((*_MASKS, *compared_with(program))))
-    variants = [_variants(array, role, rows, few, masks) for array, role in zip(batch.arrays, batch.roles, strict=True)]
-    varied = [i for i, role in enumerate(batch.roles) if role == ROWS]
+    few = sample(batch, count, program, shards)
+    bits = jnp.finfo(coarsest(program))
+    tolerance = TOLERANCE.get(bits.bits, TOLERANCE[8])
     told: dict[str, Any] = {}
 
     def one(stacked: dict[int, Any]) -> jax.Array:
-        arrays = [stacked.get(i, array) for i, array in enumerate(batch.arrays)]
-        small = batch.replaced(arrays, rows)
-        whole = [
-            _noise(array, 0, 1, rows) if role == KEY else array for array, role in zip(arrays, batch.roles, strict=True)
-        ]
-        full = call.differentiate(*batch.join(whole))
-        done = accumulate(call, small, few, lambda key, number: _noise(key, number, few, rows // few))
-        told["what"], columns = _distances(full, done, few)
-        told["coarsest"] = done.coarsest
-        return jnp.stack(columns)
+        arrays = few.variant(stacked)
+        full = call.differentiate(*batch.join(few.whole(arrays)))
+        done = accumulate(call, batch.replaced(arrays, few.rows), few.few, few.key)
+        ours, theirs, told["parameters"] = _both(full[1], done, few.few)
+        apart = [_norm(a - b) for a, b in zip(ours, theirs, strict=True)]
+        sizes = [jnp.maximum(_norm(a), _norm(b)) for a, b in zip(ours, theirs, strict=True)]
+        columns = {
+            "gradient": (_relative(_norm(*apart), _norm(*theirs)), tolerance),
+            "loss": (_mean_distance(done.parts[0], full[0][0]), tolerance),
+            **_aux_apart(full, done, few.rows, tolerance),
+        }
+        told["what"], told["allowed"] = tuple(columns), tuple(allowed for _, allowed in columns.values())
+        return jnp.stack([*(column for column, _ in columns.values()), *apart, *sizes])
 
     with jax.default_matmul_precision("highest"):
-        differences = jax.lax.map(one, {i: variants[i] for i in varied})
-    tolerance = TOLERANCE.get(jnp.finfo(told["coarsest"]).bits, TOLERANCE[8])
+        differences = jax.lax.map(one, few.stacked)
     return Comparison(
         name=call.name,
         count=count,
-        rows=rows,
-        what=told["what"],
-        tolerance=tolerance,
-        masks=masks,
+        rows=few.rows,
+        epsilon=float(min(bits.eps, jnp.finfo("float32").eps)),
+        masks=few.masks,
         differences=differences,
+        **told,
     )
 
 
-def _noise(key: jax.Array, first: Any, stride: int, rows: int) -> jax.Array:
-    """Stands for one of the user's keys, typed or ``uint32``."""
-    like = key if is_key(key) else key[..., 0]
-    return shared_key(like, first=first, stride=stride, rows=rows)
+def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards: int = 1) -> jax.Array:
+    """Trace how far each part of the full gradient moves by rounding: one row a variant, one column a parameter.
+
+    Args:
+        call: What `compare` was given.
+        batch: Likewise.
+        count: Likewise.
+        program: Likewise.
+        shards: Likewise.
+    """
+    few = sample(batch, count, program, shards)
+    unit = float(jnp.finfo(coarsest(program)).eps)
+
+    def one(stacked: dict[int, Any]) -> jax.Array:
+        arrays = few.whole(few.variant(stacked))
+
+        def gradients(number: Any) -> list[Any]:
+            nudged = [
+                _nudged(array, i, number, unit) if role == WHOLE else array
+                for i, (array, role) in enumerate(zip(arrays, batch.roles, strict=True))
+            ]
+            return _parts(call.differentiate(*batch.join(nudged))[1])[0]
+
+        def body(before: list[Any], number: Any) -> tuple[list[Any], jax.Array]:
+            now = [part.astype(last.dtype) for part, last in zip(gradients(number), before, strict=True)]
+            return now, jnp.stack([_norm(a - b) for a, b in zip(now, before, strict=True)])
+
+        like = jax.make_jaxpr(gradients)(jnp.int32(0)).out_avals
+        moved = jax.lax.scan(body, [zeros_like(aval) for aval in like], jnp.arange(1 + _NUDGES, dtype=jnp.int32))[1]
+        return moved[1:].max(axis=0)  # the first is how far the gradient is from nothing
+
+    with jax.default_matmul_precision("highest"):
+        return jax.lax.map(one, few.stacked)
 
 
-def _variants(array: jax.Array, role: str, rows: int, few: int, masks: Sequence[int]) -> Any:
-    """The rows to compare in all variants, one behind the other; None for what has no rows."""
-    if role != ROWS:
-        return None
-    step = array.shape[0] // rows
-    sample = _rows(array, np.arange(rows) * step)
-    repeated = _rows(array, np.arange(rows) % few * step)
-    if is_key(array):
-        return jnp.stack([sample, repeated, *([sample] * len(masks))])
-    return jnp.stack([sample, repeated, *(_masked(sample, few, mask) for mask in masks)])
+def _nudged(array: jax.Array, index: int, number: Any, unit: float) -> jax.Array:
+    """An array scaled by up to three units in the last place, each array by its own; as it is for number 0."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array
+    way = jnp.where(number % 2 == index % 2, number, -number)
+    return array * (1 + unit * way).astype(array.dtype)
 
 
-def _rows(array: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Some rows of an array; they lie as all of them do."""
-    place = explicit_place(array)
-    return array[numbers] if place is None else array.at[numbers].get(out_sharding=place)
+def _parts(gradients: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """The arrays of a gradient and what each is called."""
+    flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
+    found = [
+        (f"gradient{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in flat
+        if isinstance(leaf, jax.Array) and leaf.dtype != jax.dtypes.float0
+    ]
+    return [leaf for _, leaf in found], tuple(name for name, _ in found)
 
 
-def _masked(sample: jax.Array, few: int, mask: int) -> jax.Array:
-    """The sample with half of every second microbatch's entries set to what masks and padding look like."""
-    if (
-        jnp.issubdtype(sample.dtype, jnp.integer)
-        and not jnp.iinfo(sample.dtype).min <= mask <= jnp.iinfo(sample.dtype).max
-    ):
-        mask = 0
-    row = np.arange(sample.shape[0])
-    inner = math.prod(sample.shape[1:])
-    late = np.arange(inner) >= inner / 2 if inner > 1 else np.ones(inner, bool)
-    often = (row // few) % 2 == 0 if inner <= 1 else np.ones(sample.shape[0], bool)
-    where = (((row % few) % 2 == 1) & often)[:, None] & late
-    replaced = jnp.where(
-        where.reshape(sample.shape), jnp.asarray(mask != 0 if sample.dtype == bool else mask, sample.dtype), sample
-    )
-    if sample.dtype == bool or jnp.issubdtype(sample.dtype, jnp.integer):
-        return replaced
-    # Weights that are alike in the first batch need not be in later ones.
-    is_mask = jnp.all((sample == 0) | (sample == 1))
-    if sample.size and jnp.issubdtype(sample.dtype, jnp.floating):
-        is_mask |= sample.max() == sample.min()
-    return jnp.where(is_mask, jnp.abs(jnp.clip(replaced, -1, 1)), sample)
+def _both(full: Any, done: Accumulated, few: int) -> tuple[list[jax.Array], list[jax.Array], tuple[str, ...]]:
+    """The parts of the accumulated and of the full gradient, of the same dtypes, and what each is called."""
+    (theirs, names), (ours, _) = _parts(full), _parts(done.gradients)
+    return [a / few for a in ours], [b.astype(a.dtype) for a, b in zip(ours, theirs, strict=True)], names
 
 
-def _distances(full: Any, done: Accumulated, few: int) -> tuple[tuple[str, ...], list[jax.Array]]:
-    """The relative distance of the gradients, of the value, and of each entry of aux that has a mean."""
-    (value, (_, aux)), gradients = full
-    values, (_, auxes) = done.parts
-    ours, theirs = (
-        [leaf for leaf in leaves.split(tree)[0] if leaf.dtype != jax.dtypes.float0]
-        for tree in (done.gradients, gradients)
-    )
-    size = _norm(theirs)
-    apart = _norm([a / few - b.astype(a.dtype) for a, b in zip(ours, theirs, strict=True)])
-    what, columns = ["gradient", "loss"], [_relative(apart, size), _mean_distance(values, value)]
-    stacked = jax.tree_util.tree_flatten_with_path(auxes, is_leaf=is_weighted)[0]
+def _aux_apart(full: Any, done: Accumulated, rows: int, tolerance: float) -> dict[str, tuple[jax.Array, float]]:
+    """By each entry of aux that has a mean or a value for each row: the distance, and what rounding explains of it."""
+    (_, (_, aux)), _ = full
+    stacked = jax.tree_util.tree_flatten_with_path(done.parts[1][1], is_leaf=is_weighted)[0]
+    found = {}
     for (path, several), one in zip(stacked, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
-        if isinstance(several, jax.Array) and several.ndim == 1 and jnp.issubdtype(several.dtype, jnp.floating):
-            what.append(f"aux{jax.tree_util.keystr(path)}")
-            columns.append(_mean_distance(several, one))
-    return tuple(what), columns
+        if not isinstance(several, jax.Array):
+            continue
+        name = f"aux{jax.tree_util.keystr(path)}"
+        is_floating = jnp.issubdtype(several.dtype, jnp.inexact)
+        if several.ndim == 1 and jnp.issubdtype(several.dtype, jnp.floating):
+            found[name] = _mean_distance(several, one), tolerance
+        elif several.ndim > 1 and one.shape == (rows, *several.shape[2:]) and one.size:
+            # Of whole numbers the share that is another one; rounding turns the largest of two that are almost equal.
+            found[name] = _rows_apart(in_order(several), one), tolerance if is_floating else _turned(tolerance)
+    return found
 
 
-def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
+def _turned(tolerance: float) -> float:
+    return max(0.02, min(8 * tolerance, 0.5))
+
+
+def _rows_apart(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    """The relative distance of two arrays with an entry for each row; the share of unlike entries of whole numbers."""
+    if not jnp.issubdtype(ours.dtype, jnp.inexact):
+        return (ours != theirs).astype(jnp.float32).mean()
+    finite = jnp.isfinite(ours) & jnp.isfinite(theirs)
+    unlike = ~finite & (ours != theirs) & ~(jnp.isnan(ours) & jnp.isnan(theirs))
+    a, b = (jnp.where(finite, array, 0) for array in (ours, theirs))
+    return jnp.maximum(_relative(_norm(a - b), _norm(b)), unlike.astype(jnp.float32).mean())
+
+
+def _norm(*arrays: jax.Array) -> jax.Array:
     return jnp.sqrt(sum((jnp.vdot(a, a).real.astype(jnp.float32) for a in arrays), jnp.float32(0)))
 
 
@@ -194,40 +222,76 @@ def _relative(apart: jax.Array, size: jax.Array) -> jax.Array:
     return jnp.where((apart == 0) & (size == 0), 0.0, apart / size).astype(jnp.float32)
 
 
-def require_equal(comparison: Comparison, differences: Any) -> None:
+def require_equal(comparison: Comparison, differences: Any, moved: Callable[[], Any]) -> None:
     """Refuse a loss whose accumulated gradient is another one.
 
     Args:
         comparison: What was compared.
         differences: Its differences, computed.
+        moved: Computes what `rounding` traces; called only where a part of the gradient differs and the whole does not.
 
     Raises:
         PolicyError: says by how much they differ, and what to write instead.
     """
-    found = np.asarray(differences, np.float64).reshape(-1, len(comparison.variants), len(comparison.what)).max(axis=0)
+    table = np.asarray(differences, np.float64)
+    table = table.reshape(-1, len(comparison.variants), table.shape[-1]).max(axis=0)
+    found, parts = np.split(table, [len(comparison.what)], axis=1)
     decided = np.isfinite(found)
-    way_out = f"return jm.weighted(loss_sum, weight_sum) in {comparison.name}, which adds up exactly"
     if not decided[0].all():  # the other variants need not be finite: a row may divide by what was masked
         msg = (
             f"microbatches={comparison.count}: whether {comparison.name} may be accumulated could not be checked, because its "
-            f"gradient or loss on {comparison.rows} rows of the batch is not finite. Begin with ordinary data, or {way_out}."
+            f"gradient or loss on {comparison.rows} rows of the batch is not finite. Begin with ordinary data, or "
+            f"{_way_out(comparison)}."
         )
         raise PolicyError(msg)
-    wrong = np.where(decided, found, 0.0) > comparison.tolerance
-    if not wrong.any():
+    wrong = np.where(decided, found, 0.0) > comparison.allowed
+    if wrong.any():
+        variant = int(np.argmax(wrong.any(axis=1)))
+        column = int(np.argmax(wrong[variant]))
+        raise _refusal(comparison, variant, comparison.what[column], found[variant, column], comparison.allowed[column])
+    apart, sizes = np.split(parts, 2, axis=1)
+    doubtful = _beyond_rounding(apart, sizes, comparison)
+    if not doubtful.any():
         return
-    variant = int(np.argmax(wrong.any(axis=1)))
-    column = int(np.argmax(wrong[variant]))
+    noise = np.asarray(moved(), np.float64)
+    noise = noise.reshape(-1, len(comparison.variants), noise.shape[-1]).max(axis=0)
+    doubtful &= apart > _OF_NUDGES * np.where(np.isfinite(noise), noise, np.inf)
+    if doubtful.any():
+        variant = int(np.argmax(doubtful.any(axis=1)))
+        relative = np.divide(apart, sizes, out=np.zeros_like(apart), where=doubtful)[variant]
+        column = int(np.argmax(relative))
+        raise _refusal(comparison, variant, comparison.parameters[column], relative[column], comparison.allowed[0])
+
+
+def _beyond_rounding(apart: np.ndarray, sizes: np.ndarray, comparison: Comparison) -> np.ndarray:
+    """Which parts of the gradient, by variant, are further apart than rounding explains at first sight."""
+    whole = np.sqrt((sizes**2).sum(axis=1, keepdims=True))
+    finite = np.isfinite(apart) & np.isfinite(whole)
+    least = np.maximum(comparison.allowed[0] * sizes, _OF_WHOLE * comparison.epsilon * whole)
+    return finite & (np.where(finite, apart, 0.0) > np.where(finite, least, np.inf))
+
+
+def _way_out(comparison: Comparison) -> str:
+    return f"return jm.weighted(loss_sum, weight_sum) in {comparison.name}, which adds up exactly"
+
+
+def _refusal(comparison: Comparison, variant: int, what: str, found: float, allowed: float) -> PolicyError:
     advice = (
-        f"Expected a mean over rows, each computed from that row alone. For a masked mean, {way_out}. A loss or layer that "
-        "compares rows with each other (in-batch contrast, BatchNorm, balance of experts) has no microbatches: take it whole, "
-        "with remat='full'."
+        f"Expected a mean over rows, each computed from that row alone. For a masked mean, {_way_out(comparison)}. A loss or "
+        "layer that compares rows with each other (in-batch contrast, BatchNorm, balance of experts) has no microbatches: take "
+        "it whole, with remat='full'."
     )
-    if comparison.what[column].startswith("aux"):
-        advice = "Expected a mean over rows there, an array with one entry a row, or jm.weighted(sum, weight), which is exact."
-    msg = (
-        f"microbatches={comparison.count} would change the numbers of {comparison.name}: its accumulated "
-        f"{comparison.what[column]} differs by {found[variant, column]:.1%} from the full one {comparison.variants[variant]} "
-        f"({comparison.rows} rows; {comparison.tolerance:.2%} allowed). {advice}"
+    if what.startswith("aux"):
+        advice = (
+            "Expected a mean over rows there, an array with one entry a row, each computed from that row alone, or "
+            "jm.weighted(sum, weight), which is exact."
+        )
+    return PolicyError(
+        f"microbatches={comparison.count} would change the numbers of {comparison.name}: its accumulated {what} differs by "
+        f"{_percent(found)} from the full one {comparison.variants[variant]} ({comparison.rows} rows; {_percent(allowed)} "
+        f"allowed). {advice}"
     )
-    raise PolicyError(msg)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= _PERCENT else f"{100 * share:.2g}%"

@@ -30,7 +30,7 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
 )
 from jaxmem_callbacks.transforms.accumulation.addition import require_weights_that_add_up
 from jaxmem_callbacks.transforms.accumulation.batch import ROWS, Found
-from jaxmem_callbacks.transforms.accumulation.check import compare, require_equal
+from jaxmem_callbacks.transforms.accumulation.check import compare, require_equal, rounding
 from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
@@ -77,8 +77,8 @@ def accumulated(
 
 def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, done: Accumulated) -> None:
     """Have a loss compared that did not say what it sums and what it divides by."""
-    if active.comparisons is not None:
-        active.comparisons.append(compare(call, batch, count, done.program, active.shards))
+    if active.compared is not None:
+        active.compared(call, batch, count, done.program)
         return
     if active.defer is not None:
         active.defer()
@@ -105,8 +105,11 @@ def _compare_now(call: GradientCall, batch: Whole, count: int, program: Any) -> 
         comparisons.append(compare(call, batch.replaced(arrays), count, program))
         return comparisons[0].differences
 
+    def moved(arrays: Sequence[jax.Array]) -> jax.Array:
+        return rounding(call, batch.replaced(arrays), count, program)
+
     found = jax.jit(differences)(batch.arrays)
-    require_equal(comparisons[0], found)
+    require_equal(comparisons[0], found, lambda: jax.jit(moved)(batch.arrays))
 
 
 def state_after(call: GradientCall, batch: Whole, count: int) -> Any:

@@ -6,6 +6,7 @@ run, on a few rows. Nothing is donated, and no object of the user's is changed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms.accumulation.check import Comparison, require_equal
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
+from jaxmem_callbacks.transforms.accumulation.check import Comparison, compare, require_equal, rounding
 from jaxmem_callbacks.transforms.equations import inlined, needed_by
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
@@ -26,19 +28,10 @@ from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 _MARK = "jaxmem_comparison_"
 
 
-class _Marking(list[Comparison]):
-    """Comparisons as they are traced; each is named in the trace, so that it is found again from outside."""
-
-    def append(self, comparison: Comparison) -> None:
-        checkpoint_name(comparison.differences, f"{_MARK}{len(self)}")
-        # A tracer kept here would outlive its trace, which `jax.checking_leaks()` calls a leak.
-        super().append(replace(comparison, differences=None))
-
-
 def require_accumulable(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: StepPolicy
 ) -> None:
-    """Compare the gradients of a step with their accumulation; compiles and runs one small program.
+    """Compare the gradients of a step with their accumulation; compiles and runs one small program, or two.
 
     Args:
         step: The step as it will be called, jitted or not.
@@ -49,15 +42,46 @@ def require_accumulable(
     Raises:
         PolicyError: a loss of the step would have another gradient, or could not be checked.
     """
-    marking = _Marking()
     arrays, join = _arrays((args, kwargs))
+    shards = _shards(arrays)
+    comparisons: list[Comparison] = []
+
+    def called(*values: Any) -> None:
+        inner_args, inner_kwargs = join(values)
+        step(*inner_args, **inner_kwargs)
+
+    def compared(*gradient: Any) -> Any:
+        comparison = compare(*gradient, shards=shards)
+        # A tracer kept here would outlive its trace, which `jax.checking_leaks()` calls a leak.
+        comparisons.append(replace(comparison, differences=None))
+        return comparison.differences
+
+    @functools.cache
+    def moved() -> list[Any]:
+        return _at_gradients(called, arrays, policy, lambda *gradient: rounding(*gradient, shards=shards))
+
+    with jax.transfer_guard("allow"):  # a guard is there to find the user's transfers, and these are ours
+        found = _at_gradients(called, arrays, policy, compared)
+        for index, (comparison, differences) in enumerate(zip(comparisons, found, strict=True)):
+            require_equal(comparison, differences, lambda index=index: moved()[index])
+
+
+def _at_gradients(
+    called: Callable[..., None], arrays: Sequence[Any], policy: StepPolicy, computed: Callable[..., Any]
+) -> list[Any]:
+    """What a function of each gradient call computes, as the step reaches them; of the step only what that needs is run."""
+    names: list[str] = []
+
+    def mark(call: GradientCall, *rest: Any) -> None:
+        checkpoint_name(computed(call, *rest), f"{_MARK}{len(names)}")  # so that it is found again from outside
+        names.append(call.name)
+
     active = ActivePolicy(policy)
-    active.comparisons, active.shards = marking, _shards(arrays)
+    active.compared = mark
 
     def traced(*values: Any) -> None:
-        inner_args, inner_kwargs = join(values)
         with activate(active):
-            step(*inner_args, **inner_kwargs)
+            called(*values)
 
     flat = inlined(jax.make_jaxpr(traced)(*arrays), every_jit=True)
     places = {
@@ -65,27 +89,24 @@ def require_accumulable(
         for eqn in flat.eqns
         if eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(_MARK)
     }
-    for index, comparison in enumerate(marking):
+    for index, name in enumerate(names):
         if index not in places:
             msg = (
-                f"microbatches={policy.microbatches}: the gradient of {comparison.name} is taken inside a loop, a branch or a "
+                f"microbatches={policy.microbatches}: the gradient of {name} is taken inside a loop, a branch or a "
                 "shard_map, where it can't be compared with a full one. Expected it directly in the step. Return "
-                f"jm.weighted(loss_sum, weight_sum) in {comparison.name}, which needs no check."
+                f"jm.weighted(loss_sum, weight_sum) in {name}, which needs no check."
             )
             raise PolicyError(msg)
-    if not marking:
-        return
-    outvars = [places[index] for index in range(len(marking))]
+    if not names:
+        return []
+    outvars = [places[index] for index in range(len(names))]
     # What the step reports besides is reported when it runs.
     needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=needed_by(outvars, flat.eqns))
 
     def jaxmem_accumulation_check(consts: Any, values: Any) -> list[Any]:
         return evaluate(needed, [*consts, *values])
 
-    with jax.transfer_guard("allow"):  # a guard is there to find the user's transfers, and these are ours
-        found = jax.jit(jaxmem_accumulation_check)(flat.consts, arrays)
-        for comparison, differences in zip(marking, found, strict=True):
-            require_equal(comparison, differences)
+    return jax.jit(jaxmem_accumulation_check)(flat.consts, arrays)
 
 
 def _arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
