@@ -180,6 +180,8 @@ def test_a_script_that_does_not_parse_or_exits_by_itself_has_failed(tmp_path, ca
     assert "SyntaxError: " in error
     assert main(["inspect", write(tmp_path, "import sys; sys.exit(3)")]) == 1
     assert "ended by itself with exit code 3, before its first step" in capsys.readouterr().err
+    assert main(["inspect", write(tmp_path, "import sys; sys.exit('no data here')")]) == 1
+    assert "ended by itself with the words no data here, before its first step" in capsys.readouterr().err
     assert main(["inspect", write(tmp_path, "import sys; sys.exit()")]) == 2
     capsys.readouterr()
 
@@ -222,3 +224,17 @@ def test_a_wrong_number_of_buffers_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["inspect", "train.py", "--top", "-1"])
     assert "expected a whole number of buffers" in capsys.readouterr().err
+
+
+def test_a_target_that_is_none_is_refused_before_the_script_runs(capsys):
+    assert main(["inspect", "a_script_that_is_never_read.py", "--target", "h101_sxm"]) == 2
+    assert "Unknown target 'h101_sxm'. Did you mean `h100_sxm`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_arguments_of_the_script_are_told_from_the_commands_own(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "train.py", "--lr", "3"])
+    told = capsys.readouterr().err
+    assert "unrecognized arguments: --lr 3. A script's own come last: " in told
+    assert f"jaxmem {command} train.py --args --lr 3" in told

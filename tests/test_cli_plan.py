@@ -29,6 +29,13 @@ from tests.target_step import needs_compiler
         (["--budget", "0"], "Type --budget 72GiB."),
         (["--budget", "-3"], "Type --budget 72GiB."),
         (["--budget", "72"], "Type --budget 72GiB."),
+        (["--budget", "500000"], "Type --budget 500000B."),
+        (
+            ["--save", "a_folder.yaml"],
+            "--save a_folder.yaml: expected a file that can be written: Is a directory. Type",
+        ),
+        (["--save", "/proc/plan.yaml"], "expected a file that can be written: No such file or directory. Type another"),
+        (["--logdir", ""], "--logdir '': expected a folder for the plan's page. Type --logdir runs/plan."),
         (["--budget", "1.5"], "Type --budget 1.5GiB."),
         (["--budget", "inf"], "Type --budget 72GiB."),
         (["--budget", "much"], "--budget much: expected a size with its unit, such as 72GiB, or a share"),
@@ -88,6 +95,7 @@ def test_what_could_not_be_written_or_meant_is_refused_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").touch()
+    (tmp_path / "a_folder.yaml").mkdir()
     assert main(["plan", "a_script_that_is_never_read.py", *options]) == 2
     told_on = capsys.readouterr().err
     assert told in told_on
@@ -208,6 +216,49 @@ def test_a_step_is_planned_on_the_axes_that_were_typed(capsys: pytest.CaptureFix
     assert main([*ask, "--json", "--mesh", "data=4,fsdp=2"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["mesh"], made["device_count"]) == ({"data": 4, "fsdp": 2}, 8)
+
+
+WANDERING = (
+    SCRIPT.replace("import ", "import io, os, sys, threading\nimport ", 1)
+    + """
+    os.makedirs("elsewhere")
+    os.chdir("elsewhere")
+    sys.stdout = io.StringIO()
+    print("to a log of its own")
+    in_thread = threading.Thread(target=step, args=(params, momentum, batch))
+    in_thread.start()
+    in_thread.join()
+"""
+).replace("    step(params, momentum, batch)\n", "", 1)
+
+
+def test_a_script_that_goes_elsewhere_takes_neither_files_nor_words_along(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(WANDERING)
+    ask = ["plan", "train.py", "--search", "remat=no", "--beside", "train.py:make_eval"]
+    assert main([*ask, "--save", "plan.yaml", "--figure", "plan.png", "--logdir", "page"]) == 0
+    printed = capsys.readouterr()
+    assert "Plan of train_step" in printed.out
+    assert "Traceback" not in printed.err
+    assert "_StopScript" not in printed.err, "how a step called in a thread is stopped is nobody's concern"
+    assert {each.name for each in tmp_path.iterdir()} >= {"plan.yaml", "plan.png", "page", "elsewhere"}
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_plan_that_can_no_longer_be_written_is_printed_all_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "out"
+    folder.mkdir()
+    script.write_text(SCRIPT.replace("    step(", f"    __import__('os').rmdir({str(folder)!r})\n    step("))
+    assert main(["plan", str(script), "--search", "remat=no", "--save", str(folder / "plan.yaml")]) == 1
+    printed = capsys.readouterr()
+    assert "Plan of train_step" in printed.out
+    assert (
+        f"could not write {folder / 'plan.yaml'}: No such file or directory. The plan itself is above." in printed.err
+    )
 
 
 def planned(policy: jm.StepPolicy, **record: Any) -> jm.Plan:

@@ -31,6 +31,10 @@ def test_shardings_of_the_attached_devices_when_asked() -> None:
     assert meshes == {"replicate": {"fsdp": 8}, "fsdp": {"fsdp": 8}, "fsdp_tensor": {"fsdp": 4, "tensor": 2}}
     assert plan.record.device_count == 8
     assert plan.record.mesh == plan.chosen.mesh
+    assert plan.record.mesh == {"fsdp": 8}
+    (matrices,) = [line for line in str(plan).splitlines() if "fsdp_tensor" in line]
+    assert "on mesh fsdp=4, tensor=2" in matrices, "the header's mesh is the chosen one's"
+    assert str(plan).count(" on mesh ") == 1
     place = jax.sharding.NamedSharding(jm.make_mesh({"fsdp": 8}), jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract())
     with pytest.raises(

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, reach_step
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxmemError: as `reach_step` and `jm.step_memory`; the command line turns it into exit code 2.
     """
+    if args.target is not None:
+        resolve_target(args.target)  # before the script runs, which may load data for minutes
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output:

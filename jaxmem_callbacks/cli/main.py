@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"unknown command {command!r}.{did_you_mean(command, COMMANDS)} Commands: {', '.join(sorted(COMMANDS))}."
         )
     parser = _parser(command)
-    args = parser.parse_args(given)
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        words = " ".join(unknown)
+        own = f". A script's own come last: jaxmem {command} {args.script} --args {words}" if "script" in args else ""
+        parser.error(f"unrecognized arguments: {words}{own}")
     if command is None:
         parser.print_help()
         return OK

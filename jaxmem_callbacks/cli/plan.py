@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ from jaxmem_callbacks.transforms.sharding.mesh import fitting_axes, parse_axes
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
 
+# A device has less; a number above it that has no unit is of no such unit.
+_MOST_GIB = 4096
 _PRESETS, _PICTURES = (".yaml", ".yml"), (".png", ".svg", ".pdf")
 
 
@@ -94,6 +97,15 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
     sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
     unfit = made.chosen.fits is False
+    try:
+        _write(made, args, unfit=unfit)
+    except OSError as error:  # it could be written when the command began
+        sys.stderr.write(f"jaxmem: could not write {error.filename}: {error.strerror}. The plan itself is above.\n")
+        return FAILED
+    return REFUSED if unfit else OK
+
+
+def _write(made: Plan, args: argparse.Namespace, *, unfit: bool) -> None:
     if args.save is not None and unfit:
         sys.stderr.write(f"jaxmem: nothing fits, so {args.save} was not written.\n")
     elif args.save is not None:
@@ -102,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
         made.figure().savefig(args.figure, dpi=150)
     if args.logdir is not None:
         made.to_tensorboard(args.logdir)
-    return REFUSED if unfit else OK
 
 
 def _require_several(option: str, target: Target | None) -> None:
@@ -216,6 +227,18 @@ def _require_places(args: argparse.Namespace) -> None:
         if not path.parent.is_dir():
             msg = f"{option} {path}: there is no folder {path.parent}. Make it first: mkdir -p {path.parent}."
             raise PlanError(msg)
+        try:
+            with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            msg = (
+                f"{option} {path}: expected a file that can be written: {error.strerror}. Type another one, such as "
+                f"{option} {tempfile.gettempdir()}/{path.name}."
+            )
+            raise PlanError(msg) from error
+    if args.logdir is not None and not args.logdir.strip():
+        msg = "--logdir '': expected a folder for the plan's page. Type --logdir runs/plan."
+        raise PlanError(msg)
     if args.logdir is not None:
         from jaxmem_callbacks.writers.plan_run import require_own_folder
 
@@ -239,7 +262,7 @@ def _budget(text: str) -> int | float:
             return number
         if MIB <= number < math.inf:
             return int(number)
-        meant = f"{text}GiB" if 0 < number < MIB else meant
+        meant = f"{text}GiB" if 0 < number < _MOST_GIB else f"{text}B" if 0 < number < MIB else meant
     msg = (
         f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
         f"such as 0.9. Type --budget {meant}."

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import pathlib
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
@@ -131,10 +132,13 @@ def _as_python_runs(path: pathlib.Path, argv: Sequence[str], name: str) -> Gener
     sys.argv = [str(path), *argv]
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module
+    streams = sys.stdout, sys.stderr
     try:
-        yield module
+        with contextlib.chdir("."):  # where the command's own files lie, wherever the script goes
+            yield module
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
+        sys.stdout, sys.stderr = streams  # a script that writes to a log of its own takes no report along
         if before[2] is not None:
             sys.modules[name] = before[2]
 
@@ -148,19 +152,38 @@ def _run(path: pathlib.Path, module: types.ModuleType) -> Reached:
             reached.append(Reached(step=step, args=args, kwargs=kwargs))
         raise _StopScript
 
-    with first_calls_seen_by(stop):
+    with first_calls_seen_by(stop), _threads_stop_silently():
         try:
             _execute(path, module)
         except _StopScript:
             pass
         except SystemExit as error:
             if not reached and error.code not in (None, 0):
-                msg = f"{path} ended by itself with exit code {error.code}, before its first step."
+                words = (
+                    f"with exit code {error.code}" if isinstance(error.code, int) else f"with the words {error.code!s}"
+                )
+                msg = f"{path} ended by itself {words}, before its first step."
                 raise ScriptFailedError(msg) from error
     if not reached:
         msg = f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
         raise ScriptError(msg)
     return reached[0]
+
+
+@contextlib.contextmanager
+def _threads_stop_silently() -> Generator[None]:
+    """A step that is called in a thread ends that thread, and Python would show how."""
+    before = threading.excepthook
+
+    def hook(told: threading.ExceptHookArgs) -> None:
+        if not issubclass(told.exc_type, _StopScript):
+            before(told)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,9 @@ def _near(source: str | None) -> str:
     """``file:line`` as short as it can be told from the working folder."""
     if source is None:
         return "unknown"
-    return source.removeprefix(str(Path.cwd()) + os.sep)
+    with contextlib.suppress(FileNotFoundError):  # whoever works in a folder that is gone has no shorter name
+        return source.removeprefix(str(Path.cwd()) + os.sep)
+    return source
 
 
 def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[tuple[str, ...]]:

@@ -150,7 +150,7 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
     devices = f", {record.device_count} devices" if record.device_count > 1 else ""
     place = f"the attached {record.platform}" if record.target == "attached" else record.target
     figure.suptitle(f"{record.step} on {place}{devices}", fontsize=11, fontweight="bold")
-    axes.set_title(f"{verdict} {candidate_words(chosen)}; {_figures(chosen, record)}", fontsize=10)
+    axes.set_title(f"{verdict} {candidate_words(chosen, record)}; {_figures(chosen, record)}", fontsize=10)
     for columns in (2, 1):
         legend = figure.legend(
             handles=_legend(record, shown), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
@@ -205,7 +205,9 @@ def _draw_labels(
 ) -> None:
     """Labels near their points, none over another, and a thin line to those that had to go further away."""
     texts = [
-        f"{candidate_words(each)}\n{_figures(each, record)}" if len(shown) <= _FEW else candidate_words(each)
+        f"{candidate_words(each, record)}\n{_figures(each, record)}"
+        if len(shown) <= _FEW
+        else candidate_words(each, record)
         for each, _ in shown
     ]
     figure.draw_without_rendering()  # now the axes have their place

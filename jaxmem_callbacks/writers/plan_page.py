@@ -11,6 +11,7 @@ from jaxmem_callbacks.writers.plan_table import (
     candidate_words,
     compiles_text,
     extra_text,
+    mesh_words,
     plain_flops,
     plan_rows,
 )
@@ -50,10 +51,10 @@ def _planned_tag(record: PlanRecord) -> str:
 
 def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
     chosen = record.candidates[record.chosen]
-    axes = ", ".join(f"{name}={size}" for name, size in record.mesh.items())
+    axes = mesh_words(record.mesh)
     yield "step", record.step, f"the train step that was given; its program is {record.fingerprint}"
     yield "target", record.target, f"{record.device_count} device" + (f"s, mesh {axes}" if axes else "")
-    yield "-> chosen", candidate_words(chosen), record.reason
+    yield "-> chosen", candidate_words(chosen, record), record.reason
     yield "* frontier", "", "no other candidate needs fewer bytes and fewer operations"
     yield from _byte_rows(record, chosen)
     yield from _work_rows(record, chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
@@ -48,8 +48,7 @@ def plan_json(record: PlanRecord) -> str:
 
 
 def _preface(record: PlanRecord) -> list[str]:
-    axes = ", ".join(f"{name}={size}" for name, size in record.mesh.items())
-    devices = f" ({record.device_count} devices, mesh {axes})" if record.device_count > 1 else ""
+    devices = f" ({record.device_count} devices, mesh {mesh_words(record.mesh)})" if record.device_count > 1 else ""
     lines = [f"Plan of {record.step} for {record.target}{devices}; bytes on one device, by its own compiler"]
     if record.budget_bytes is not None:
         lines.append(f"Budget {format_bytes(record.budget_bytes)}: {record.budget_reason}")
@@ -77,7 +76,7 @@ def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple
         rows.append(
             (
                 mark,
-                candidate_words(each),
+                candidate_words(each, record),
                 format_bytes(each.step_bytes),
                 "refused" if each.refusal else format_bytes(each.temp_bytes),
                 _share(each, record),
@@ -89,10 +88,17 @@ def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple
     return rows
 
 
-def candidate_words(candidate: Candidate) -> str:
-    """What was compiled: the policy, and the rows of the batch where these were searched."""
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """The axes of a mesh, such as ``data=2, fsdp=4``."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def candidate_words(candidate: Candidate, record: PlanRecord) -> str:
+    """What was compiled: the policy, the rows of the batch where these were searched, and a mesh other than the chosen one's."""
     rows = f" at {candidate.batch_rows} rows" if candidate.batch_rows is not None else ""
-    return policy_words(candidate.policy) + rows
+    is_other = bool(candidate.mesh) and dict(candidate.mesh) != dict(record.mesh)
+    mesh = f" on mesh {mesh_words(candidate.mesh)}" if is_other else ""
+    return policy_words(candidate.policy) + rows + mesh
 
 
 def plain_flops(record: PlanRecord) -> int:
@@ -148,7 +154,10 @@ def _beside(chosen: Candidate) -> list[str]:
 
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
-    lines = [f"-> {candidate_words(chosen)}: {record.reason}.", "* no other is better in both bytes and operations"]
+    lines = [
+        f"-> {candidate_words(chosen, record)}: {record.reason}.",
+        "* no other is better in both bytes and operations",
+    ]
     lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
@@ -182,6 +191,6 @@ def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
         else f"by {format_bytes(record.over_bytes)}"
     )
     return (
-        f"Nothing fits, {much}; {candidate_words(chosen)} comes nearest. Parameters and optimizer state "
+        f"Nothing fits, {much}; {candidate_words(chosen, record)} comes nearest. Parameters and optimizer state "
         f"alone are {format_bytes(record.least_bytes)}."
     )
