@@ -30,7 +30,8 @@ import jaxmem_callbacks as jm
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.sources import RESULTS, row_hashes
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target

@@ -14,8 +14,9 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.offers import offers
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.search import RematSearch, choose
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.transforms.equations import flatten

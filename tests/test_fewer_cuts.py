@@ -13,8 +13,9 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.offers import offers, with_enough_cuts, with_half_the_cuts
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.plans import Candidate

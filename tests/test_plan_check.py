@@ -15,7 +15,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.spread import spread
 from jaxmem_callbacks.programs.steps.conditions import flags_now
 from jaxmem_callbacks.programs.targets.target import Target

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -144,14 +144,32 @@ def test_this_librarys_own_errors_pass() -> None:
 
 
 def test_a_jit_that_cannot_be_traced_is_refused_with_what_to_write() -> None:
-    @eqx.filter_jit
-    def adjusted(params: Any, x: Any) -> Any:
-        return params - 0.1 * x
+    class Jitted:  # of a framework that nobody knows here
+        __name__ = "adjusted"
+
+        def lower(self, *_: Any) -> None: ...
+
+        def __call__(self, *_: Any) -> None: ...
 
     with pytest.raises(
-        PlanError, match=r"^adjusted is jitted by equinox, whose jit .*eqx\.partition\(model, eqx\.is_array\)"
+        PlanError, match=r"^adjusted is jitted by tests, whose jit .*Plan the function that you wrote: jm\.plan"
     ):
-        jm.plan(adjusted, jnp.ones(3), jnp.ones(3))
+        jm.plan(Jitted(), jnp.ones(3), jnp.ones(3))
+
+
+def test_a_misspelt_keyword_of_the_plan_is_none_of_the_steps() -> None:
+    with pytest.raises(PlanError, match=r"no keyword 'taget', and neither has step\. Did you mean `target`\?"):
+        jm.plan(step, jnp.ones(3), taget="v5e:2x2")
+
+
+def step(params: Any) -> Any:
+    return params - jm.grad(lambda p: jnp.sin(p).sum())(params)
+
+
+def test_an_nnx_module_under_jaxs_own_gradient_is_told_which_to_take() -> None:
+    model = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    with pytest.raises(PlanError, match=r"differentiates Flax NNX objects, .* Use jm\.nnx\.value_and_grad there"):
+        jm.plan(lambda model, x: jm.grad(lambda m: m(x).sum())(model), model, jnp.ones(3))
 
 
 def test_a_loss_without_anything_to_cut_is_planned_as_it_is() -> None:

@@ -10,9 +10,10 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.explore import explore
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.spread import spread
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from tests.sample_plans import sentences

@@ -15,9 +15,10 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.explore import explore
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.spending import go_on
 
 ROWS, WIDTH = 512, 64

@@ -95,13 +95,13 @@ def test_the_command_line_says_the_same() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("said", [[3], [(len,)], [(len, [1])], [("eval_step", ())], len])
+@pytest.mark.parametrize("said", [[3], [(len,)], [(len, 1)], [("eval_step", ())], len])
 def test_programs_beside_are_pairs(said: Any) -> None:
     with pytest.raises(
         PlanError, match=r"expected pairs of a function and a tuple .* Type beside=\[\(eval_step, \(state"
     ):
         parse_beside(said)
-    assert parse_beside((len, ("text",))) == parse_beside([(len, ("text",))])
+    assert parse_beside((len, ("text",))) == parse_beside([(len, ("text",))]) == parse_beside([[len, ["text"]]])
 
 
 def test_a_second_axis_where_matrices_are_split_too() -> None:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.transforms.work import LINK_BYTE, collective_work
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.targets.attached import nearest_target
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import JaxmemError

@@ -15,9 +15,9 @@ from typing import Any, cast
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.own_step import traced_by_name
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
@@ -102,17 +102,21 @@ def parse_beside(said: Any) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]],
         PlanError: something that is no such pair.
     """
     items = list(said) if isinstance(said, list | tuple) else [said]
-    if len(items) == 2 and callable(items[0]) and isinstance(items[1], tuple):  # noqa: PLR2004 - one pair alone
+    if len(items) == 2 and callable(items[0]) and isinstance(items[1], list | tuple):  # noqa: PLR2004 - one pair alone
         items = [tuple(items)]
     for item in items:
         pair = cast("Sequence[Any]", item) if isinstance(item, list | tuple) else ()
-        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], tuple):  # noqa: PLR2004 - a pair
+        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], list | tuple):  # noqa: PLR2004 - a pair
             msg = (
-                f"beside holds {type(item).__name__} {getattr(item, '__name__', '')!s}: expected pairs of a function and a tuple "
-                "of its arguments. Type beside=[(eval_step, (state, batch))]."
+                f"beside holds {' '.join([type(item).__name__, *_named(item)])}: expected pairs of a function and a tuple of its "
+                "arguments. Type beside=[(eval_step, (state, batch))]."
             )
             raise PlanError(msg)
-    return tuple((function, args) for function, args in items)
+    return tuple((function, tuple(args)) for function, args in items)
+
+
+def _named(item: Any) -> list[str]:
+    return [str(item.__name__)] if hasattr(item, "__name__") else []
 
 
 def compile_beside(

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import final
 
 import jax
-from jax.sharding import Mesh
 
-from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.modelled import modelled_seconds
-from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
+from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
-from jaxmem_callbacks.programs.steps.conditions import kind_here, operations_of
+from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.jitting import jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -33,10 +30,9 @@ from jaxmem_callbacks.programs.targets.step_on_target import (
     refused_peak,
     taken_inputs,
 )
-from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
-from jaxmem_callbacks.records.plans import BesideProgram, Candidate
+from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
@@ -47,81 +43,6 @@ _COUNTED_ONCE = (
     "jax.lax.scan or fori_loop with fixed bounds is counted as often as it runs."
 )
 _SHOWN = 4  # buffers of each group that a candidate keeps
-Survey = Callable[[list[Share]], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """What is to be planned.
-
-    Attributes:
-        train_step: The user's own step, not jitted by this library.
-        args: Its arguments, real or abstract.
-        kwargs: Its keyword arguments.
-        target: Hardware that is not there, or None for the attached devices.
-        budget: What a step may use.
-        resident_bytes: What must fit beside it on each device.
-        device_count: Devices that the program is for.
-        parts: Into how many the work is divided among them; None where the arguments' own shardings decide: taken for all.
-        mesh: The mesh that the policies' sharding means: abstract for absent devices; or None.
-        base: The policy of the plain step: its sharding and donation, where anything is said of them.
-        beside: Other programs of the run, compiled with the state placed as here.
-        batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
-        state_shardings: What the step pins its state to, where its user said so.
-        plain: The plain step outside any mesh, where it was traced before for these arguments: JAX then traces it once.
-    """
-
-    train_step: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Target | None
-    budget: Budget
-    resident_bytes: int = 0
-    device_count: int = 1
-    parts: int | None = None
-    mesh: Any = None
-    base: StepPolicy = field(default_factory=StepPolicy)
-    beside: tuple[BesideProgram, ...] = ()
-    batch_rows: int | None = None
-    state_shardings: Any = None
-    plain: JitStep[..., Any] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        """The train step's own name."""
-        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
-
-    @property
-    def platform(self) -> str:
-        """What it is planned for: ``cpu``, ``tpu``, or a kind of GPU."""
-        return jax.default_backend() if self.target is None else self.target.platform
-
-    @property
-    def speed(self) -> Speed | None:
-        """Peaks of one device; None where no data sheet says them."""
-        return speed_of_device(self.platform, kind_here()) if self.target is None else speed_of(self.target)
-
-    @property
-    def workers(self) -> int:
-        """Among how many devices the work is divided; the others do again what one of these does."""
-        return self.parts or self.device_count
-
-    @property
-    def beside_alone_is_too_much(self) -> bool:
-        """Whether a program beside the step does not fit, whatever the step's policy."""
-        return any(program.fits is False for program in self.beside)
-
-    def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
-        """The step under a policy."""
-        if self.plain is not None and self.mesh is None and survey is None and policy == self.plain.policy:
-            return self.plain
-        return JitStep(self.train_step, policy, survey=survey, state_shardings=self.state_shardings)
-
-    def in_mesh(self) -> AbstractContextManager[Any]:
-        """Where the step is traced: on the mesh, where there is one."""
-        if self.mesh is None:
-            return contextlib.nullcontext()
-        return jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) else jax.sharding.use_abstract_mesh(self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,11 +303,6 @@ class Compiler:
             return False
         limit = self.problem.budget.bytes
         return None if limit is None or need is None else need <= limit
-
-
-def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Axis -> size; empty without a mesh."""
-    return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}
 
 
 def _used(traced: Traced) -> list[Argument]:

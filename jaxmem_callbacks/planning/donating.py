@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.units import format_bytes
@@ -16,7 +17,8 @@ from jaxmem_callbacks.records.units import format_bytes
 
 def donation_of(problem: Problem, said: Any, space: Space) -> Any:
     """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
-    decides = space.donate and isinstance(said, tuple) and already_jitted(problem.train_step) is None
+    own = already_jitted(problem.train_step) is not None or isinstance(problem.train_step, OfArrays)
+    decides = space.donate and isinstance(said, tuple) and not own
     return "auto" if decides else said
 
 
@@ -60,6 +62,8 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:
     step = entry.compiler.problem
+    if isinstance(step.train_step, OfArrays):
+        return f"Write it where the step is jitted: {step.train_step.donating(names)}."
     own = already_jitted(step.train_step)
     if own is not None:
         return f"Write it where the step is jitted: {own.word}({step.name}, donate_argnames={names!r})."

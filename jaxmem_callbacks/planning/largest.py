@@ -15,11 +15,12 @@ from typing import Any, final
 import jax
 
 from jaxmem_callbacks.planning.boundary import last_that_fits
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.explore import explore, offload
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.own_step import traced_with_rows
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import Rows, with_rows
 from jaxmem_callbacks.planning.space import BatchSizes, Space
 from jaxmem_callbacks.programs.steps.leaves import named_arguments

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.planning.candidates import Problem
 from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.planning.spread import argument_bytes, carries_shardings, default_axes, mesh_for, spread
 from jaxmem_callbacks.programs.steps.step import Traced
@@ -49,6 +49,8 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
             why = (
                 "the arguments carry shardings, which say where they lie. Leave it out, or give arguments without any."
             )
+        elif problem.target is None and space.sharding is not None:
+            why = "one is attached. Name a target of several, such as target='h100_sxm:8'; or leave it out."
         else:
             why = (
                 "the plan is for one device. Name a target of several, such as target='h100_sxm:8', or "

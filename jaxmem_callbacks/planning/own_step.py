@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,28 +13,37 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.programs.steps.arrays_apart import arrays_apart
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
-from jaxmem_callbacks.records.errors import JaxmemError, PlanError
+from jaxmem_callbacks.records.errors import JaxmemError, PlanError, did_you_mean
 from jaxmem_callbacks.records.policies import ShardingRules
+from jaxmem_callbacks.transforms.frameworks import framework_of
+
+# Keywords of `jm.plan` itself; all others are the step's.
+OPTIONS = ("target", "budget", "mesh", "resident", "search", "beside", "progress")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnStep:
-    """A train step, and the words of the `jm.jit_step` around it that a plan keeps.
+    """A call of a train step, and the words of the `jm.jit_step` around it that a plan keeps.
 
     Attributes:
         function: The user's own function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
         donation: What was said of donation; None where nothing was.
         sharding: Where the state lies by the step's policy, or None.
         state_shardings: What the state is pinned to, or None.
     """
 
     function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     donation: Any = None
     sharding: str | ShardingRules | None = None
     state_shardings: Any = None
@@ -82,8 +92,8 @@ class OwnStep:
         return replace(problem, base=base, mesh=mesh, device_count=mesh.size), space
 
 
-def own_step(train_step: Callable[..., Any]) -> OwnStep:
-    """The function to plan, and what was said of it.
+def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OwnStep:
+    """The function to plan, its arguments, and what was said of it.
 
     Raises:
         PlanError: no function, a jit that cannot be traced, or a step that is under remat or microbatches already.
@@ -92,17 +102,21 @@ def own_step(train_step: Callable[..., Any]) -> OwnStep:
         given = type(train_step).__name__
         msg = f"jm.plan was given {given} as its step. Expected a function: jm.plan(train_step, state, batch)."
         raise PlanError(msg)
-    own = already_jitted(train_step.__wrapped__ if isinstance(train_step, JitStep) else train_step)
-    if own is not None and not hasattr(own.lowering, "trace"):
+    inner = train_step.__wrapped__ if isinstance(train_step, JitStep) else train_step
+    own, of_arrays = already_jitted(inner), arrays_apart(inner, args, kwargs)
+    if own is not None and of_arrays is None and not hasattr(own.lowering, "trace"):
         framework = type(own.lowering).__module__.partition(".")[0]
         msg = (
-            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan a function whose "
-            "arguments are arrays: for Equinox take params, static = eqx.partition(model, eqx.is_array), and join both inside it "
-            "by eqx.combine(params, static)."
+            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan the function that "
+            f"you wrote: jm.plan({_name(own.function)}, ...)."
         )
         raise PlanError(msg)
+    if of_arrays is None:
+        _require_known(inner, kwargs)
     if not isinstance(train_step, JitStep):
-        return OwnStep(function=train_step)
+        if of_arrays is None:
+            return OwnStep(function=train_step, args=args, kwargs=kwargs)
+        return OwnStep(function=of_arrays.function, args=of_arrays.args, kwargs=of_arrays.kwargs)
     policy = train_step.policy
     if policy.changes_gradients:
         what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
@@ -111,12 +125,40 @@ def own_step(train_step: Callable[..., Any]) -> OwnStep:
             f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
         )
         raise PlanError(msg)
+    if of_arrays is not None:
+        return OwnStep(
+            function=of_arrays.function, args=of_arrays.args, kwargs=of_arrays.kwargs, sharding=policy.sharding
+        )
     return OwnStep(
-        function=train_step.__wrapped__,
+        function=inner,
+        args=args,
+        kwargs=kwargs,
         donation=train_step.donation,
         sharding=policy.sharding,
         state_shardings=train_step.state_shardings,
     )
+
+
+def _require_known(train_step: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a keyword that is neither the plan's nor the step's.
+
+    Raises:
+        PlanError: with the plan's keyword that is most like it.
+    """
+    try:
+        parameters = inspect.signature(train_step).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in kwargs:
+        if name not in parameters:
+            meant = did_you_mean(name, [*OPTIONS, *parameters])
+            msg = (
+                f"jm.plan has no keyword {name!r}, and neither has {_name(train_step)}.{meant} The plan's own: "
+                f"{', '.join(OPTIONS)}."
+            )
+            raise PlanError(msg)
 
 
 def traced_plainly(problem: Problem) -> Traced:
@@ -125,8 +167,28 @@ def traced_plainly(problem: Problem) -> Traced:
     Raises:
         JaxmemError: as `traced_by_name` says.
     """
-    with traced_by_name(problem.name, "train_step"), _for_absent(problem):
+    with traced_by_name(problem.name, "train_step"), _for_absent(problem), _of_framework(problem):
         return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
+
+
+@contextmanager
+def _of_framework(problem: Problem) -> Generator[None]:
+    """A gradient that JAX cannot take of a framework's objects is told by the function that can.
+
+    Raises:
+        PlanError: names it.
+    """
+    try:
+        yield
+    except TypeError as error:
+        framework = framework_of(problem.args, problem.kwargs)
+        if framework is None or "real- or complex-valued" not in str(error):
+            raise
+        msg = (
+            f"{problem.name} could not be traced for planning: it differentiates {framework.NAME} objects, which hold integers "
+            f"(keys, counters) too{_place(error)} Use {framework.VALUE_AND_GRAD} there, which leaves these out."
+        )
+        raise PlanError(msg) from error
 
 
 def _for_absent(problem: Problem) -> AbstractContextManager[None]:

@@ -11,12 +11,12 @@ import jax
 
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Problem, mesh_sizes
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.layouts import is_divided, with_donation
 from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
 from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows
+from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.space import parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
@@ -68,7 +68,7 @@ def make_plan(
         PlanError, TargetError, CompileError, PolicyError: see `jm.plan`.
     """
     space = parse_search(ask.search)
-    own = own_step(train_step)
+    own = own_step(train_step, args, kwargs)
     own.require_agreement(space)
     hardware = None if ask.target is None else resolve_target(ask.target)
     if hardware is not None and hardware.platform == "cpu" and jax.default_backend() == "cpu":
@@ -76,8 +76,8 @@ def make_plan(
     resident = parse_resident(ask.resident)
     first = Problem(
         train_step=own.function,
-        args=args,
-        kwargs=kwargs,
+        args=own.args,
+        kwargs=own.kwargs,
         target=hardware,
         budget=budget_for(ask.budget, hardware),
         resident_bytes=resident.bytes,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxmem_callbacks.planning.candidates import Problem
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError

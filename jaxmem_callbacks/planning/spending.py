@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem_callbacks.planning.beside import Resident, compile_beside, parse_beside
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.explore import explore, fill_frontiers, offload
 from jaxmem_callbacks.planning.largest import LargestBatch
 from jaxmem_callbacks.planning.layouts import layouts
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies, with_offload
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose, rank
 from jaxmem_callbacks.planning.space import Space

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxmem_callbacks.planning.candidates import Problem, mesh_sizes
+from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced

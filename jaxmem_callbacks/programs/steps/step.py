@@ -21,6 +21,7 @@ from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call, has_real_arrays
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
+from jaxmem_callbacks.programs.steps.arrays_apart import arrays_apart
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
@@ -191,8 +192,7 @@ class JitStep(Generic[_Arguments, _Results]):
         Raises:
             PolicyError: a loss whose gradient would be another one over microbatches.
         """
-        are_real = has_real_arrays(args, kwargs)
-        if are_real:
+        if are_real := has_real_arrays(args, kwargs):
             self._require_accumulable(self._made(args, kwargs), args, kwargs)
         return are_real
 
@@ -214,6 +214,10 @@ class JitStep(Generic[_Arguments, _Results]):
         Raises:
             PolicyError: the policy did nothing.
         """
+        apart = arrays_apart(self.__wrapped__, args, kwargs)
+        if apart is not None:
+            made = JitStep(apart.function, self.policy, donate_argnames=apart.function.donated)
+            return made.traced(apart.args, apart.kwargs)
         with self._lock:
             jitted = self._made(args, kwargs)
             traced = jax_traced(self.trace(*args, **kwargs))

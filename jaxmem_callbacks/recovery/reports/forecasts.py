@@ -14,7 +14,8 @@ from typing import final
 import jax
 
 from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler, Problem
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import find_rows, with_rows
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep

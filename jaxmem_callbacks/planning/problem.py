@@ -1,0 +1,106 @@
+"""What is to be planned: a train step, its arguments, where they lie, a target and a budget; the step under any policy leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
+from jaxmem_callbacks.programs.steps.arrays_apart import own_donation
+from jaxmem_callbacks.programs.steps.conditions import kind_here
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.records.plans import BesideProgram
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.keeping import Share
+
+Survey = Callable[[list[Share]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is to be planned.
+
+    Attributes:
+        train_step: The user's own step, not jitted by this library.
+        args: Its arguments, real or abstract.
+        kwargs: Its keyword arguments.
+        target: Hardware that is not there, or None for the attached devices.
+        budget: What a step may use.
+        resident_bytes: What must fit beside it on each device.
+        device_count: Devices that the program is for.
+        parts: Into how many the work is divided among them; None where the arguments' own shardings decide: taken for all.
+        mesh: The mesh that the policies' sharding means: abstract for absent devices; or None.
+        base: The policy of the plain step: its sharding and donation, where anything is said of them.
+        beside: Other programs of the run, compiled with the state placed as here.
+        batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
+        state_shardings: What the step pins its state to, where its user said so.
+        plain: The plain step outside any mesh, where it was traced before for these arguments: JAX then traces it once.
+    """
+
+    train_step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Target | None
+    budget: Budget
+    resident_bytes: int = 0
+    device_count: int = 1
+    parts: int | None = None
+    mesh: Any = None
+    base: StepPolicy = field(default_factory=StepPolicy)
+    beside: tuple[BesideProgram, ...] = ()
+    batch_rows: int | None = None
+    state_shardings: Any = None
+    plain: JitStep[..., Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The train step's own name."""
+        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+
+    @property
+    def platform(self) -> str:
+        """What it is planned for: ``cpu``, ``tpu``, or a kind of GPU."""
+        return jax.default_backend() if self.target is None else self.target.platform
+
+    @property
+    def speed(self) -> Speed | None:
+        """Peaks of one device; None where no data sheet says them."""
+        return speed_of_device(self.platform, kind_here()) if self.target is None else speed_of(self.target)
+
+    @property
+    def workers(self) -> int:
+        """Among how many devices the work is divided; the others do again what one of these does."""
+        return self.parts or self.device_count
+
+    @property
+    def beside_alone_is_too_much(self) -> bool:
+        """Whether a program beside the step does not fit, whatever the step's policy."""
+        return any(program.fits is False for program in self.beside)
+
+    def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
+        """The step under a policy."""
+        if self.plain is not None and self.mesh is None and survey is None and policy == self.plain.policy:
+            return self.plain
+        donated = own_donation(self.train_step)
+        return JitStep(
+            self.train_step, policy, survey=survey, donate_argnames=donated, state_shardings=self.state_shardings
+        )
+
+    def in_mesh(self) -> AbstractContextManager[Any]:
+        """Where the step is traced: on the mesh, where there is one."""
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.mesh) if isinstance(self.mesh, Mesh) else jax.sharding.use_abstract_mesh(self.mesh)
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Axis -> size; empty without a mesh."""
+    return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}

@@ -1,0 +1,118 @@
+"""A step that Equinox jitted and its arguments enter; the same step of their arrays alone leaves, which JAX itself can trace.
+
+``eqx.filter_jit`` takes trees that hold functions and numbers beside arrays, and tells no trace. What is no array stays here as
+it was given, as it does there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted
+from jaxmem_callbacks.programs.steps.leaves import named_arguments
+
+_ARRAY = object()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrayCall:
+    """A call of arrays alone.
+
+    Attributes:
+        function: The user's function; where an argument has anything but arrays it takes None.
+        args: Its arguments, trees of the same form.
+        kwargs: Its keyword arguments.
+    """
+
+    function: OfArrays
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@final
+class OfArrays:
+    """A function that is given the arrays of its arguments, and gives those of its result.
+
+    Args:
+        function: The user's own.
+        args: What it was called with: all but the arrays is kept.
+        kwargs: Likewise.
+        donated: Names of the arguments that the user's jit donates.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], donated: tuple[str, ...]
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self.donated = donated
+        self._rest = jax.tree.map(lambda leaf: _ARRAY if is_array(leaf) else leaf, (tuple(args), dict(kwargs)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The arrays of the user's result."""
+        full_args, full_kwargs = jax.tree.map(
+            lambda own, given: given if own is _ARRAY else own, self._rest, (args, kwargs)
+        )
+        return arrays_of(self._function(*full_args, **full_kwargs))
+
+    def donating(self, names: Sequence[str]) -> str:
+        """How its user writes that some arguments are donated; Equinox knows all, and all but the first."""
+        first = next(iter(inspect.signature(self._function).parameters), "")
+        words = "all" if first in names else "all-except-first"
+        return f"eqx.filter_jit({getattr(self, '__name__', 'step')}, donate={words!r})"
+
+
+def arrays_apart(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArrayCall | None:
+    """The call by arrays alone; None for a step that Equinox did not jit.
+
+    Args:
+        step: Any step, plain, jitted, or a `functools.partial` of a jitted one.
+        args: Its arguments: arrays, `jax.ShapeDtypeStruct`, and whatever else Equinox takes.
+        kwargs: Its keyword arguments.
+    """
+    own = already_jitted(step)
+    if own is None or hasattr(own.lowering, "trace") or not is_equinox(own):
+        return None
+    full_args, full_kwargs = own.full(args, dict(kwargs))
+    function = own.lowering.__wrapped__
+    donated = _donated(own.lowering, function, full_args, full_kwargs)
+    return ArrayCall(
+        function=OfArrays(function, full_args, full_kwargs, donated),
+        args=arrays_of(full_args),
+        kwargs=arrays_of(full_kwargs),
+    )
+
+
+def own_donation(step: Callable[..., Any]) -> tuple[str, ...] | None:
+    """What another jit than JAX's donates: its own word, and no part of a policy. None for every other step."""
+    return step.donated if isinstance(step, OfArrays) else None
+
+
+def is_equinox(jitted: Jitted) -> bool:
+    """Whether a jit is Equinox's."""
+    return type(jitted.lowering).__module__.partition(".")[0] == "equinox"
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether Equinox traces a leaf: a Python number it does not; what has a shape stands for an array."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def arrays_of(tree: Any) -> Any:
+    """The tree with None for all that is no array."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+
+def _donated(jit: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Names of what the jit donates: its first argument, all others, both or none."""
+    names = [name for name, value in named_arguments(function, args, kwargs) if jax.tree.leaves(arrays_of(value))]
+    first = next(iter(inspect.signature(function).parameters), None)
+    donates_first, donates_rest = bool(jit.donate_first), bool(jit.donate_rest)
+    return tuple(name for name in names if (donates_first if name == first else donates_rest))

@@ -1,0 +1,92 @@
+"""What the check of microbatches sees beside the gradient as a whole: one parameter's part of it, and entries of aux by row."""
+
+from __future__ import annotations
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem_callbacks as jm
+from tests.test_accumulation_refusals import FOUR, KEY, W, X, refused, rows
+
+pytestmark = pytest.mark.core
+
+
+def balanced(coefficient, dtype=jnp.float32):
+    """A gate that nothing but a small balance term reaches: beside the gradient of all others its own is lost."""
+
+    def balanced_one(p, x):
+        shares = jax.nn.softmax(x.astype(dtype) @ p["gate"].astype(dtype)).mean(0)
+        return rows(p["w"], x).mean() + coefficient * 4 * (shares.astype(jnp.float32) ** 2).sum()
+
+    return balanced_one
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_small_part_of_the_gradient_that_is_another_one(dtype):
+    parameters = {"w": W, "gate": jax.random.normal(KEY, (16, 4))}
+    message = refused(balanced(1e-4, dtype), parameters, X)
+    found = re.search(r"its accumulated gradient\['gate'\] differs by ([\d.]+)% from the full one", message)
+    assert found is not None, message
+    assert 40 < float(found[1]) < 200
+    with pytest.raises(ValueError, match=r"gradient\['gate'\] differs by"):
+        jm.apply_policy(jm.value_and_grad(balanced(1e-4, dtype)), FOUR)(parameters, X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parts_of_the_gradient_that_are_nothing_but_rounding(dtype):
+    """A shift before a normalisation, the bias of attention's keys: their gradients are 0, and what comes out is noise."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(16, dtype=dtype)(x) + self.param("shift", nn.initializers.ones, ()).astype(dtype)
+            x = nn.LayerNorm(dtype=dtype)(x)
+            return nn.MultiHeadDotProductAttention(2, dtype=dtype)(x).astype(jnp.float32)
+
+    model = Model()
+    x = X.reshape(8, 4, 16)[:6]
+    parameters = model.init(KEY, x)
+    step = jm.jit_step(jax.jit(jm.grad(lambda p, x: (model.apply(p, x) ** 2).mean())), jm.StepPolicy(microbatches=3))
+    step(parameters, x)
+
+
+def test_a_difference_below_one_percent_is_said_in_its_digits():
+    message = refused(lambda w, x: rows(w, x).mean() + 1e-3 * rows(w, x).sum(), W, X)
+    assert re.search(r"gradient differs by 0\.[1-9]\d?% from the full one .* 0\.01% allowed", message), message
+
+
+@pytest.mark.parametrize(
+    ("entry", "share"),
+    [
+        (lambda h: jnp.argsort(jnp.argsort(h[:, 0])), 50),
+        (lambda h: h - h.mean(0), 5),
+        (lambda h: h[:, 0] > h[:, 0].mean(), 5),
+    ],
+    ids=["rank", "centred", "above the mean"],
+)
+def test_an_entry_of_aux_whose_rows_depend_on_other_rows(entry, share):
+    message = refused(lambda w, x: (rows(w, x).mean(), {"each": entry(x @ w)}), W, X, has_aux=True)
+    found = re.search(r"accumulated aux\['each'\] differs by ([\d.]+)% from the full one", message)
+    assert found is not None, message
+    assert float(found[1]) > share
+    assert "an array with one entry a row, each computed from that row alone" in message
+
+
+def test_entries_of_aux_that_no_rounding_and_no_missing_number_makes_another():
+    def loss(w, x):
+        h = x @ w
+        return rows(w, x).mean(), (h.argmax(-1), jnp.log(h), h / 0.0, h.astype(jnp.bfloat16), h > 0)
+
+    _, aux = jm.jit_step(jax.jit(jm.value_and_grad(loss, has_aux=True)), FOUR)(W, X)[0]
+    for ours, theirs in zip(aux, loss(W, X)[1], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert jnp.allclose(ours, theirs, rtol=1e-2, atol=1e-4, equal_nan=True)
+
+
+def test_an_entry_of_aux_with_as_many_columns_as_the_batch_has_rows():
+    message = refused(lambda w, x: (jm.weighted(rows(w, x).sum(), len(x)), x @ x.T), W, X, has_aux=True)
+    assert "aux is float32[8,8] for a microbatch of 8 rows" in message

@@ -1,0 +1,130 @@
+"""A step that `eqx.filter_jit` jitted is planned as its user wrote it: its model with functions and numbers, its own donation."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxmem_callbacks as jm
+from tests.target_step import needs_compiler
+
+WIDTH, ROWS = 32, 512
+
+
+class Net(eqx.Module):
+    """Functions, a number and a module without arrays beside the weights."""
+
+    layers: list[eqx.nn.Linear]
+    activation: Any
+    dropout: eqx.nn.Dropout
+    scale: float = 2.0
+
+    def __call__(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return self.dropout(x, key=key) * self.scale
+
+
+def make() -> tuple[Any, ...]:
+    layers = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in jax.random.split(jax.random.key(0), 6)]
+    model = Net(layers, jax.nn.gelu, eqx.nn.Dropout(0.1))
+    optimizer = optax.adam(1e-3)
+    batch = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    return batch, model, optimizer.init(eqx.filter(model, eqx.is_array)), jax.random.key(2), optimizer
+
+
+def loss(model: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
+    return (jax.vmap(model)(batch, jax.random.split(key, len(batch))) ** 2).mean()
+
+
+def train_step(batch: Any, model: Any, opt_state: Any, key: Any, optimizer: Any) -> Any:
+    value, gradients = jm.value_and_grad(loss)(model, batch, key)
+    updates, opt_state = optimizer.update(gradients, opt_state, eqx.filter(model, eqx.is_array))
+    return eqx.apply_updates(model, updates), opt_state, {"loss": value}
+
+
+@eqx.filter_jit
+def evaluate(model: Any, batch: jax.Array) -> jax.Array:
+    return loss(eqx.nn.inference_mode(model), batch, jax.random.key(0))
+
+
+def bytes_of(step: Any, policy: jm.StepPolicy) -> int:
+    return jm.step_memory(jm.jit_step(step, policy), *make()).step_bytes or 0
+
+
+@pytest.mark.parametrize("donate", ["none", "all-except-first"])
+def test_what_is_planned_is_what_the_users_own_jit_compiles(donate: Any, tmp_path: Path) -> None:
+    step = eqx.filter_jit(train_step, donate=donate)
+    batch, model, *_ = make()
+    budget = bytes_of(step, jm.StepPolicy(remat="full"))
+    plan = jm.plan(step, *make(), budget=budget, beside=[(evaluate, (model, batch))])
+    assert plan.policy.remat == "full"
+    assert plan.policy.donate is None, "that is the jit's own word"
+    # Equinox returns one number more than the step.
+    for each in plan.candidates:
+        assert bytes_of(step, each.policy) == pytest.approx(each.step_bytes, abs=64)
+    paths = [path for path, _ in plan.record.signature]
+    assert paths[:3] == ["batch", "model.layers[0].weight", "model.layers[0].bias"]
+    (beside,) = plan.chosen.beside
+    assert beside.name == "evaluate"
+    assert ("Donating would save" in str(plan)) == (donate == "none")
+    if donate == "none":
+        assert "Write it where the step is jitted: eqx.filter_jit(train_step, donate='all-except-first')." in str(
+            plan.record.notes
+        )
+
+    planned, plain = jm.jit_step(step, plan.policy), jm.jit_step(step)
+    with jm.MemoryMonitor(logdir=tmp_path, plan=plan) as monitor:
+        batch, model, opt_state, key, optimizer = make()
+        for number in range(2):
+            model, opt_state, metrics = planned(batch, model, opt_state, key, optimizer)
+            monitor(number, metrics)
+    assert not [event for event in monitor.events if "plan" in event.kind.lower()], "the plan is not stale"
+    batch, other, opt_state, key, optimizer = make()
+    for _ in range(2):
+        other, opt_state, _ = plain(batch, other, opt_state, key, optimizer)
+    for ours, theirs in zip(*(jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (model, other)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_microbatches_are_compared_and_planned() -> None:
+    whole = eqx.filter_jit(train_step)
+    step = functools.partial(whole, optimizer=make()[-1])
+    budget = bytes_of(whole, jm.StepPolicy(microbatches=4))
+    plan = jm.plan(step, *make()[:-1], budget=budget, search={"remat": False, "microbatches": [2, 4]})
+    assert plan.policy == jm.StepPolicy(microbatches=4)
+    assert plan.record.step == "train_step"
+    assert not plan.record.notes or "not checked" not in " ".join(plan.record.notes)
+
+
+def test_shapes_and_a_step_that_jm_jit_step_wrapped() -> None:
+    shapes = eqx.filter_eval_shape(lambda: make()[:-1])
+    step = jm.jit_step(eqx.filter_jit(train_step, donate="all-except-first"))
+    plan = jm.plan(step, *shapes, make()[-1], budget="1KiB")
+    assert plan.policy.remat == "full"
+    under_remat = jm.jit_step(eqx.filter_jit(train_step), jm.StepPolicy(remat="full"))
+    with pytest.raises(ValueError, match=r"The step is already under remat='full'\. Plan the function that you wrote"):
+        jm.plan(under_remat, *make())
+
+
+@pytest.mark.targets
+def test_an_absent_gpu() -> None:
+    needs_compiler("h100_sxm")
+    step = eqx.filter_jit(train_step, donate="all-except-first")
+    plan = jm.plan(step, *make(), target="h100_sxm:2", search={"sharding": "fsdp", "remat": False})
+    assert plan.record.mesh == {"fsdp": 2}
+    (one,) = plan.candidates
+    memory = jm.step_memory(step, *make(), target="h100_sxm")
+    rows = {row.name: row for row in memory.arguments}
+    assert rows["model"].donated_bytes == rows["model"].bytes > 0
+    assert rows["batch"].donated_bytes == 0
+    assert one.argument_bytes is not None
+    assert memory.program.argument_bytes is not None
+    assert 0.45 < one.argument_bytes / memory.program.argument_bytes < 0.6
