@@ -228,7 +228,7 @@ def told(rows: Sequence[Row]) -> list[str]:
                 against += f"  at equal FLOPs x{equal:.3f}"
             lines.append(
                 f"{model:20s} {target:10s} {policy:14s} {row['step_bytes'] / 2**20:8.0f} MiB {row['flops'] / 1e9:8.0f} GFLOP"
-                f" {row.get('compiler_remat', 0):4d} recomputed {row['seconds']:6.1f} s{against}"
+                f" {row.get('compiler_remat') or 0:4d} recomputed {row['seconds']:6.1f} s{against}"
             )
     return lines
 

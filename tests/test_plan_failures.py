@@ -62,6 +62,7 @@ def test_a_compile_that_runs_out_of_memory_is_a_candidate_that_does_not_fit() ->
     (plain,) = [each for each in plan.candidates if each.policy.remat == "none"]
     assert (plain.step_bytes, plain.fits) == (round(21.5 * GIB), False)
     assert TPU_REFUSAL in (plain.refusal or "")
+    assert (plain.compiler_remat, plain.modelled_s) == (None, None), "it did not tell what it would compute again"
     assert plain.peak is not None
     assert plain.peak.bytes == plain.step_bytes
     assert {"parameters", "batch"} <= {group.name for group in plain.peak.groups}

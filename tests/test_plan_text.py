@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -101,12 +102,14 @@ def test_a_share_says_why_it_fits_or_not() -> None:
 
 @pytest.mark.core
 def test_what_a_refused_program_would_compute_again_is_unknown_and_never_free() -> None:
-    refused = dataclasses.replace(samples.candidate(33, 0, fits=False), refusal="Used 33M", modelled_s=0.5)
+    unknown = {"compiler_remat": None, "modelled_s": None}
+    refused = dataclasses.replace(samples.candidate(33, 0, fits=False), refusal="Used 33M", **unknown)
     full = samples.candidate(37, 300, fits=False, remat="full")
     plan = jm.Plan(samples.record([refused, full], 0, MIB))
     (mark, _, needs, _, _, extra, modelled, own), _ = plan_rows(plan.record, plan.frontier)
     assert (mark, needs, extra, modelled, own) == ("->", "33.0 MiB", "+0.0% or more", "unknown", "unknown")
     assert plan.frontier == (full,)
+    assert json.loads(plan.to_json())["candidates"][0]["compiler_remat"] is None
 
 
 def unfit(size: float | None, budget: int, limit: int) -> PlanRecord:

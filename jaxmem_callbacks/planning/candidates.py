@@ -189,7 +189,7 @@ class Compiler:
             batch_rows=problem.batch_rows,
             mesh=mesh_sizes(problem.mesh),
             operations=facts.operations,
-            modelled_s=facts.modelled_s,
+            compiler_remat=None,
             peak=peak and peak.largest(_SHOWN),
             refusal=words,
         )

@@ -50,8 +50,10 @@ class Candidate:
         beside: The other programs, with the state placed as here.
         batch_rows: Rows of the batch where batch sizes were searched, else None.
         mesh: Axis -> size of the mesh that it was compiled for, empty without one.
-        compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
-        modelled_s: Modelled seconds of one step on the target, or None where its speed is not known. A model, not a measurement.
+        compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit; None where it refused
+            the program, and so did not tell.
+        modelled_s: Modelled seconds of one step on the target, or None where its speed is not known or the compiler refused the
+            program. A model, not a measurement.
         argument_bytes: Arguments, donated or not.
         output_bytes: Results, those that reuse arguments included.
         alias_bytes: Results that reuse a donated argument's memory.
@@ -77,7 +79,7 @@ class Candidate:
     beside: tuple[BesideProgram, ...] = ()
     batch_rows: int | None = None
     mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
-    compiler_remat: int = 0
+    compiler_remat: int | None = 0
     modelled_s: float | None = None
     argument_bytes: int | None = None
     output_bytes: int | None = None

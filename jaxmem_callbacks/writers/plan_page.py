@@ -105,7 +105,7 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
 def _work_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
     plain = plain_flops(record)
     counted = "counted in the trace, trip counts of loops multiplied in"
-    own = sum(each.compiler_remat for each in record.candidates)
+    own = sum(each.compiler_remat or 0 for each in record.candidates)
     yield (
         "XLA's own remat",
         f"{own} instructions",
@@ -115,7 +115,8 @@ def _work_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
     hidden = f", and an estimate for {chosen.compiler_remat} instructions that the compiler itself recomputes"
     yield "extra FLOPs", extra_text(chosen, record), counted + (hidden if chosen.compiler_remat else "")
     if chosen.modelled_s is None:
-        yield "modelled time", "unknown", "no data sheet for this hardware is known here"
+        why = "the compiler refused the program" if chosen.refusal else "no data sheet for this hardware is known here"
+        yield "modelled time", "unknown", why
     else:
         source = "a model from FLOPs, bytes moved and the vendor's data sheet; no measurement"
         yield "modelled time", f"{chosen.modelled_s * 1e3:.4g} ms", source

@@ -81,8 +81,8 @@ def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple
                 "refused" if each.refusal else format_bytes(each.temp_bytes),
                 _share(each, record),
                 extra_text(each, record),
-                "unknown" if each.modelled_s is None or each.refusal else f"{each.modelled_s * 1e3:.4g} ms",
-                "unknown" if each.refusal else str(each.compiler_remat),
+                "unknown" if each.modelled_s is None else f"{each.modelled_s * 1e3:.4g} ms",
+                "unknown" if each.compiler_remat is None else str(each.compiler_remat),
             )
         )
     return rows
