@@ -8,20 +8,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.programs.targets.compilers import default_folder
 from tests.test_docs import DOCUMENTS, GATES, ROOT, blocks, pytest_lines
 
 TRAIN = """
@@ -56,8 +51,6 @@ PAGES = [*DOCUMENTS, ROOT / "examples" / "README.md", ROOT / "CONTRIBUTING.md"]
 RUN_BY = {
     "jaxmem ": "test_doc_commands.py::test_the_commands_of_the_documents_run",
     "pytest ": "test_docs.py::test_the_pytest_lines_of_a_gate_hold",
-    "version=": "test_doc_commands.py::test_the_lines_before_an_install_say_what_it_is_for",
-    "folder=": "test_doc_commands.py::test_the_lines_before_an_install_say_what_it_is_for",
     # As long as a test has time for; that these flags exist is looked at below.
     "python examples/lora.py ": "test_examples.py::test_frozen_weights_cost_neither_state_nor_donation",
     "python examples/mixed_precision.py ": "test_examples.py::test_both_precisions_are_told_with_one_float32_state",
@@ -70,12 +63,7 @@ _ENVIRONMENTS = "makes environments from the network"
 # Which are run by no test, and why.
 NOT_RUN = {
     "pip install path/to/jaxmem_callbacks": _DOWNLOADS,
-    'pip install "path/to/jaxmem_callbacks[tpu-targets]"': _DOWNLOADS,
-    'pip install "path/to/jaxmem_callbacks[gpu-targets]"': _DOWNLOADS,
-    'pip install --upgrade --target "$folder" libtpu': "installs from the network; tools/environments.py does the same",
-    'pip install --upgrade --no-deps --target "$folder" "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version"': (
-        "installs from the network; tools/environments.py does the same"
-    ),
+    "jaxmem targets --install tpu gpu": "installs from the network; test_cli_targets.py does it from wheels of its own",
     "tensorboard --logdir runs": "a server that does not end; test_tensorboard_page.py starts one and looks at its pages",
     "make demo": "test_demo.py runs what it calls, examples/demo.py",
     "make test": "what runs this test",
@@ -96,13 +84,14 @@ def shell_lines() -> list[tuple[Path, str]]:
 
 def command_lines() -> list[tuple[str, ...]]:
     """Every ``jaxmem ...`` of a shell block, as its words."""
-    words = [tuple(shlex.split(line)[1:]) for _, line in shell_lines() if line.startswith("jaxmem ")]
+    lines = [line for _, line in shell_lines() if line.startswith("jaxmem ") and line not in NOT_RUN]
+    words = [tuple(shlex.split(line)[1:]) for line in lines]
     return list(dict.fromkeys(words))
 
 
 def test_every_shell_line_is_run_or_has_a_reason() -> None:
     lines = {line for _, line in shell_lines()}
-    run_here = {line for line in lines if line.startswith(tuple(RUN_BY))}
+    run_here = {line for line in lines if line.startswith(tuple(RUN_BY))} - NOT_RUN.keys()
     assert lines - run_here == NOT_RUN.keys(), "each is run by a test or has its reason, and no reason is left over"
     assert [start for start in RUN_BY if not any(line.startswith(start) for line in lines)] == []
     for place in RUN_BY.values():
@@ -146,18 +135,6 @@ def test_extras_that_documents_install_exist_and_come_from_a_checkout() -> None:
     assert {each for _, extras in asked for each in extras.split(",")} - {""} <= known.keys()
     assert {extras for _, extras in asked} > {"", "nvidia"}
     assert {package for package, _ in asked} == {"path/to/jaxmem_callbacks"}, "no package index has it"
-
-
-def test_the_lines_before_an_install_say_what_it_is_for(tmp_path: Path) -> None:
-    lines = [line for _, line in shell_lines() if line.startswith(("version=", "folder="))]
-    assert len(lines) == 2
-    (tmp_path / "python").symlink_to(sys.executable)
-    script = "\n".join([*lines, 'echo "$version"; echo "$folder"'])
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.pathsep.join(sys.path)}", "JAX_PLATFORMS": "cpu"}
-    variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-ec", script], env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [jax.__version__, str(default_folder())]
 
 
 def on_this_machine(words: tuple[str, ...]) -> list[str]:

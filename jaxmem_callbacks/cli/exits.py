@@ -4,7 +4,7 @@ from __future__ import annotations
 
 OK = 0
 FAILED = 1
-"""The script itself failed; its traceback is on stderr."""
+"""The script itself failed, and its traceback is on stderr; or pip did, in its own words."""
 FINDINGS = 1
 """``jaxmem doctor`` looked, and something is wrong."""
 GREW = 1

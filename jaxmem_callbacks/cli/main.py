@@ -34,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
     "report": ("jaxmem_callbacks.cli.report", "the story of a run as one self-contained HTML file"),
     "simulate": ("jaxmem_callbacks.cli.simulate", "under which allocator settings a recorded run would have survived"),
+    "targets": (
+        "jaxmem_callbacks.cli.targets",
+        "compilers of hardware that is not here: which there are, and fetching them",
+    ),
 }
 
 
@@ -44,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None for the process's own.
 
     Returns:
-        0; 1 where a script failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem oom` nothing or no
-        settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 130 at Ctrl-C; 141
-        where the output's reader went away.
+        0; 1 where a script or an installation failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem
+        oom` nothing or no settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 130
+        at Ctrl-C; 141 where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from jaxmem_callbacks.records.errors import TargetError
 
 _VARIABLE = "JAXMEM_TARGET_PATH"
+# As people write kinds of hardware -> as JAX calls their platforms.
+PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # Per platform, the packages that belong together; the first complete set is used.
 _PACKAGES = {
     "tpu": (("libtpu",),),
@@ -31,6 +33,25 @@ def default_folder() -> pathlib.Path:
     """Where compilers are looked for besides JAX's own environment; one for each JAX and Python, because they must match."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return user_cache() / "targets" / f"jax-{_version('jax', sys.path)}-python{python}"
+
+
+def folder_to_fill() -> pathlib.Path:
+    """Where compilers are to be installed: the first folder that is looked in, whether it exists or not."""
+    return pathlib.Path(_searched()[0])
+
+
+def other_folders() -> tuple[pathlib.Path, ...]:
+    """Folders of compilers for other versions of JAX or Python, which nothing here uses."""
+    own = default_folder()
+    return tuple(each for each in sorted(own.parent.glob("jax-*-python*")) if each != own)
+
+
+def requirements(platform: str) -> tuple[str, ...]:
+    """What to install for ``tpu`` or ``cuda``: what this library's extra asks for, or JAX's own version of its plugin."""
+    if platform == "cuda":
+        return tuple(f"{name}=={_version('jax', sys.path)}" for name in _PACKAGES["cuda"][0])
+    asked = importlib.metadata.requires("jaxmem_callbacks") or []
+    return tuple(line.partition(";")[0].strip() for line in asked if "tpu-targets" in line)
 
 
 def target_folders() -> list[str]:
@@ -75,25 +96,28 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
     if not found:
         libraries = "; no CUDA libraries needed" if platform == "cuda" else ""
         msg = (
-            f"Target {target!r} needs a compiler that is not installed. Type: {_into_folder(platform, jax)} (your own JAX stays "
-            f"as it is{libraries}), or, beside JAX, which then loads it wherever it starts: {_beside_jax(platform)}"
+            f"Target {target!r} needs a compiler that is not installed. Type: {_into_folder(platform)} (your own JAX stays as it "
+            f"is{libraries}), or, beside JAX, which then loads it wherever it starts: {_beside_jax(platform)}"
         )
         raise TargetError(msg)
     wrong = {name: version for name, version in found.items() if platform == "cuda" and version != jax}
     if wrong:
         given = ", ".join(f"{name} {version}" for name, version in wrong.items())
-        line = _beside_jax(platform) if compiler_versions(platform, sys.path) else _into_folder(platform, jax)
+        line = _beside_jax(platform) if compiler_versions(platform, sys.path) else _into_folder(platform)
         msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {line}"
         raise TargetError(msg)
 
 
-def _into_folder(platform: str, jax: str | None) -> str:
-    cuda = f"--no-deps jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax}"
-    return f"pip install --upgrade --target {_searched()[0]} {'libtpu' if platform == 'tpu' else cuda}"
+def _into_folder(platform: str) -> str:
+    return f"jaxmem targets --install {_kind(platform)}"
 
 
 def _beside_jax(platform: str) -> str:
-    return f'pip install "jaxmem_callbacks[{"tpu" if platform == "tpu" else "gpu"}-targets]"'
+    return f'pip install "jaxmem_callbacks[{_kind(platform)}-targets]"'
+
+
+def _kind(platform: str) -> str:
+    return next(kind for kind, each in PLATFORMS.items() if each == platform)
 
 
 def _version(package: str, path: Sequence[str]) -> str | None:

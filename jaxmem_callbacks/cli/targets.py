@@ -1,0 +1,108 @@
+"""``jaxmem targets``: kinds of absent hardware enter; which of their compilers are here leaves, and, if asked, they are fetched.
+
+They go into a folder that only this library's compile workers see: beside JAX, JAX itself would load them wherever it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxmem_callbacks.cli.exits import FAILED, OK
+from jaxmem_callbacks.programs.targets.compilers import (
+    PLATFORMS,
+    compiler_versions,
+    folder_to_fill,
+    other_folders,
+    requirements,
+)
+from jaxmem_callbacks.programs.targets.target import target_names
+from jaxmem_callbacks.records.columns import columns, wrapped
+from jaxmem_callbacks.records.errors import TargetError
+
+_HARDWARE = {"tpu": "TPUs, such as v5e or v5p:4x4x4", "gpu": "NVIDIA GPUs, such as h100_sxm or h100_sxm:8"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--install",
+        nargs="+",
+        choices=sorted(PLATFORMS),
+        default=[],
+        metavar="KIND",
+        help="fetch the compilers of tpu, of gpu, or of both, into a folder that JAX itself never loads",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.epilog = "Exit code: 0; 1 where pip could not install; 2 for wrong arguments."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Install what is asked for, then say what is here.
+
+    Returns:
+        0; 1 where pip failed, whose own words are on stderr.
+
+    Raises:
+        TargetError: there is neither pip nor uv to install with.
+    """
+    for kind in dict.fromkeys(args.install):
+        if _install(kind):
+            sys.stderr.write(f"jaxmem: the compilers for {kind} could not be installed; why is above.\n")
+            return FAILED
+    sys.stdout.write((json.dumps(_as_json(), indent=2) if args.json else _as_text()) + "\n")
+    return OK
+
+
+def _install(kind: str) -> int:
+    """Fetch the compilers of one kind; what is printed goes to stderr. pip's exit code."""
+    folder = folder_to_fill()
+    wanted = requirements(PLATFORMS[kind])
+    command = [*_installer(), "--upgrade", "--no-deps", "--target", str(folder), *wanted]
+    sys.stderr.write(f"jaxmem: installing {', '.join(wanted)} into {folder}\n")
+    sys.stderr.flush()
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode  # noqa: S603 - our own words
+
+
+def _installer() -> list[str]:
+    """What installs packages for this Python.
+
+    Raises:
+        TargetError: nothing does.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    uv = shutil.which("uv")
+    if uv is not None:
+        return [uv, "pip", "install", "--python", sys.executable]
+    msg = f"{sys.executable} has no pip, and there is no uv. Type: {sys.executable} -m ensurepip"
+    raise TargetError(msg)
+
+
+def _as_text() -> str:
+    rows = [("kind", "compiles for", "compiler")]
+    for kind, platform in PLATFORMS.items():
+        found = ", ".join(f"{name} {version}" for name, version in compiler_versions(platform).items())
+        rows.append((kind, _HARDWARE[kind], found or f"none. Type: jaxmem targets --install {kind}"))
+    lines = [*columns(rows, ("left", "left", "left")), ""]
+    lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {folder_to_fill()}"])
+    left = [str(folder) for folder in other_folders()]
+    if left:
+        lines += wrapped([f"Of other versions of JAX or Python, and of no use to this one: {', '.join(left)}"])
+    return "\n".join(lines)
+
+
+def _as_json() -> dict[str, object]:
+    folder: Path = folder_to_fill()
+    return {
+        "compilers": {kind: compiler_versions(platform) for kind, platform in PLATFORMS.items()},
+        "folder": str(folder),
+        "other_folders": [str(each) for each in other_folders()],
+        "targets": list(target_names()),
+    }

@@ -1,0 +1,95 @@
+"""`jaxmem targets`: compilers of absent hardware are fetched by a real pip, into a folder that JAX itself never looks into."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+
+JAX = importlib.metadata.version("jax")
+
+
+def wheel(folder: Path, name: str, version: str, module: str) -> None:
+    """A package of that name with one module, as an index would give it."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{module}/__init__.py": "print('loaded')\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as packed:
+        for path, text in files.items():
+            packed.writestr(path, text)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Wheels in place of a network, and an empty folder in place of the user's caches."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    wheel(folder, "libtpu", "0.0.999", "libtpu")
+    for name in ("jax_cuda12_plugin", "jax_cuda12_pjrt"):
+        wheel(folder, name, JAX, name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAXMEM_TARGET_PATH", raising=False)
+    return folder
+
+
+@pytest.mark.usefixtures("index")
+def test_what_is_missing_is_fetched_where_only_the_workers_look(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["targets"]) == 0
+    missing = capfd.readouterr().out
+    beside = compiler_versions("tpu", sys.path)  # a developer may have it beside JAX
+    assert beside or "none. Type: jaxmem targets --install tpu" in missing
+    assert "h100_sxm" in missing
+
+    assert main(["targets", "--install", "tpu", "gpu", "--json"]) == 0
+    printed = capfd.readouterr()
+    told = json.loads(printed.out)
+    folder = Path(told["folder"])
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    assert folder == tmp_path / "cache" / "jaxmem_callbacks" / "targets" / f"jax-{JAX}-{python}"
+    assert told["compilers"]["gpu"] == {"jax-cuda12-plugin": JAX, "jax-cuda12-pjrt": JAX}
+    assert beside or told["compilers"]["tpu"] == {"libtpu": "0.0.999"}
+    assert f"installing jax-cuda12-plugin=={JAX}, jax-cuda12-pjrt=={JAX} into {folder}" in printed.err
+    assert (folder / "libtpu" / "__init__.py").exists()
+
+    start = "import jax, sys; jax.devices(); print(sorted({'libtpu', 'jax_cuda12_plugin'} & set(sys.modules)))"
+    seen = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=True)
+    assert seen.stdout == "[]\n", "JAX itself loads none of it"
+
+    old = folder.parent / "jax-0.1.2-python3.11"
+    old.mkdir()
+    assert main(["targets"]) == 0
+    assert str(old) in capfd.readouterr().out.replace("\n    ", "")
+
+
+def test_what_pip_cannot_install_is_told_by_pip(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for each in index.glob("jax_cuda12_pjrt*"):
+        each.unlink()
+    assert main(["targets", "--install", "gpu"]) == 1
+    printed = capfd.readouterr()
+    assert "No matching distribution found for jax-cuda12-pjrt" in printed.err
+    assert "jaxmem: the compilers for gpu could not be installed; why is above." in printed.err
+    assert not printed.out
+
+
+def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["targets", "--install", "tpv"])
+    assert "invalid choice: 'tpv'" in capsys.readouterr().err
