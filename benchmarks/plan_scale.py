@@ -3,12 +3,14 @@
     python -m benchmarks.plan_scale [--targets h100_sxm:64 h100_sxm:1024 v5p:4x4x4 v5p:8x8x16]
 
 96 layers of width 12,288 as one scan, bfloat16 activations, float32 parameters and Adam, a batch of one row of 2,048 tokens a
-device. Seconds, and the most resident memory of this process and its compilers at one moment; the cache of compiles is not used.
+device. Each target twice: with all that is usable as the budget, the answer alone, and without a budget, which is the frontier
+too. Seconds, and the most resident memory of this process and its compilers at one moment; the cache of compiles is not used.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -29,6 +31,7 @@ from benchmarks.sources import RESULTS, source_hash
 from jaxmem_callbacks.programs.targets.target import resolve_target
 
 TARGETS = ("h100_sxm:64", "v5p:4x4x4", "h100_sxm:1024", "v5p:8x8x16")
+BUDGETS = (1.0, None)
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 96, 12_288, 96, 2_048, 50_304
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -104,7 +107,7 @@ def most_resident() -> Generator[list[int]]:
         thread.join()
 
 
-def measure(target: str) -> dict[str, Any]:
+def measure(target: str, budget: float | None) -> dict[str, Any]:
     """One plan, with nothing cached."""
     devices = resolve_target(target).device_count
     params = parameters()
@@ -113,16 +116,17 @@ def measure(target: str) -> dict[str, Any]:
     with most_resident() as most, tempfile.TemporaryDirectory() as folder:
         os.environ["JAXMEM_CACHE_DIR"] = folder
         arguments = params, jax.eval_shape(OPTIMIZER.init, params), tokens
-        # All that is usable: the answer alone, without the rest of the frontier.
-        plan = jm.plan(train_step, *arguments, target=target, budget=1.0, progress=True)
+        plan = jm.plan(train_step, *arguments, target=target, budget=budget, progress=True)
     print(plan, flush=True)
     chosen = plan.chosen
     return {
         "target": target,
+        "budget": budget,
         "sources": source_hash("plan_scale"),
         "devices": devices,
         "seconds": round(time.perf_counter() - begun, 1),
         "compiles": plan.compiles,
+        "frontier": len(plan.frontier),
         "largest_resident_bytes": most[0],
         "chosen": {"sharding": chosen.policy.sharding, "remat": chosen.policy.remat, "keep": chosen.policy.keep},
         "step_bytes": chosen.step_bytes,
@@ -138,18 +142,19 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     targets: list[str] = parser.parse_args().targets
     place = RESULTS / f"plan_scale_jax_{jax.__version__}.json"
-    rows = {row["target"]: row for row in json.loads(place.read_text())["rows"]} if place.exists() else {}
-    for target in targets:
-        rows[target] = measure(target)
+    known = json.loads(place.read_text())["rows"] if place.exists() else []
+    rows = {(row["target"], row.get("budget", 1.0)): row for row in known}
+    for target, budget in itertools.product(targets, BUDGETS):
+        rows[target, budget] = measure(target, budget)
         result = {
             "command": "python -m benchmarks.plan_scale",
             "versions": {"jax": jax.__version__, "python": platform.python_version()},
             "cpus": os.cpu_count(),
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(parameters())),
-            "rows": [rows[name] for name in TARGETS if name in rows],
+            "rows": [rows[key] for key in itertools.product(TARGETS, BUDGETS) if key in rows],
         }
         place.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-        print(json.dumps(rows[target]), flush=True)
+        print(json.dumps(rows[target, budget]), flush=True)
 
 
 if __name__ == "__main__":

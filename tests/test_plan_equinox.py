@@ -118,7 +118,11 @@ def test_shapes_and_a_step_that_jm_jit_step_wrapped() -> None:
 def test_an_absent_gpu() -> None:
     needs_compiler("h100_sxm")
     step = eqx.filter_jit(train_step, donate="all-except-first")
-    plan = jm.plan(step, *make(), target="h100_sxm:2", search={"sharding": "fsdp", "remat": False})
+    batch, model, opt_state, key, optimizer = make()
+    plan = jm.plan(
+        step, batch, model, opt_state, optimizer=optimizer, key=key,
+        target="h100_sxm:2", search={"sharding": "fsdp", "remat": False},
+    )  # fmt: skip
     assert plan.record.mesh == {"fsdp": 2}
     (one,) = plan.candidates
     memory = jm.step_memory(step, *make(), target="h100_sxm")

@@ -18,7 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
+from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.writers.label_places import Box, place_labels
 from jaxmem_callbacks.writers.plan_run import require_own_folder
 from jaxmem_callbacks.writers.protocol import Picture, Table
@@ -207,6 +209,8 @@ def test_a_plan_that_is_richer_tells_more(tmp_path: Path) -> None:
         beside=(beside,),
         need_bytes=59 * GIB,
         sets_need="evaluate",
+        placed_elsewhere=peak_of([Buffer(bytes=GIB, shape="f32[268435456]", kind="argument", group="batch")]),
+        placed_by="v5p:1x1x1",
     )
     record = dataclasses.replace(
         plan,
@@ -228,6 +232,7 @@ def test_a_plan_that_is_richer_tells_more(tmp_path: Path) -> None:
         "| modelled time | 250 ms | a model from FLOPs, bytes moved and the vendor's data sheet; no measurement |",
         "an estimate for 7 instructions",
         "refused by the compiler",
+        "| its peak there | 1.0 GiB (1,073,741,824 B) | the compiler for v5p:1x1x1, which has room for what ",
     ):
         assert words in sources, words
     free = table_of(

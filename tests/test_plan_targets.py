@@ -120,6 +120,36 @@ def without_lines(peak: Any) -> Any:
     }
 
 
+def test_what_a_tpus_compiler_refuses_is_placed_by_that_of_a_kind_with_more_memory() -> None:
+    needs_compiler("v5e")
+
+    def step(w: Any, x: Any) -> Any:
+        return w - jm.grad(lambda w, x: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean())(w, x)
+
+    w, x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((2**22, 1024), jnp.float32)
+    plan = jm.plan(step, w, x, target="v5e")
+    chosen = plan.chosen
+    assert chosen.fits is False
+    assert chosen.refusal
+    assert chosen.placed_by == "v5p:1x1x1"
+    assert chosen.peak is not None
+    assert chosen.peak.bytes == chosen.step_bytes
+    there = plan.peak
+    assert there is not None
+    assert there is chosen.placed_elsewhere
+    assert there.bytes_of("batch") == 4 * 2**32
+    assert there.bytes_of("unknown") < 0.01 * there.bytes
+    assert plan.compiles <= 6
+    told = f"The compiler for v5p:1x1x1, which has room for it, places {format_bytes(there.bytes)}: {there.words}."
+    assert told in sentences(plan)
+    assert told in plan.policy.reason
+    again = jm.plan(step, w, x, target="v5e")
+    assert again.record.compiled == 0
+    assert again.compiles == plan.compiles
+    fitting = jm.plan(step, w, jax.ShapeDtypeStruct((2**14, 1024), jnp.float32), target="v5e", budget="1MiB")
+    assert fitting.chosen.placed_elsewhere is None, "its own compiler placed it"
+
+
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     needs_compiler("h100_sxm")
     program = textwrap.dedent(

@@ -96,19 +96,24 @@ def test_the_sdist_was_installed_by_pip_on_every_python_and_does_what_the_wheel_
 
 
 def test_figures_of_plans_for_pods_are_those_of_the_file():
-    rows = {row["target"]: row for row in result("plan_scale")["rows"]}
-    h100, v5p = (
-        "{:.0f} and {:.0f} s".format(*(rows[name]["seconds"] for name in names))
-        for names in (("h100_sxm:64", "h100_sxm:1024"), ("v5p:4x4x4", "v5p:8x8x16"))
-    )
+    rows = {(row["target"], row["budget"]): row for row in result("plan_scale")["rows"]}
+
+    def seconds(names: tuple[str, str], budget: float | None) -> str:
+        return "{:.0f} and {:.0f} s".format(*(rows[name, budget]["seconds"] for name in names))
+
+    pods = ("h100_sxm:64", "h100_sxm:1024"), ("v5p:4x4x4", "v5p:8x8x16")
+    (h100, v5p), (h100_all, v5p_all) = ([seconds(names, budget) for names in pods] for budget in (1.0, None))
     assert all(row["fits"] and row["seconds"] < 300 for row in rows.values())
     most = max(row["largest_resident_bytes"] for row in rows.values()) / 2**30
     assert most < 12
     readme, text = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/plan.md"))
-    assert f"none of them there: {h100}; for 64 and 1,024 v5p: {v5p}, on two cores, in {most:.1f} GiB" in readme
+    told = f"{h100} (with the frontier {h100_all}); for 64 and 1,024 v5p: {v5p} ({v5p_all}), on two cores, in {most:.1f} GiB"
+    assert f"none of them there: {told}" in readme
     assert f"for 64 and for 1,024 H100 in {h100}, and for 64 and 1,024 v5p in {v5p}" in text
+    assert f"without a budget, which is the frontier too, in {h100_all} and in {v5p_all}" in text
     few = [
-        f"{rows[name]['seconds']:.0f} s for 64 {kind}" for name, kind in (("h100_sxm:64", "H100"), ("v5p:4x4x4", "v5p"))
+        f"{rows[name, 1.0]['seconds']:.0f} s for 64 {kind}"
+        for name, kind in (("h100_sxm:64", "H100"), ("v5p:4x4x4", "v5p"))
     ]
     assert f"a GPT-3-sized step in {few[0]} and {few[1]}" in (ROOT / "docs" / "tasks" / "plan_a_pod.md").read_text()
 

@@ -19,7 +19,7 @@ from jaxmem_callbacks.programs.targets.compilers import (
     require_compiler,
     target_folders,
 )
-from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
+from jaxmem_callbacks.programs.targets.target import resolve_target, roomier, target_names
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from tests.target_step import GIB, needs_compiler
@@ -204,6 +204,22 @@ def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path, m
         with pytest.raises(TargetError, match=line):
             require_compiler("cuda", "h100_sxm")
     require_compiler("cuda", "h100_sxm", install(importlib.metadata.version("jax")))
+
+
+@pytest.mark.parametrize(
+    ("name", "larger"),
+    [
+        *(("v5e", "v5p:1x1x1"), ("v5e:2x2", "v5p:2x2x1"), ("v6e:4x4", "v5p:4x4x1"), ("v4:2x2x2", "v5p:2x2x2")),
+        *(("v3:2x2", "v5p:2x2x2"), ("v2:4x4", "v5p:4x4x2"), ("v5p:2x2x1", None), ("tpu7x", None), ("h100_sxm:8", None)),
+    ],
+)
+def test_as_many_devices_of_a_kind_with_more_memory(name, larger):
+    target = resolve_target(name, require_installed=False)
+    found = roomier(target)
+    assert (found and found.name) == larger
+    if found is not None:
+        assert found.device_count == target.device_count
+        assert (found.memory_bytes or 0) > (target.memory_bytes or 0)
 
 
 def test_the_folder_for_compilers_is_the_variables_or_the_caches(tmp_path, monkeypatch):

@@ -120,10 +120,11 @@ class Plan:
     def peak(self) -> Peak | None:
         """What makes the chosen candidate's peak; ``print`` it. Each candidate has its own.
 
-        None only for the attached devices while JAX's own compilation cache is on: ``jm.step_memory(...).peak()`` tells it
-        then by one more compile.
+        Of what a TPU's compiler refused, and so did not place, it is what the compiler of ``chosen.placed_by`` places. None
+        only for the attached devices while JAX's own compilation cache is on: ``jm.step_memory(...).peak()`` tells it then by
+        one more compile.
         """
-        return self.chosen.peak
+        return self.chosen.placed_elsewhere or self.chosen.peak
 
     @functools.cached_property
     def frontier(self) -> tuple[Candidate, ...]:

@@ -288,7 +288,8 @@ def _require_sizes(texts: Sequence[str]) -> None:
 def _text(plan: Plan, saved: Path | None) -> str:
     lines = [str(plan)]
     if plan.peak is not None:
-        lines += ["", str(plan.peak)]
+        by = [f"By the compiler for {plan.chosen.placed_by}:"] if plan.chosen.placed_elsewhere is not None else []
+        lines += ["", *by, str(plan.peak)]
     if plan.chosen.fits is not False and plan.policy != StepPolicy():
         lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved))]
     return "\n".join(lines)

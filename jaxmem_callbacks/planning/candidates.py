@@ -30,6 +30,7 @@ from jaxmem_callbacks.programs.targets.step_on_target import (
     refused_peak,
     taken_inputs,
 )
+from jaxmem_callbacks.programs.targets.target import roomier
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.plans import Candidate
@@ -193,6 +194,26 @@ class Compiler:
             peak=peak and peak.largest(_SHOWN),
             refusal=words,
         )
+
+    def placed_elsewhere(self, policy: StepPolicy) -> tuple[Peak | None, str, bool]:
+        """What makes the peak of a step that a TPU's compiler refused, as that of a kind with more memory places it.
+
+        Returns:
+            The peak, what placed it, and whether the cache knew it. No peak where there is no such kind, or it refuses too.
+
+        Raises:
+            CompileError: the compiler failed, crashed or took too long.
+        """
+        problem = self.problem
+        larger = None if problem.target is None else roomier(problem.target)
+        if larger is None:
+            return None, "", True
+        with problem.in_mesh():
+            step = problem.step(policy)
+            traced = step.traced(problem.args, dict(problem.kwargs))
+            answer = lower_traced_for(traced, step.name, larger, want_buffers=True, need_lines=False)()
+        told = answer.peak if answer.memory is not None else None
+        return told and told.largest(_SHOWN), larger.name, answer.cached
 
     def donating(
         self, policy: StepPolicy, names: Sequence[str], *, timeout_s: float | None = None

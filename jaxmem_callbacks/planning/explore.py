@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.ledger import Entry, Ledger
+from jaxmem_callbacks.planning.ledger import MOST_OF_REMAT, Entry, Ledger
 from jaxmem_callbacks.planning.offloading import offloading_policies
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.records.plans import Candidate
@@ -52,7 +52,9 @@ def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
 
 
 def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
-    """Compile what lies between the two ends of some placements, with the compiles that are left.
+    """Compile what lies between the two ends of some placements, with the compiles that are left: as many as for remat alone.
+
+    A pod's program takes its compiler half a minute, and a frontier of so many points is what one device has too.
 
     Args:
         entries: One candidate of each placement, which says over how many microbatches.
@@ -60,10 +62,14 @@ def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
     """
     wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
     for index, (compiler, count) in enumerate(wanted):
-        with ledger.within(ledger.left // (len(wanted) - index)):
-            _one(
-                RematSearch(compiler, ledger, replace(compiler.problem.base, microbatches=count)), remat=ledger.left > 1
-            )
+        made = sum(
+            entry.compiler is compiler and entry.candidate.policy.microbatches == count for entry in ledger.entries
+        )
+        most = min(ledger.left // (len(wanted) - index), MOST_OF_REMAT - made)
+        if most > 0:
+            with ledger.within(most):
+                base = replace(compiler.problem.base, microbatches=count)
+                _one(RematSearch(compiler, ledger, base), remat=ledger.left > 1)
 
 
 def _one(search: RematSearch, *, remat: bool) -> None:

@@ -15,6 +15,9 @@ from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, Poli
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 
+# Of remat alone, for one placement of the state; and of everything else that may be searched, such as three shardings with both
+# their ends.
+MOST_OF_REMAT, MOST = 6, 16
 _AT_ONCE = 2
 _SHOWN = 4  # policies that share a failure and are named
 Progress = Callable[[str, int, int], None]
@@ -83,6 +86,12 @@ class Ledger:
     def note(self, text: str) -> None:
         """Remember a remark."""
         self._notes[text] = []
+
+    def replace(self, entry: Entry, candidate: Candidate) -> Entry:
+        """Know more of a candidate than was known when it was compiled."""
+        known = Entry(entry.compiler, candidate)
+        self.entries[self.entries.index(entry)] = known
+        return known
 
     def note_cut(self) -> None:
         """Remember what the limit of all compiles cut off; what only a share of it did may be made up for."""

@@ -14,7 +14,7 @@ from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.layouts import is_divided, with_donation
-from jaxmem_callbacks.planning.ledger import Entry, Ledger, Progress
+from jaxmem_callbacks.planning.ledger import MOST, MOST_OF_REMAT, Entry, Ledger, Progress
 from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.rows import find_rows
@@ -26,7 +26,7 @@ from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
@@ -46,8 +46,6 @@ _MARGINS = {
 }
 
 
-# Of remat alone; and of everything else that may be searched, such as three shardings with both their ends.
-_MOST_COMPILES, _MOST_WIDE_COMPILES = 6, 16
 _MOST_MICROBATCHES = 64
 _UNCHECKED = (
     "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
@@ -91,14 +89,14 @@ def make_plan(
     divided = is_divided(problem, traced, space, ask.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
     planned = Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
-    ledger, compared = Ledger(progress, _MOST_WIDE_COMPILES), False
+    ledger, compared = Ledger(progress, MOST), False
     try:
         with interrupts_heard() as ledger.check:
             counts = _counts(planned, ledger)
             compared = _compared(planned, counts, ledger)
             counts = () if compared is None else counts
             if not (divided or counts or space.offload or space.batch is not None):
-                ledger.allow(_MOST_COMPILES)
+                ledger.allow(MOST_OF_REMAT)
             with ledger.within(ledger.most - bool(traced.undonated)):
                 spend(planned, counts, ledger, divided=divided)
             if not ledger.entries:
@@ -111,10 +109,28 @@ def make_plan(
     if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
+    best = _placed_elsewhere(ledger, best)
     _note_idle_devices(ledger, best)
     for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
         ledger.note(words)
     return _record(ledger, best, reason)
+
+
+def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:
+    """Of what a TPU's compiler refused and did not place, what makes the peak where there is room for it; one more compile."""
+    if not best.candidate.refusal or best.compiler.problem.platform != "tpu" or not ledger.left:
+        return best
+    try:
+        with interrupts_heard() as ledger.check:
+            ledger.tell(f"{best.compiler.title(best.candidate.policy)} where there is room for it")
+            peak, name, cached = best.compiler.placed_elsewhere(best.candidate.policy)
+    except (CompileError, KeyboardInterrupt):  # it only tells more of what is known already
+        return best
+    if peak is None:
+        return best
+    ledger.asked += 1
+    ledger.compiled += not cached
+    return ledger.replace(best, replace(best.candidate, placed_elsewhere=peak, placed_by=name))
 
 
 def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
@@ -244,7 +260,7 @@ def unfit_reason(record: PlanRecord) -> str:
     return (
         f"Nothing fits: {record.step} {_over(record, best)} (parameters and optimizer state alone are "
         f"{format_bytes(record.least_bytes)})."
-        + (f" What makes its peak: {best.peak.words}." if best.peak else "")
+        + "".join(f" {sentence}" for sentence in best.peak_sentences)
         + " Plan for more or larger devices, a larger budget or a smaller batch."
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,9 @@ class Candidate:
         host_bytes: Host memory in which offloaded values wait, beside ``step_bytes``.
         peak: What makes its peak, with the largest buffers of each group; None for the
             attached devices while JAX's own compilation cache is on, since what comes from there is never compiled.
+        placed_elsewhere: What makes the peak as the compiler for a kind of TPU with more memory places it, for the chosen
+            candidate where its own compiler refused the program and placed nothing; else None.
+        placed_by: That kind of TPU, such as ``v5p:1x1x1``.
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer came from the disk cache.
         seconds: Time in the compiler; None where cached or refused.
@@ -88,6 +92,8 @@ class Candidate:
     constant_bytes: int | None = None
     host_bytes: int = 0
     peak: Peak | None = None
+    placed_elsewhere: Peak | None = None
+    placed_by: str = ""
     refusal: str | None = None
     cached: bool = False
     seconds: float | None = None
@@ -97,6 +103,19 @@ class Candidate:
     def extra_share(self) -> float | None:
         """Extra operations as a share of the plain step's; None where those are not known."""
         return self.extra_flops / self.plain_flops if self.plain_flops else None
+
+    @property
+    def peak_sentences(self) -> tuple[str, ...]:
+        """What makes its peak, and who says so; empty where nobody does."""
+        told: list[str] = []
+        if self.peak is not None:
+            told.append(f"What makes its peak of {format_bytes(self.peak.bytes)}: {self.peak.words}.")
+        there = self.placed_elsewhere
+        if there is not None:
+            told.append(
+                f"The compiler for {self.placed_by}, which has room for it, places {format_bytes(there.bytes)}: {there.words}."
+            )
+        return tuple(told)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

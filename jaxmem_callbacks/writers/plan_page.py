@@ -82,6 +82,10 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
         yield name, _exact(count), "refused by the compiler, which told only the sum" if chosen.refusal else where
     if chosen.peak is not None:
         yield "the step's peak", _exact(chosen.peak.bytes), f"{where}: {chosen.peak.words}"
+    there = chosen.placed_elsewhere
+    if there is not None:
+        source = f"the compiler for {chosen.placed_by}, which has room for what {record.target}'s own refused"
+        yield "its peak there", _exact(there.bytes), f"{source}: {there.words}"
     yield "parameters and optimizer state", _exact(record.least_bytes), "shapes and dtypes of the step's arguments"
     if record.budget_bytes is None:
         yield "budget", "none", record.budget_reason

@@ -161,9 +161,8 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines += _beside(chosen)
     if chosen.fits is False:
         lines.append(_shortfall(record, chosen))
-    if chosen.peak is not None:
-        lines.append(f"What makes its peak of {format_bytes(chosen.peak.bytes)}: {chosen.peak.words}.")
-    elif record.target == "attached":
+    lines += chosen.peak_sentences
+    if chosen.peak is None and record.target == "attached":
         lines.append(
             "What makes its peak was not read, since JAX's own compilation cache is on: jm.step_memory(step, ...).peak() "
             "tells it by one more compile."

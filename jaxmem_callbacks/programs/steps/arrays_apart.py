@@ -53,14 +53,18 @@ class OfArrays:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self.donated = donated
-        self._rest = jax.tree.map(lambda leaf: _ARRAY if is_array(leaf) else leaf, (tuple(args), dict(kwargs)))
+        rest = self._bound(args, kwargs).arguments  # by name: the same call may be made by position or by keyword
+        self._rest = jax.tree.map(lambda leaf: _ARRAY if is_array(leaf) else leaf, rest)
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        return inspect.signature(self._function).bind(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The arrays of the user's result."""
-        full_args, full_kwargs = jax.tree.map(
-            lambda own, given: given if own is _ARRAY else own, self._rest, (args, kwargs)
-        )
-        return arrays_of(self._function(*full_args, **full_kwargs))
+        call = self._bound(args, kwargs)
+        given = {name: call.arguments[name] for name in self._rest}
+        call.arguments = jax.tree.map(lambda own, new: new if own is _ARRAY else own, self._rest, given)
+        return arrays_of(self._function(*call.args, **call.kwargs))
 
     def donating(self, names: Sequence[str]) -> str:
         """How its user writes that some arguments are donated; Equinox knows all, and all but the first."""

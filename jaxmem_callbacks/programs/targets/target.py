@@ -86,6 +86,8 @@ _TPUS = {
     "v6e": _Tpu(smallest="1x1", memory_gib=31.24),
     "tpu7x": _Tpu(smallest="1x1x1", memory_gib=94.74, devices_per_chip=2),
 }
+_ROOMIEST = "v5p"
+_MUCH_LESS = 0.9  # of its memory: what has more does not place much less
 # What an accelerator type of Google Cloud counts for each chip, such as v5p-64: TensorCores in these generations, else chips
 # (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 _TYPES_COUNT = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
@@ -169,6 +171,28 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
     if require_installed:
         require_compiler(target.platform, target.name)
     return target
+
+
+def roomier(target: Target) -> Target | None:
+    """As many TPU devices of the kind that has most memory, which may place what a target's own compiler refuses.
+
+    Args:
+        target: Any target.
+
+    Returns:
+        None for what is no TPU, has as much memory itself, or lies in a shape that the other kind has not.
+    """
+    if target.platform != "tpu" or (target.memory_bytes or 0) >= _TPUS[_ROOMIEST].memory_gib * GIB * _MUCH_LESS:
+        return None
+    kind, _, shape = target.topology.partition(":")
+    devices = _TPUS[kind].devices_per_chip
+    sides = [*map(int, shape.split("x")), *([devices] if shape.count("x") == 1 else [])]
+    if math.prod(sides) != target.device_count:
+        return None
+    try:
+        return _tpu(_ROOMIEST, "x".join(map(str, sides)), target.name)
+    except TargetError:
+        return None
 
 
 def _meant(word: str) -> str:
