@@ -26,10 +26,24 @@ def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], wa
         *columns(_figures(program, arguments), ("left", "right", "left")),
         "",
         *argument_table(arguments),
+        *_tiles(program, arguments),
     ]
     if warnings:
         lines += ["", *(f"! {warning}" for warning in warnings)]
     return "\n".join(lines)
+
+
+def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[str]:
+    """Why sizes by argument add up to less than the figures above them: a TPU rounds arrays up to tiles."""
+    told = sum(row.bytes for row in arguments)
+    if program.platform != "tpu" or program.argument_bytes is None or program.argument_bytes <= told:
+        return []
+    padded = format_bytes(program.argument_bytes)
+    remark = (
+        f"Sizes by argument are those of the elements, {format_bytes(told)}; a TPU's tiles pad them to {padded}, as in the "
+        "figures above. peak() tells the padding of each array."
+    )
+    return ["", remark]
 
 
 def large_constants(name: str, step_bytes: int | None, constant_bytes: int | None) -> tuple[str, ...]:
