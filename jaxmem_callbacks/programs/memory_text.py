@@ -36,7 +36,7 @@ def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], wa
 def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[str]:
     """Why sizes by argument add up to less than the figures above them: a TPU rounds arrays up to tiles."""
     told = sum(row.bytes for row in arguments)
-    if program.platform != "tpu" or program.argument_bytes is None or program.argument_bytes <= told:
+    if program.platform != "tpu" or program.argument_bytes <= told:
         return []
     padded = format_bytes(program.argument_bytes)
     remark = (
