@@ -19,7 +19,7 @@ from jaxmem_callbacks.programs.targets.compilers import (
     require_compiler,
     target_folders,
 )
-from jaxmem_callbacks.programs.targets.target import resolve_target, roomier, target_names
+from jaxmem_callbacks.programs.targets.target import of_so_many, resolve_target, roomier, target_names
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from tests.target_step import GIB, needs_compiler
@@ -220,6 +220,20 @@ def test_as_many_devices_of_a_kind_with_more_memory(name, larger):
     if found is not None:
         assert found.device_count == target.device_count
         assert (found.memory_bytes or 0) > (target.memory_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "fitting"),
+    [
+        *(("h100_sxm:4", 8, "h100_sxm:8"), ("h100_sxm", 12, ""), ("v5e:2x2", 8, "v5e:2x4"), ("v5e", 512, "")),
+        *(("v5p", 64, "v5p:4x4x4"), ("tpu7x", 8, "tpu7x:2x2x1"), ("v3", 3, "")),
+    ],
+)
+def test_the_same_kind_with_another_number_of_devices(name, devices, fitting):
+    found = of_so_many(resolve_target(name, require_installed=False), devices)
+    assert found == fitting
+    if found:
+        assert resolve_target(found, require_installed=False).device_count == devices
 
 
 def test_the_folder_for_compilers_is_the_variables_or_the_caches(tmp_path, monkeypatch):

@@ -169,7 +169,8 @@ def test_several_devices_share_what_is_sharded(name, abstract):
     assert result.memory.output_bytes == pytest.approx(2 * WIDTH * WIDTH * 4, abs=2048)
     assert result.memory.alias_bytes == WIDTH * WIDTH * 4
     assert "all-reduce" in result.hlo_text
-    with pytest.raises(TargetError, match=r"are sharded over 4 devices, the target has 1\. Name a larger one"):
+    told = rf"are sharded over 4 devices, the target has 1\. Name a larger one, such as '{name}'\."
+    with pytest.raises(TargetError, match=told):
         compile_for_target(step, args, target=name.partition(":")[0])
 
 

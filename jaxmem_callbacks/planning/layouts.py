@@ -14,6 +14,7 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.planning.spread import argument_bytes, carries_shardings, default_axes, mesh_for, spread
 from jaxmem_callbacks.programs.steps.step import Traced
+from jaxmem_callbacks.programs.targets.target import of_so_many
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
@@ -35,10 +36,11 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
         count = jax.device_count()  # the attached ones, by the user's wish only
     placed = carries_shardings(traced)
     if problem.target is not None and 1 < problem.device_count < count:
+        fitting = of_so_many(problem.target, problem.device_count)
         msg = (
             f"The arguments lie on {problem.device_count} devices, and the target {problem.target.name} has {count}. Name a "
-            f"target of {problem.device_count} devices; or give the arguments without shardings and type "
-            f"mesh={json.dumps(default_axes(count))}."
+            f"target of {problem.device_count} devices{f', such as {fitting!r}' if fitting else ''}; or give the arguments "
+            f"without shardings and type mesh={json.dumps(default_axes(count))}."
         )
         raise PlanError(msg)
     if count > 1 and not placed:

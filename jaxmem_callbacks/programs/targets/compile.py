@@ -31,7 +31,7 @@ from jaxmem_callbacks.programs.targets.cache import cache_entry
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
 from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortableProgram, export_program, flatten_program
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
-from jaxmem_callbacks.programs.targets.target import Target, resolve_target
+from jaxmem_callbacks.programs.targets.target import Target, of_so_many, resolve_target
 from jaxmem_callbacks.programs.targets.worker import run_worker, time_limit_s, worker_environment
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
@@ -220,10 +220,10 @@ def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
     program = export_program(job.flat, job.target.platform)
     title = f"{job.flat.name} for {job.target.name}"
     if program.device_count > job.target.device_count:
-        kind = job.target.name.partition(":")[0]
+        fitting = of_so_many(job.target, program.device_count)
         msg = (
             f"{title}: the arguments are sharded over {program.device_count} devices, the target has "
-            f"{job.target.device_count}. Name a larger one: '{kind}:' and its topology or number of GPUs."
+            f"{job.target.device_count}. Name a larger one{f', such as {fitting!r}' if fitting else ''}."
         )
         raise TargetError(msg)
     compiler = {} if job.target.platform == "cpu" else compiler_versions(job.target.platform)

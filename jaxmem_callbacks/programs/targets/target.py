@@ -195,6 +195,38 @@ def roomier(target: Target) -> Target | None:
         return None
 
 
+def of_so_many(target: Target, devices: int) -> str:
+    """Name of a target of the same kind with another number of devices; empty where its compiler builds none.
+
+    Args:
+        target: Any target; of the CPU there is one.
+        devices: As JAX counts them.
+    """
+    kind = target.name.partition(":")[0]
+    if target.platform == "cpu":
+        return ""
+    if target.platform == "cuda":
+        return "" if devices > _GPUS_PER_HOST and devices % _GPUS_PER_HOST else f"{kind}:{devices}"
+    chips, odd = divmod(devices, _TPUS[kind].devices_per_chip)
+    return "" if odd else _slice_of(kind, chips)
+
+
+def _slice_of(kind: str, chips: int) -> str:
+    """The topology of so many chips that is nearest to a cube; empty where there is none."""
+    if not 1 <= chips <= _MOST_CHIPS:
+        return ""
+    dimensions, longest = _TPUS[kind].smallest.count("x") + 1, _TPUS[kind].longest or chips
+    sides = [n for n in range(1, min(chips, longest) + 1) if chips % n == 0]
+    near = (
+        each
+        for each in itertools.product(sides, repeat=dimensions)
+        if math.prod(each) == chips and all(n == 1 or n % 2 == 0 for n in each[:2])
+    )
+    # A dimension of one chip comes last, as Google writes it.
+    shape = min(near, key=lambda each: (max(each) - min(each), [n == 1 for n in each], each), default=None)
+    return "" if shape is None else f"{kind}:{'x'.join(map(str, shape))}"
+
+
 def _meant(word: str) -> str:
     """A misspelt name's hint, by its canonical name, which the list shows; another number is another GPU, not a mistake."""
     near = difflib.get_close_matches(word, [*target_names(), *_ALIASES], n=1, cutoff=_ALIKE)
@@ -207,21 +239,9 @@ def _slice_meant(word: str) -> str:
     kind = _ALIASES.get(kind, kind)
     if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9]\d{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
         return ""
-    chips, dimensions = int(said) // _TYPES_COUNT[kind], _TPUS[kind].smallest.count("x") + 1
-    if chips > _MOST_CHIPS:
-        return ""
-    longest = _TPUS[kind].longest or chips
-    sides = [n for n in range(1, min(chips, longest) + 1) if chips % n == 0]
-    near = (
-        each
-        for each in itertools.product(sides, repeat=dimensions)
-        if math.prod(each) == chips and all(n == 1 or n % 2 == 0 for n in each[:2])
-    )
-    # The nearest to a cube; a dimension of one chip comes last, as Google writes it.
-    shape = min(near, key=lambda each: (max(each) - min(each), [n == 1 for n in each], each), default=None)
-    if shape is None:
-        return ""
-    return f" As Google Cloud counts, that is {chips} chip{'s' * (chips > 1)}: `{kind}:{'x'.join(map(str, shape))}`."
+    chips = int(said) // _TYPES_COUNT[kind]
+    name = _slice_of(kind, chips)
+    return name and f" As Google Cloud counts, that is {chips} chip{'s' * (chips > 1)}: `{name}`."
 
 
 def _tpu(kind: str, shape: str, text: str) -> Target:
