@@ -76,7 +76,7 @@ def figures_here(
     ]
     lacking = [name for name, found in compilers.items() if not found]
     compiled = f"of the attached device, and of absent ones: {', '.join(absent) or 'none'}" + (
-        f"; no compiler for absent {' or '.join(lacking)} (docs/targets.md)" if lacking else ""
+        f"; no compiler for absent {' or '.join(lacking)} (jaxmem targets)" if lacking else ""
     )
     host = f"resident {format_bytes(resident_bytes)}" if resident_bytes is not None else "the operating system refuses"
     return (
