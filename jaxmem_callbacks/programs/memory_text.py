@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -35,15 +35,15 @@ def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], wa
 
 def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[str]:
     """Why sizes by argument add up to less than the figures above them: a TPU rounds arrays up to tiles."""
-    told = sum(row.bytes for row in arguments)
-    if program.platform != "tpu" or program.argument_bytes <= told:
+    elements = sum(row.bytes for row in arguments)
+    told, padded = format_bytes(elements), format_bytes(program.argument_bytes)
+    if program.platform != "tpu" or program.argument_bytes <= elements or told == padded:
         return []
-    padded = format_bytes(program.argument_bytes)
     remark = (
-        f"Sizes by argument are those of the elements, {format_bytes(told)}; a TPU's tiles pad them to {padded}, as in the "
-        "figures above. peak() tells the padding of each array."
+        f"Sizes by argument are those of the elements, {told}; a TPU's tiles pad them to {padded}, as in the figures above. "
+        "peak() tells the padding of each array."
     )
-    return ["", remark]
+    return ["", *wrapped([remark])]
 
 
 def large_constants(name: str, step_bytes: int | None, constant_bytes: int | None) -> tuple[str, ...]:
