@@ -133,7 +133,8 @@ def test_weighted_losses_are_exact_for_every_size(count, each, seed, remat):
     mask = jax.random.uniform(keys[1], (count * each,)) * jax.random.bernoulli(keys[2], 0.7, (count * each,))
     policy = jm.StepPolicy(microbatches=count, remat=remat)
     ours = gradients_of(weighted_loss, WEIGHTS, x, mask, policy=policy)
-    assert_close(ours, gradients_of(weighted_loss, WEIGHTS, x, mask, policy=PLAIN))
+    # A few rows may all but cancel each other: what rounding leaves is of their size and not of their sum's.
+    assert_close(ours, gradients_of(weighted_loss, WEIGHTS, x, mask, policy=PLAIN), within=2e-5)
 
 
 def test_weighted_without_a_policy_is_the_quotient():

@@ -90,3 +90,57 @@ def test_entries_of_aux_that_no_rounding_and_no_missing_number_makes_another():
 def test_an_entry_of_aux_with_as_many_columns_as_the_batch_has_rows():
     message = refused(lambda w, x: (jm.weighted(rows(w, x).sum(), len(x)), x @ x.T), W, X, has_aux=True)
     assert "aux is float32[8,8] for a microbatch of 8 rows" in message
+
+
+def test_entries_of_aux_that_are_nothing_but_rounding():
+    """The first step of a method that compares with its own earlier words: both are the same, but for rounding."""
+
+    def loss(w, batch):
+        x, old = batch["x"], batch["old"]
+        h = jnp.tanh(x @ w)
+        apart = (jnp.tanh(x @ w @ jnp.eye(16)) - old).mean(-1)
+        return (h**2).mean(), {"rows": apart, "mean": apart.mean(), "nan": apart.sum() * jnp.nan}
+
+    step = jm.jit_step(jax.jit(jm.value_and_grad(loss, has_aux=True)), FOUR)
+    old = jax.jit(lambda w, x: jnp.tanh(x @ w))(W, X * (1 + 1e-7))
+    _, aux = step(W, {"x": X, "old": old})[0]
+    assert aux["rows"].shape == (32,)
+    assert jnp.abs(aux["rows"]).max() < 1e-5
+
+
+def test_rows_of_few_bits_that_depend_on_other_rows():
+    wide = jax.random.normal(KEY, (16, 1000)) * 30  # squares of these are infinite in float16
+
+    def loss(w, x):
+        h = x @ w
+        return rows(w, x).mean(), (h + 0.1 * h.mean(0)).astype(jnp.float16)
+
+    message = refused(loss, wide, X, has_aux=True)
+    assert re.search(r"accumulated aux differs by [\d.]+% from the full one", message), message
+
+
+def test_rows_on_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+
+        def loss(w, x):
+            h = jnp.tanh(x @ w)
+            return (h**2).mean(), (h, h[:, 0], h.argmax(-1))
+
+        (_, aux), _ = jm.jit_step(jax.jit(jm.value_and_grad(loss, has_aux=True)), FOUR)(W, x)
+        for ours, theirs in zip(aux, loss(W, x)[1], strict=True):
+            assert jnp.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_search_for_nans_finds_none_of_the_checks_own():
+    def loss(w, x, labels):
+        return jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1).mean()
+
+    with jax.debug_nans(True):
+        for made in (
+            jm.jit_step(jm.value_and_grad(loss), FOUR, donate_argnames=()),
+            jm.apply_policy(jm.value_and_grad(loss), FOUR),
+        ):
+            value, _ = made(W, X, jnp.arange(32) % 16)
+            assert jnp.isfinite(value)

@@ -234,7 +234,7 @@ def test_a_target_that_is_none_is_refused_before_the_script_runs(capsys):
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_arguments_of_the_script_are_told_from_the_commands_own(command, capsys):
     with pytest.raises(SystemExit):
-        main([command, "train.py", "--lr", "3"])
+        main([command, "train.py", "--target", "cpu", "--lr", "3"])
     told = capsys.readouterr().err
     assert "unrecognized arguments: --lr 3. A script's own come last: " in told
-    assert f"jaxmem {command} train.py --args --lr 3" in told
+    assert f"jaxmem {command} train.py --target cpu --args --lr 3" in told

@@ -219,15 +219,20 @@ def test_a_step_is_planned_on_the_axes_that_were_typed(capsys: pytest.CaptureFix
 
 
 WANDERING = (
-    SCRIPT.replace("import ", "import io, os, sys, threading\nimport ", 1)
+    SCRIPT.replace("import ", "import io, os, sys, threading\nimport ", 1).replace(
+        "    momentum = momentum +", "    os.path.getsize('read_while_traced.txt')\n    momentum = momentum +"
+    )
     + """
     os.makedirs("elsewhere")
     os.chdir("elsewhere")
     sys.stdout = io.StringIO()
     print("to a log of its own")
-    in_thread = threading.Thread(target=step, args=(params, momentum, batch))
+    open("read_while_traced.txt", "w").close()
+    results = []
+    in_thread = threading.Thread(target=lambda: results.append(step(params, momentum, batch)))
     in_thread.start()
     in_thread.join()
+    print(results[0])
 """
 ).replace("    step(params, momentum, batch)\n", "", 1)
 
@@ -244,7 +249,7 @@ def test_a_script_that_goes_elsewhere_takes_neither_files_nor_words_along(
     assert "Traceback" not in printed.err
     assert "_StopScript" not in printed.err, "how a step called in a thread is stopped is nobody's concern"
     assert {each.name for each in tmp_path.iterdir()} >= {"plan.yaml", "plan.png", "page", "elsewhere"}
-    assert not list((tmp_path / "elsewhere").iterdir())
+    assert [each.name for each in (tmp_path / "elsewhere").iterdir()] == ["read_while_traced.txt"]
 
 
 def test_a_plan_that_can_no_longer_be_written_is_printed_all_the_same(

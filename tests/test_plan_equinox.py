@@ -104,6 +104,16 @@ def test_microbatches_are_compared_and_planned() -> None:
     assert not plan.record.notes or "not checked" not in " ".join(plan.record.notes)
 
 
+def test_a_call_that_cannot_be_made_is_told_by_name() -> None:
+    step = eqx.filter_jit(train_step)
+    with pytest.raises(ValueError, match=r"no keyword 'budgt', and neither has train_step\. Did you mean `budget`"):
+        jm.plan(step, *make(), budgt="1GiB")
+    with pytest.raises(
+        ValueError, match=r"train_step cannot be called with these arguments: missing a required argument"
+    ):
+        jm.plan(step, *make()[:-1])
+
+
 def test_shapes_and_a_step_that_jm_jit_step_wrapped() -> None:
     shapes = eqx.filter_eval_shape(lambda: make()[:-1])
     step = jm.jit_step(eqx.filter_jit(train_step, donate="all-except-first"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(given)
     if unknown:
         words = " ".join(unknown)
-        own = f". A script's own come last: jaxmem {command} {args.script} --args {words}" if "script" in args else ""
+        own = f". A script's own come last: {_own_last(given, unknown)}" if "script" in args else ""
         parser.error(f"unrecognized arguments: {words}{own}")
     if command is None:
         parser.print_help()
@@ -83,6 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return code
+
+
+def _own_last(given: Sequence[str], unknown: Sequence[str]) -> str:
+    """What was typed, with what the command does not know as arguments of the script."""
+    words = list(given)
+    for word in unknown:
+        words.remove(word)
+    return shlex.join(["jaxmem", *words, "--args", *unknown])
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     _require_places(args)
     for program in args.beside:
         require_program(program)
+    # Wherever the script goes, in which folder its step is traced: these lie where they were typed.
+    args.beside = [str(Path(program).absolute()) for program in args.beside]
+    places = _Places.of(args)
     target = None if args.target is None else resolve_target(args.target)
     search = search_of(args.search)
     sharding = (search or {}).get("sharding")
@@ -98,22 +101,37 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
     unfit = made.chosen.fits is False
     try:
-        _write(made, args, unfit=unfit)
+        _write(made, places, unfit=unfit)
     except OSError as error:  # it could be written when the command began
         sys.stderr.write(f"jaxmem: could not write {error.filename}: {error.strerror}. The plan itself is above.\n")
         return FAILED
     return REFUSED if unfit else OK
 
 
-def _write(made: Plan, args: argparse.Namespace, *, unfit: bool) -> None:
-    if args.save is not None and unfit:
-        sys.stderr.write(f"jaxmem: nothing fits, so {args.save} was not written.\n")
-    elif args.save is not None:
-        args.save.write_text(made.to_yaml(), "utf-8")
-    if args.figure is not None:
-        made.figure().savefig(args.figure, dpi=150)
-    if args.logdir is not None:
-        made.to_tensorboard(args.logdir)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Places:
+    """Where a plan is written, whatever folder it is made in."""
+
+    save: Path | None
+    figure: Path | None
+    logdir: Path | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Places:
+        """As typed, from the folder in which it was typed."""
+        found = {name: getattr(args, name) for name in ("save", "figure", "logdir")}
+        return cls(**{name: None if place is None else Path(place).absolute() for name, place in found.items()})
+
+
+def _write(made: Plan, places: _Places, *, unfit: bool) -> None:
+    if places.save is not None and unfit:
+        sys.stderr.write(f"jaxmem: nothing fits, so {places.save} was not written.\n")
+    elif places.save is not None:
+        places.save.write_text(made.to_yaml(), "utf-8")
+    if places.figure is not None:
+        made.figure().savefig(places.figure, dpi=150)
+    if places.logdir is not None:
+        made.to_tensorboard(places.logdir)
 
 
 def _require_several(option: str, target: Target | None) -> None:

@@ -134,8 +134,7 @@ def _as_python_runs(path: pathlib.Path, argv: Sequence[str], name: str) -> Gener
     sys.modules[name] = module
     streams = sys.stdout, sys.stderr
     try:
-        with contextlib.chdir("."):  # where the command's own files lie, wherever the script goes
-            yield module
+        yield module
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
         sys.stdout, sys.stderr = streams  # a script that writes to a log of its own takes no report along
@@ -154,7 +153,7 @@ def _run(path: pathlib.Path, module: types.ModuleType) -> Reached:
 
     with first_calls_seen_by(stop), _threads_stop_silently():
         try:
-            _execute(path, module)
+            _execute(path, module, is_over=lambda: bool(reached))
         except _StopScript:
             pass
         except SystemExit as error:
@@ -204,18 +203,25 @@ def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
     return Reached(step=made[0], args=tuple(made[1]), kwargs={})
 
 
-def _execute(path: pathlib.Path, module: types.ModuleType) -> None:
-    with _own_traceback(path):
+def _execute(path: pathlib.Path, module: types.ModuleType, is_over: Callable[[], bool] = lambda: False) -> None:
+    with _own_traceback(path, is_over):
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # noqa: S102 - running the user's script is what was asked for
 
 
 @contextlib.contextmanager
-def _own_traceback(path: pathlib.Path) -> Generator[None]:
-    """Show a failure as Python would: the script's own frames, none of this library's before them."""
+def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: False) -> Generator[None]:
+    """Show a failure as Python would: the script's own frames, none of this library's before them.
+
+    Args:
+        path: The script.
+        is_over: Whether its step was reached: what fails then fails for want of the step's result.
+    """
     try:
         yield
     except Exception as error:
+        if is_over():
+            return
         place = error.__traceback__
         while place is not None and place.tb_frame.f_code.co_filename != str(path):
             place = place.tb_next

@@ -103,7 +103,13 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         msg = f"jm.plan was given {given} as its step. Expected a function: jm.plan(train_step, state, batch)."
         raise PlanError(msg)
     inner = train_step.__wrapped__ if isinstance(train_step, JitStep) else train_step
-    own, of_arrays = already_jitted(inner), arrays_apart(inner, args, kwargs)
+    _require_known(inner, kwargs)
+    own = already_jitted(inner)
+    try:
+        of_arrays = arrays_apart(inner, args, kwargs)
+    except TypeError as error:  # as Python says it of any call
+        msg = f"{_name(inner)} cannot be called with these arguments: {error}."
+        raise PlanError(msg) from error
     if own is not None and of_arrays is None and not hasattr(own.lowering, "trace"):
         framework = type(own.lowering).__module__.partition(".")[0]
         msg = (
@@ -111,8 +117,6 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
             f"you wrote: jm.plan({_name(own.function)}, ...)."
         )
         raise PlanError(msg)
-    if of_arrays is None:
-        _require_known(inner, kwargs)
     if not isinstance(train_step, JitStep):
         if of_arrays is None:
             return OwnStep(function=train_step, args=args, kwargs=kwargs)

@@ -50,8 +50,11 @@ def requirements(platform: str) -> tuple[str, ...]:
     """What to install for ``tpu`` or ``cuda``: what this library's extra asks for, or JAX's own version of its plugin."""
     if platform == "cuda":
         return tuple(f"{name}=={_version('jax', sys.path)}" for name in _PACKAGES["cuda"][0])
-    asked = importlib.metadata.requires("jaxmem_callbacks") or []
-    return tuple(line.partition(";")[0].strip() for line in asked if "tpu-targets" in line)
+    try:
+        asked = importlib.metadata.requires("jaxmem_callbacks") or []
+    except importlib.metadata.PackageNotFoundError:  # used from a checkout that nobody installed
+        asked = []
+    return tuple(line.partition(";")[0].strip() for line in asked if "tpu-targets" in line) or ("libtpu",)
 
 
 def target_folders() -> list[str]:

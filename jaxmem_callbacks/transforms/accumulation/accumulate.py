@@ -194,7 +194,8 @@ def _slots(tree: Any) -> list[Slot]:
 
 def zeros_like(aval: Any) -> jax.Array:
     """A sum that nothing was added to yet, where the gradient lies."""
-    dtype = jnp.promote_types(aval.dtype, jnp.float32) if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
+    few = jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < jnp.finfo(jnp.float32).bits
+    dtype = jnp.dtype("float32") if few else aval.dtype
     place = getattr(aval, "sharding", None)
     explicit = place is not None and not place.mesh.empty and AxisType.Explicit in place.mesh.axis_types
     zeros = jax.lax.full(aval.shape, 0, dtype, **({"sharding": place} if explicit else {}))

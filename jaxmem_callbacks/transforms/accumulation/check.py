@@ -51,7 +51,10 @@ class Comparison:
         rows: Rows compared.
         what: What each of the first columns is: the gradient, the value, entries of aux.
         allowed: What rounding explains of each of these.
-        parameters: The parts of the gradient, of which the last columns are: how far apart each is, then its size.
+        tolerance: What it explains of anything as large as what it is made of.
+        parts: The parts of the gradient and floating entries of aux, of which the last columns are: how far apart each is, then
+            its size.
+        moved: Of each of these, its place among what `rounding` tells.
         epsilon: Relative size of a unit in the last place, of float32 where the loss computes with fewer bits.
         masks: What some rows were masked with, in the variants after the first two.
         differences: One row a variant; relative in the first columns.
@@ -62,7 +65,9 @@ class Comparison:
     rows: int
     what: tuple[str, ...]
     allowed: tuple[float, ...]
-    parameters: tuple[str, ...]
+    tolerance: float
+    parts: tuple[str, ...]
+    moved: tuple[int, ...]
     epsilon: float
     masks: tuple[int, ...]
     differences: Any = field(repr=False)
@@ -93,15 +98,21 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
         arrays = few.variant(stacked)
         full = call.differentiate(*batch.join(few.whole(arrays)))
         done = accumulate(call, batch.replaced(arrays, few.rows), few.few, few.key)
-        ours, theirs, told["parameters"] = _both(full[1], done, few.few)
-        apart = [_norm(a - b) for a, b in zip(ours, theirs, strict=True)]
-        sizes = [jnp.maximum(_norm(a), _norm(b)) for a, b in zip(ours, theirs, strict=True)]
-        columns = {
-            "gradient": (_relative(_norm(*apart), _norm(*theirs)), tolerance),
-            "loss": (_mean_distance(done.parts[0], full[0][0]), tolerance),
-            **_aux_apart(full, done, few.rows, tolerance),
+        ours, theirs, names = _both(full[1], done, few.few)
+        gradients = {
+            name: (_norm(a - b), jnp.maximum(_norm(a), _norm(b)), place)
+            for place, (name, a, b) in enumerate(zip(names, ours, theirs, strict=True))
         }
+        unlike, entries = _aux_apart(full, done, few.rows, _turned(tolerance), len(names))
+        columns = {
+            "gradient": (_relative(_norm(*(apart for apart, *_ in gradients.values())), _norm(*theirs)), tolerance),
+            "loss": (_mean_distance(done.parts[0], full[0][0]), tolerance),
+            **unlike,
+        }
+        parts = gradients | entries
         told["what"], told["allowed"] = tuple(columns), tuple(allowed for _, allowed in columns.values())
+        told["parts"], told["moved"] = tuple(parts), tuple(place for *_, place in parts.values())
+        apart, sizes = ([each[index] for each in parts.values()] for index in (0, 1))
         return jnp.stack([*(column for column, _ in columns.values()), *apart, *sizes])
 
     with jax.default_matmul_precision("highest"):
@@ -110,6 +121,7 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
         name=call.name,
         count=count,
         rows=few.rows,
+        tolerance=tolerance,
         epsilon=float(min(bits.eps, jnp.finfo("float32").eps)),
         masks=few.masks,
         differences=differences,
@@ -118,7 +130,7 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
 
 
 def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards: int = 1) -> jax.Array:
-    """Trace how far each part of the full gradient moves by rounding: one row a variant, one column a parameter.
+    """Trace how far each part of the full gradient, and each floating entry of aux, moves by rounding: one row a variant.
 
     Args:
         call: What `compare` was given.
@@ -133,18 +145,19 @@ def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards:
     def one(stacked: dict[int, Any]) -> jax.Array:
         arrays = few.whole(few.variant(stacked))
 
-        def gradients(number: Any) -> list[Any]:
+        def parts(number: Any) -> list[Any]:
             nudged = [
                 _nudged(array, i, number, unit) if role == WHOLE else array
                 for i, (array, role) in enumerate(zip(arrays, batch.roles, strict=True))
             ]
-            return _parts(call.differentiate(*batch.join(nudged))[1])[0]
+            (_, (_, aux)), gradients = call.differentiate(*batch.join(nudged))
+            return [*_parts(gradients)[0], *_floating(aux)]
 
         def body(before: list[Any], number: Any) -> tuple[list[Any], jax.Array]:
-            now = [part.astype(last.dtype) for part, last in zip(gradients(number), before, strict=True)]
-            return now, jnp.stack([_norm(a - b) for a, b in zip(now, before, strict=True)])
+            now = [part.astype(last.dtype) for part, last in zip(parts(number), before, strict=True)]
+            return now, jnp.stack([_norm(_difference(a, b)[0]) for a, b in zip(now, before, strict=True)])
 
-        like = jax.make_jaxpr(gradients)(jnp.int32(0)).out_avals
+        like = jax.make_jaxpr(parts)(jnp.int32(0)).out_avals
         moved = jax.lax.scan(body, [zeros_like(aval) for aval in like], jnp.arange(1 + _NUDGES, dtype=jnp.int32))[1]
         return moved[1:].max(axis=0)  # the first is how far the gradient is from nothing
 
@@ -177,40 +190,79 @@ def _both(full: Any, done: Accumulated, few: int) -> tuple[list[jax.Array], list
     return [a / few for a in ours], [b.astype(a.dtype) for a, b in zip(ours, theirs, strict=True)], names
 
 
-def _aux_apart(full: Any, done: Accumulated, rows: int, tolerance: float) -> dict[str, tuple[jax.Array, float]]:
-    """By each entry of aux that has a mean or a value for each row: the distance, and what rounding explains of it."""
+def _floating(aux: Any) -> list[jax.Array]:
+    """The floating arrays of aux, in flattening order."""
+    every = jax.tree.leaves(aux, is_leaf=is_weighted)
+    return [leaf for leaf in every if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _aux_apart(
+    full: Any, done: Accumulated, rows: int, turned: float, first: int
+) -> tuple[dict[str, tuple[jax.Array, float]], dict[str, tuple[jax.Array, jax.Array, int]]]:
+    """What of aux that has a mean, or a value for each row, is another one.
+
+    Args:
+        full: What the whole rows gave.
+        done: What their microbatches gave.
+        rows: How many rows.
+        turned: The share of whole numbers that rounding makes other ones.
+        first: The place among what `rounding` tells of the first floating entry.
+
+    Returns:
+        By entry, the share of it that is another number, or finite in one of the two alone, and what rounding explains of that.
+        By floating entry how far it is apart otherwise, its size, and its place among what `rounding` tells.
+    """
     (_, (_, aux)), _ = full
     stacked = jax.tree_util.tree_flatten_with_path(done.parts[1][1], is_leaf=is_weighted)[0]
-    found = {}
+    unlike: dict[str, tuple[jax.Array, float]] = {}
+    entries: dict[str, tuple[jax.Array, jax.Array, int]] = {}
+    place = first - 1
     for (path, several), one in zip(stacked, jax.tree.leaves(aux, is_leaf=is_weighted), strict=True):
         if not isinstance(several, jax.Array):
             continue
-        name = f"aux{jax.tree_util.keystr(path)}"
         is_floating = jnp.issubdtype(several.dtype, jnp.inexact)
-        if several.ndim == 1 and jnp.issubdtype(several.dtype, jnp.floating):
-            found[name] = _mean_distance(several, one), tolerance
-        elif several.ndim > 1 and one.shape == (rows, *several.shape[2:]) and one.size:
-            # Of whole numbers the share that is another one; rounding turns the largest of two that are almost equal.
-            found[name] = _rows_apart(in_order(several), one), tolerance if is_floating else _turned(tolerance)
-    return found
+        place += is_floating
+        has_rows = several.ndim > 1 and one.shape == (rows, *several.shape[2:]) and one.size > 0
+        if not has_rows and (several.ndim > 1 or not is_floating):
+            continue
+        name = f"aux{jax.tree_util.keystr(path)}"
+        if not is_floating:
+            unlike[name] = (in_order(several) != one).astype(jnp.float32).mean(), turned
+            continue
+        ours = in_order(several) if has_rows else _wide(several).mean()
+        difference, share = _difference(ours, one)
+        unlike[name] = share, turned
+        size = _norm(_finite(one)) if has_rows else jnp.maximum(_norm(_finite(one)), _norm(_finite(several)))
+        entries[name] = _norm(difference), size, place
+    return unlike, entries
 
 
 def _turned(tolerance: float) -> float:
+    """The share of rows in which rounding turns the largest of several numbers that are almost equal."""
     return max(0.02, min(8 * tolerance, 0.5))
 
 
-def _rows_apart(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-    """The relative distance of two arrays with an entry for each row; the share of unlike entries of whole numbers."""
-    if not jnp.issubdtype(ours.dtype, jnp.inexact):
-        return (ours != theirs).astype(jnp.float32).mean()
+def _difference(ours: jax.Array, theirs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where both are finite their difference, and the share of them where only one is, or they are infinite otherwise."""
     finite = jnp.isfinite(ours) & jnp.isfinite(theirs)
     unlike = ~finite & (ours != theirs) & ~(jnp.isnan(ours) & jnp.isnan(theirs))
-    a, b = (jnp.where(finite, array, 0) for array in (ours, theirs))
-    return jnp.maximum(_relative(_norm(a - b), _norm(b)), unlike.astype(jnp.float32).mean())
+    return jnp.where(finite, _wide(ours) - _wide(theirs), 0), unlike.astype(jnp.float32).mean()
+
+
+def _finite(array: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(array), array, 0)
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    """In float32 where it has fewer bits: squares of float16 are soon infinite."""
+    few = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < jnp.finfo(jnp.float32).bits
+    return array.astype(jnp.float32) if few else array
 
 
 def _norm(*arrays: jax.Array) -> jax.Array:
-    return jnp.sqrt(sum((jnp.vdot(a, a).real.astype(jnp.float32) for a in arrays), jnp.float32(0)))
+    """Of all together; a sum, since a product of arrays that a mesh divides would have to say how it is divided."""
+    squares = (jnp.square(jnp.abs(_wide(array))).sum().astype(jnp.float32) for array in arrays)
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def _mean_distance(several: jax.Array, one: jax.Array) -> jax.Array:
@@ -228,7 +280,7 @@ def require_equal(comparison: Comparison, differences: Any, moved: Callable[[], 
     Args:
         comparison: What was compared.
         differences: Its differences, computed.
-        moved: Computes what `rounding` traces; called only where a part of the gradient differs and the whole does not.
+        moved: Computes what `rounding` traces; called only where a part differs, of the gradient or of aux, and no whole does.
 
     Raises:
         PolicyError: says by how much they differ, and what to write instead.
@@ -254,20 +306,22 @@ def require_equal(comparison: Comparison, differences: Any, moved: Callable[[], 
     if not doubtful.any():
         return
     noise = np.asarray(moved(), np.float64)
-    noise = noise.reshape(-1, len(comparison.variants), noise.shape[-1]).max(axis=0)
+    noise = noise.reshape(-1, len(comparison.variants), noise.shape[-1]).max(axis=0)[:, comparison.moved]
     doubtful &= apart > _OF_NUDGES * np.where(np.isfinite(noise), noise, np.inf)
     if doubtful.any():
         variant = int(np.argmax(doubtful.any(axis=1)))
         relative = np.divide(apart, sizes, out=np.zeros_like(apart), where=doubtful)[variant]
         column = int(np.argmax(relative))
-        raise _refusal(comparison, variant, comparison.parameters[column], relative[column], comparison.allowed[0])
+        raise _refusal(comparison, variant, comparison.parts[column], relative[column], comparison.tolerance)
 
 
 def _beyond_rounding(apart: np.ndarray, sizes: np.ndarray, comparison: Comparison) -> np.ndarray:
-    """Which parts of the gradient, by variant, are further apart than rounding explains at first sight."""
-    whole = np.sqrt((sizes**2).sum(axis=1, keepdims=True))
-    finite = np.isfinite(apart) & np.isfinite(whole)
-    least = np.maximum(comparison.allowed[0] * sizes, _OF_WHOLE * comparison.epsilon * whole)
+    """Which parts, by variant, are further apart than rounding explains at first sight."""
+    of_gradient = np.array([not name.startswith("aux") for name in comparison.parts])
+    whole = np.sqrt((np.where(of_gradient, sizes, 0.0) ** 2).sum(axis=1, keepdims=True))
+    finite = np.isfinite(apart) & np.isfinite(sizes)
+    floor = np.where(of_gradient & np.isfinite(whole), _OF_WHOLE * comparison.epsilon * whole, 0.0)
+    least = np.maximum(comparison.tolerance * sizes, floor)
     return finite & (np.where(finite, apart, 0.0) > np.where(finite, least, np.inf))
 
 

@@ -108,8 +108,9 @@ def _compare_now(call: GradientCall, batch: Whole, count: int, program: Any) -> 
     def moved(arrays: Sequence[jax.Array]) -> jax.Array:
         return rounding(call, batch.replaced(arrays), count, program)
 
-    found = jax.jit(differences)(batch.arrays)
-    require_equal(comparisons[0], found, lambda: jax.jit(moved)(batch.arrays))
+    with jax.debug_nans(False):  # a row that is masked may divide by nothing
+        found = jax.jit(differences)(batch.arrays)
+        require_equal(comparisons[0], found, lambda: jax.jit(moved)(batch.arrays))
 
 
 def state_after(call: GradientCall, batch: Whole, count: int) -> Any:
