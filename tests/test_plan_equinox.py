@@ -104,6 +104,28 @@ def test_microbatches_are_compared_and_planned() -> None:
     assert not plan.record.notes or "not checked" not in " ".join(plan.record.notes)
 
 
+class Trainer(eqx.Module):
+    """A step that is a method, as Equinox binds it."""
+
+    model: Net
+
+    @eqx.filter_jit
+    def step(self, batch: Any, opt_state: Any, key: Any, optimizer: Any) -> Any:
+        return train_step(batch, self.model, opt_state, key, optimizer)
+
+
+def test_a_step_that_is_a_method() -> None:
+    batch, model, *rest = make()
+    trainer = Trainer(model)
+    plan = jm.plan(trainer.step, batch, *rest)
+    assert plan.record.step == "step"
+    assert plan.record.signature[0][0] == "self.model.layers[0].weight"
+    plain = [each for each in plan.candidates if each.policy.remat == "none"]
+    memory = jm.step_memory(jm.jit_step(trainer.step, plan.policy), batch, *rest)
+    assert memory.step_bytes == pytest.approx(plain[0].step_bytes, abs=64)
+    assert len(jm.jit_step(trainer.step, plan.policy)(batch, *rest)) == 3
+
+
 def test_a_call_that_cannot_be_made_is_told_by_name() -> None:
     step = eqx.filter_jit(train_step)
     with pytest.raises(ValueError, match=r"no keyword 'budgt', and neither has train_step\. Did you mean `budget`"):

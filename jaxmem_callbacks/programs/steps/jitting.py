@@ -60,12 +60,13 @@ class Jitted:
 
 
 def already_jitted(step: Callable[..., Any]) -> Jitted | None:
-    """The jit that the user made, through any `functools.partial` around it; None for a plain function."""
+    """The jit that the user made, through any partial of Python's or Equinox's around it; None for a plain function."""
     if hasattr(step, "lower"):
         return Jitted(call=step, lowering=step, function=inspect.unwrap(step), bound_kwargs={})
-    if isinstance(step, functools.partial):
-        inner = already_jitted(step.func)
-        bound = (step.args, dict(step.keywords))
+    if isinstance(step, functools.partial) or _is_bound_by_equinox(step):
+        partial = cast("functools.partial[Any]", step)
+        inner = already_jitted(partial.func)
+        bound = (partial.args, dict(partial.keywords))
     elif (cached := _cached_partial(step)) is not None:
         inner, bound = already_jitted(cached[0]), (cached[1], {})
     else:
@@ -74,6 +75,12 @@ def already_jitted(step: Callable[..., Any]) -> Jitted | None:
         return None
     args, kwargs = inner.full(*bound)
     return Jitted(call=step, lowering=inner.lowering, function=inner.function, bound_args=args, bound_kwargs=kwargs)
+
+
+def _is_bound_by_equinox(step: Any) -> bool:
+    """Whether a step is Equinox's own partial, as a method under ``eqx.filter_jit`` is."""
+    is_equinox = type(step).__module__.partition(".")[0] == "equinox"
+    return is_equinox and all(hasattr(step, name) for name in ("func", "args", "keywords"))
 
 
 def jit_word(step: Callable[..., Any]) -> str:
