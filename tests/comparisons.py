@@ -25,13 +25,13 @@ def checkpoints(function: Any, *args: Any) -> list[Any]:
     return list(inside(jax.make_jaxpr(function)(*args)))
 
 
-def assert_close(got: Any, expected: Any, *, within: float = 1e-6) -> None:
+def assert_close(got: Any, expected: Any) -> None:
     """The same tree, and the norm of each leaf's error within 1e-6 of its size; the first leaf that is not is named."""
     structures = jax.tree.structure(got), jax.tree.structure(expected)
     assert structures[0] == structures[1], structures
     for (path, value), other in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         error, size = (np.linalg.norm(np.asarray(part, np.float64)) for part in (other - value, value))
-        assert error <= within * max(size, 1.0), (jax.tree_util.keystr(path), error, size)
+        assert error <= 1e-6 * max(size, 1.0), (jax.tree_util.keystr(path), error, size)
 
 
 def stored_bytes(loss: Any, *args: Any) -> int:

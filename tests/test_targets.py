@@ -278,3 +278,22 @@ def test_a_plan_compiles_two_policies_at_the_same_time(tmp_path, monkeypatch):
         json.loads(note.read_text()) for note in (tmp_path / "notes").iterdir()
     )
     assert max(first_begun, second_begun) < min(first_ended, second_ended)
+
+
+@pytest.mark.targets
+def test_sizes_by_argument_say_that_a_tpu_pads_them():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 3), (128, 64))]
+
+    def step(w, x):
+        return w - jm.grad(lambda w: (x @ w).mean())(w)
+
+    told = {}
+    for target in ("v5e", "h100_sxm"):
+        needs_compiler(target)
+        memory = jm.step_memory(step, *shapes, target=target)
+        told[target] = " ".join(str(memory).split())
+        elements = sum(row.bytes for row in memory.arguments)
+        assert (memory.program.argument_bytes > elements) == (target == "v5e")
+    words = "Sizes by argument are those of the elements, 32.8 KiB; a TPU's tiles pad them to 34.0 KiB, as in the figures above."
+    assert words in told["v5e"]
+    assert "tiles" not in told["h100_sxm"]
