@@ -126,6 +126,24 @@ def test_a_step_that_is_a_method() -> None:
     assert len(jm.jit_step(trainer.step, plan.policy)(batch, *rest)) == 3
 
 
+def test_a_module_is_an_argument_and_no_constant() -> None:
+    module = eqx.nn.MLP(256, 256, 256, 2, key=jax.random.key(0))
+    plan = jm.plan(eqx.filter_jit(module), jax.numpy.ones(256), search={"remat": False})
+    assert plan.record.step == "MLP"
+    assert plan.record.signature[0][0] == "self.layers[0].weight"
+    assert plan.chosen.argument_bytes is not None
+    assert plan.chosen.argument_bytes > 3 * 256 * 256 * 4
+    assert not plan.chosen.constant_bytes
+
+
+def test_what_donates_is_written_as_equinox_has_it() -> None:
+    memory = jm.step_memory(eqx.filter_jit(train_step), *make())
+    told = "Write eqx.filter_jit(train_step, donate='all-except-first')."
+    assert any("returned updated and not donated" in words and told in words for words in memory.warnings)
+    with pytest.raises(ValueError, match=r"eqx\.filter_jit\(train_step, donate='all-except-first'\)"):
+        jm.jit_step(eqx.filter_jit(train_step), jm.StepPolicy(donate=("model",)))(*make())
+
+
 def test_a_call_that_cannot_be_made_is_told_by_name() -> None:
     step = eqx.filter_jit(train_step)
     with pytest.raises(ValueError, match=r"no keyword 'budgt', and neither has train_step\. Did you mean `budget`"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +10,20 @@ from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays
-from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.units import format_bytes
 
 
 def donation_of(problem: Problem, said: Any, space: Space) -> Any:
     """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
-    own = already_jitted(problem.train_step) is not None or isinstance(problem.train_step, OfArrays)
-    decides = space.donate and isinstance(said, tuple) and not own
+    decides = space.donate and isinstance(said, tuple) and _own_jit(problem.train_step) is None
     return "auto" if decides else said
+
+
+def _own_jit(train_step: Callable[..., Any]) -> Jitted | None:
+    """The jit that the user made, also of a step that was taken out of it to be planned."""
+    return train_step.jit if isinstance(train_step, OfArrays) else already_jitted(train_step)
 
 
 def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[str]) -> None:
@@ -62,9 +66,7 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:
     step = entry.compiler.problem
-    if isinstance(step.train_step, OfArrays):
-        return f"Write it where the step is jitted: {step.train_step.donating(names)}."
-    own = already_jitted(step.train_step)
+    own = _own_jit(step.train_step)
     if own is not None:
-        return f"Write it where the step is jitted: {own.word}({step.name}, donate_argnames={names!r})."
+        return f"Write it where the step is jitted: {own.donating(step.name, names)}."
     return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."

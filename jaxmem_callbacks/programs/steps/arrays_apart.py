@@ -44,15 +44,22 @@ class OfArrays:
         function: The user's own.
         args: What it was called with: all but the arrays is kept.
         kwargs: Likewise.
-        donated: Names of the arguments that the user's jit donates.
+        jit: The user's own jit of it.
+        donated: Names of the arguments that it donates.
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], donated: tuple[str, ...]
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        jit: Jitted,
+        donated: tuple[str, ...],
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
-        self.donated = donated
+        self.jit, self.donated = jit, donated
         rest = self._bound(args, kwargs).arguments  # by name: the same call may be made by position or by keyword
         self._rest = jax.tree.map(lambda leaf: _ARRAY if is_array(leaf) else leaf, rest)
 
@@ -66,12 +73,6 @@ class OfArrays:
         call.arguments = jax.tree.map(lambda own, new: new if own is _ARRAY else own, self._rest, given)
         return arrays_of(self._function(*call.args, **call.kwargs))
 
-    def donating(self, names: Sequence[str]) -> str:
-        """How its user writes that some arguments are donated; Equinox knows all, and all but the first."""
-        first = next(iter(inspect.signature(self._function).parameters), "")
-        words = "all" if first in names else "all-except-first"
-        return f"eqx.filter_jit({getattr(self, '__name__', 'step')}, donate={words!r})"
-
 
 def arrays_apart(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArrayCall | None:
     """The call by arrays alone; None for a step that Equinox did not jit.
@@ -82,26 +83,36 @@ def arrays_apart(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         kwargs: Its keyword arguments.
     """
     own = already_jitted(step)
-    if own is None or hasattr(own.lowering, "trace") or not is_equinox(own):
+    if own is None or not own.is_equinox:
         return None
     full_args, full_kwargs = own.full(args, dict(kwargs))
     function = own.lowering.__wrapped__
     donated = _donated(own.lowering, function, full_args, full_kwargs)
+    if any(map(is_array, jax.tree.leaves(function))):  # a module: its arrays are arguments too, and not the first
+        function, full_args = _unbound(function), (function, *full_args)
+        donated = ("self", *donated) if own.lowering.donate_rest else donated
     return ArrayCall(
-        function=OfArrays(function, full_args, full_kwargs, donated),
+        function=OfArrays(function, full_args, full_kwargs, jit=own, donated=donated),
         args=arrays_of(full_args),
         kwargs=arrays_of(full_kwargs),
     )
 
 
+def _unbound(module: Any) -> Callable[..., Any]:
+    """A callable module's own function, which takes the module too; named as the module is."""
+    call = type(module).__call__
+
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs)
+
+    called.__name__ = type(module).__name__
+    return called
+
+
 def own_donation(step: Callable[..., Any]) -> tuple[str, ...] | None:
     """What another jit than JAX's donates: its own word, and no part of a policy. None for every other step."""
     return step.donated if isinstance(step, OfArrays) else None
-
-
-def is_equinox(jitted: Jitted) -> bool:
-    """Whether a jit is Equinox's."""
-    return type(jitted.lowering).__module__.partition(".")[0] == "equinox"
 
 
 def is_array(leaf: Any) -> bool:

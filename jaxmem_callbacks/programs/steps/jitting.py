@@ -39,7 +39,21 @@ class Jitted:
     @property
     def word(self) -> str:
         """How the user wrote the jit: by ``jax.jit`` what a step changes of its NNX modules would be lost without a word."""
+        if self.is_equinox:
+            return "eqx.filter_jit"
         return "nnx.jit" if type(self.lowering).__module__.startswith("flax.nnx.") else "jax.jit"
+
+    @property
+    def is_equinox(self) -> bool:
+        """Whether it is Equinox's, which splits what it is given into arrays and all else, and tells no trace."""
+        return _room(self.lowering) == "equinox"
+
+    def donating(self, name: str, names: Sequence[str]) -> str:
+        """How its user writes that some arguments of a step are donated; Equinox knows all of them, and all but the first."""
+        if not self.is_equinox:
+            return f"{self.word}({name}, donate_argnames={tuple(names)!r})"
+        first = next(iter(parameter_names(self.function)), "")
+        return f"{self.word}({name}, donate={'all' if first in names else 'all-except-first'!r})"
 
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the jit itself sees them."""
@@ -79,8 +93,12 @@ def already_jitted(step: Callable[..., Any]) -> Jitted | None:
 
 def _is_bound_by_equinox(step: Any) -> bool:
     """Whether a step is Equinox's own partial, as a method under ``eqx.filter_jit`` is."""
-    is_equinox = type(step).__module__.partition(".")[0] == "equinox"
-    return is_equinox and all(hasattr(step, name) for name in ("func", "args", "keywords"))
+    return _room(step) == "equinox" and all(hasattr(step, name) for name in ("func", "args", "keywords"))
+
+
+def _room(value: Any) -> str:
+    """The package that an object's class comes from."""
+    return type(value).__module__.partition(".")[0]
 
 
 def jit_word(step: Callable[..., Any]) -> str:

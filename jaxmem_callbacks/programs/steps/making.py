@@ -12,7 +12,7 @@ import jax
 
 from jaxmem_callbacks.programs.steps.aliases import LeafUse
 from jaxmem_callbacks.programs.steps.donation import check_names, infer_donation, needs_results, updated_arguments
-from jaxmem_callbacks.programs.steps.jitting import Jitted, jit_plain, jit_word, static_arguments
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jit_plain, jit_word, static_arguments
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, parameter_names
 from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of_state, pinned_leaves, require_placed
 from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
@@ -94,17 +94,18 @@ class Making:
         name = getattr(step, "__name__", "the step")
         donated = {use.argument for use in uses if use.requested}
         missing = [n for n in self.donate if n not in donated] if isinstance(self.donate, tuple) else []
-        jit = jit_word(step)
+        own = already_jitted(step)
+        assert own is not None  # else nothing was decided for its user
         if missing:
             msg = (
                 f"The policy says donate={self.donate!r}, but {name} is already jitted and does not donate "
-                f"{', '.join(missing)}. Write it where it is jitted: {jit}({name}, donate_argnames={tuple(missing)!r})."
+                f"{', '.join(missing)}. Write it where it is jitted: {own.donating(name, missing)}."
             )
             raise DonationError(msg)
         if self.donate == "auto" and undonated:
             msg = (
                 f"The policy says donate='auto', but {name} is already jitted and returns {', '.join(undonated)} updated "
-                f"without donating. Write it where it is jitted: {jit}({name}, donate_argnames={tuple(undonated)!r})."
+                f"without donating. Write it where it is jitted: {own.donating(name, undonated)}."
             )
             warnings.warn(msg, DonationWarning, stacklevel=5)
             self.donate = None
