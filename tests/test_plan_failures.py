@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.own_step import OPTIONS
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compiling_here
 from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
 from tests.searched_steps import abstract, forward, train_step
@@ -156,6 +158,11 @@ def test_a_jit_that_cannot_be_traced_is_refused_with_what_to_write() -> None:
         PlanError, match=r"^adjusted is jitted by tests, whose jit .*Plan the function that you wrote: jm\.plan"
     ):
         jm.plan(Jitted(), jnp.ones(3), jnp.ones(3))
+
+
+def test_the_plan_knows_its_own_keywords() -> None:
+    own = inspect.signature(jm.plan).parameters.values()
+    assert tuple(each.name for each in own if each.kind is each.KEYWORD_ONLY) == OPTIONS
 
 
 def test_a_misspelt_keyword_of_the_plan_is_none_of_the_steps() -> None:

@@ -103,7 +103,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         _write(made, places, unfit=unfit)
     except OSError as error:  # it could be written when the command began
-        sys.stderr.write(f"jaxmem: could not write {error.filename}: {error.strerror}. The plan itself is above.\n")
+        sys.stderr.write(
+            f"jaxmem: could not write {error.filename or 'the plan'}: {error.strerror}. The plan itself is above.\n"
+        )
         return FAILED
     return REFUSED if unfit else OK
 

@@ -124,7 +124,11 @@ def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:
         with interrupts_heard() as ledger.check:
             ledger.tell(f"{best.compiler.title(best.candidate.policy)} where there is room for it")
             peak, name, cached = best.compiler.placed_elsewhere(best.candidate.policy)
-    except (CompileError, KeyboardInterrupt):  # it only tells more of what is known already
+    except CompileError as error:
+        ledger.note(f"What makes the peak where there is room for it is unknown: {error}")
+        return best
+    except KeyboardInterrupt:  # all else is known
+        ledger.note("Interrupted: what makes the peak where there is room for it was not asked.")
         return best
     if peak is None:
         return best

@@ -192,10 +192,15 @@ def _slots(tree: Any) -> list[Slot]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Slot)]
 
 
+def wide(dtype: Any) -> Any:
+    """A dtype to add up in: float32 for floating ones of fewer bits, else the same."""
+    few = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < jnp.finfo(jnp.float32).bits
+    return jnp.dtype("float32") if few else dtype
+
+
 def zeros_like(aval: Any) -> jax.Array:
     """A sum that nothing was added to yet, where the gradient lies."""
-    few = jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < jnp.finfo(jnp.float32).bits
-    dtype = jnp.dtype("float32") if few else aval.dtype
+    dtype = wide(aval.dtype)
     place = getattr(aval, "sharding", None)
     explicit = place is not None and not place.mesh.empty and AxisType.Explicit in place.mesh.axis_types
     zeros = jax.lax.full(aval.shape, 0, dtype, **({"sharding": place} if explicit else {}))

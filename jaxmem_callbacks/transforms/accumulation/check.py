@@ -25,6 +25,7 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
     accumulate,
     coarsest,
     in_order,
+    wide,
     zeros_like,
 )
 from jaxmem_callbacks.transforms.accumulation.batch import WHOLE
@@ -254,9 +255,8 @@ def _finite(array: jax.Array) -> jax.Array:
 
 
 def _wide(array: jax.Array) -> jax.Array:
-    """In float32 where it has fewer bits: squares of float16 are soon infinite."""
-    few = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < jnp.finfo(jnp.float32).bits
-    return array.astype(jnp.float32) if few else array
+    """In a dtype to add up in: squares of float16 are soon infinite."""
+    return array.astype(wide(array.dtype))
 
 
 def _norm(*arrays: jax.Array) -> jax.Array:
