@@ -8,6 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from tests.test_accumulation_refusals import FOUR, KEY, W, X, refused, rows
@@ -131,6 +133,30 @@ def test_rows_on_a_mesh_with_explicit_axes():
         (_, aux), _ = jm.jit_step(jax.jit(jm.value_and_grad(loss, has_aux=True)), FOUR)(W, x)
         for ours, theirs in zip(aux, loss(W, x)[1], strict=True):
             assert jnp.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_explicit_axes_divide():
+    mesh = jm.make_mesh("data=2,fsdp=4", axis_types="explicit")
+    with jax.set_mesh(mesh):
+        put = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, P(*axes)))  # noqa: E731
+        whole = lambda array: jax.sharding.reshard(array, P())  # noqa: E731
+        params = {"w": put(W, "fsdp"), "shift": put(jnp.ones(16), "fsdp"), "tensor": put(W, None, "fsdp")}
+
+        def loss(params, x):
+            h = x @ whole(params["w"]) + whole(params["shift"])
+            h = h - h.mean(-1, keepdims=True)  # the gradient of the shift's mean is nothing but rounding
+            return (jnp.matmul(h, params["tensor"], out_sharding=P("data", "fsdp")) ** 2).mean()
+
+        x = put(X, "data")
+        value, gradients = jm.jit_step(jax.jit(jm.value_and_grad(loss)), FOUR)(params, x)
+        expected, theirs = jax.jit(jax.value_and_grad(loss))(params, x)
+        assert jnp.allclose(value, expected, rtol=1e-5)
+        for name, ours in gradients.items():
+            assert ours.sharding.is_equivalent_to(params[name].sharding, ours.ndim), name
+            assert jnp.allclose(ours, theirs[name], rtol=1e-4, atol=1e-5), name
+        mixed = jm.value_and_grad(lambda params, x: loss(params, x - x.mean(0, keepdims=True)))
+        with pytest.raises(ValueError, match="would change the numbers"):
+            jm.jit_step(jax.jit(mixed), FOUR)(params, x)
 
 
 def test_a_search_for_nans_finds_none_of_the_checks_own():

@@ -75,6 +75,10 @@ def test_what_is_planned_is_what_the_users_own_jit_compiles(donate: Any, tmp_pat
     (beside,) = plan.chosen.beside
     assert beside.name == "evaluate"
     assert ("Donating would save" in str(plan)) == (donate == "none")
+    told = jm.step_memory(step, *make())
+    assert {each.name for each in told.arguments} == {"batch", "model", "opt_state", "key"}
+    undonated = "model, opt_state: returned updated and not donated"
+    assert any(warning.startswith(undonated) for warning in told.warnings) == (donate == "none")
     if donate == "none":
         assert "Write it where the step is jitted: eqx.filter_jit(train_step, donate='all-except-first')." in str(
             plan.record.notes

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted
-from jaxmem_callbacks.programs.steps.leaves import named_arguments
+from jaxmem_callbacks.programs.steps.leaves import arrays_of, is_array, named_arguments
 
 _ARRAY = object()
 
@@ -113,16 +112,6 @@ def _unbound(module: Any) -> Callable[..., Any]:
 def own_donation(step: Callable[..., Any]) -> tuple[str, ...] | None:
     """What another jit than JAX's donates: its own word, and no part of a policy. None for every other step."""
     return step.donated if isinstance(step, OfArrays) else None
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether Equinox traces a leaf: a Python number it does not; what has a shape stands for an array."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
-def arrays_of(tree: Any) -> Any:
-    """The tree with None for all that is no array."""
-    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
 
 def _donated(jit: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 
 from jaxmem_callbacks.programs.steps.conditions import operations_of
-from jaxmem_callbacks.programs.steps.leaves import is_dynamic, parameter_names
+from jaxmem_callbacks.programs.steps.leaves import arrays_of, is_dynamic, parameter_names
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
@@ -58,6 +58,11 @@ class Jitted:
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the jit itself sees them."""
         return (*self.bound_args, *args), {**self.bound_kwargs, **kwargs}
+
+    def taken(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same as its program takes them: of Equinox's the arrays alone."""
+        full = self.full(args, kwargs)
+        return arrays_of(full) if self.is_equinox else full
 
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the step's own ``.lower`` returns for these arguments."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import NodeKind, kind_of_argument, kind_of_node
@@ -153,6 +154,16 @@ def _fits(value: Any, treedef: Any) -> bool:
         return True
     leaves, own = jax.tree.flatten(value)
     return own == treedef and all(is_dynamic(leaf) for leaf in leaves)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether Equinox traces a leaf: a Python number it does not; what has a shape stands for an array."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def arrays_of(tree: Any) -> Any:
+    """The tree with None for all that is no array."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
 
 def is_dynamic(leaf: Any) -> bool:

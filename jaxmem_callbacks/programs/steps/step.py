@@ -333,8 +333,8 @@ class JitStep(Generic[_Arguments, _Results]):
         self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, Any]], int]:
         """The call's arguments with their names, and how many of them are positional."""
-        full_args, full_kwargs = jitted.full(args, kwargs)
-        return named_arguments(jitted.function, full_args, full_kwargs), len(full_args)
+        taken_args, taken_kwargs = jitted.taken(args, kwargs)
+        return named_arguments(jitted.function, taken_args, taken_kwargs), len(taken_args)
 
     def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
         """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
