@@ -90,12 +90,14 @@ def sentences(models: dict) -> tuple[str, str]:
     nearer, lower = sum(x <= 1.02 for x in matched), sum(x < 1 for x in matched)
     mean, alone = statistics.geometric_mean(equal), at_equal_operations(models, unasked=True)
     told = f"of {len(far)} policies by hand {near} have a point within 1.05 of their bytes and of their FLOPs"
+    told += (
+        f" (the farthest {far[-1]:.3f}), {within} within 1.02, {below} one below both, and {fewer} one with fewer bytes"
+    )
     unasked = (
         f"{statistics.geometric_mean(alone):.3f} of {len(alone)} where only what the plan compiled unasked is taken"
     )
     return (
-        f"{told} (the farthest {far[-1]:.3f}), {within} within 1.02, {below} one below both, and {fewer} one with fewer bytes; "
-        f"with the one step more {nearer} are within 1.02 and {lower} below both",
+        f"{told}; with the one step more {nearer} are within 1.02 and {lower} below both",
         f"At equal FLOPs the least bytes are {mean:.3f} of the hand's (geometric mean of {len(equal)}), and {unasked}",
     )
 
