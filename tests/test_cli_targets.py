@@ -5,17 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions, other_than_pinned
+from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
+from jaxmem_callbacks.records.errors import CompileError
 
 JAX = importlib.metadata.version("jax")
+# The first that JAX itself pins, for its own users of TPUs: `libtpu==0.0.50.*; extra == "tpu"`.
+(PINNED,) = re.findall(r"libtpu==([\d.]+)\.\*", " ".join(importlib.metadata.requires("jax") or []))
+LIBTPU = f"{PINNED}.7"
 
 
 def wheel(folder: Path, name: str, version: str, module: str) -> None:
@@ -37,7 +44,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Wheels in place of a network, and an empty folder in place of the user's caches."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    wheel(folder, "libtpu", "0.0.999", "libtpu")
+    for version in ("0.0.999", LIBTPU):
+        wheel(folder, "libtpu", version, "libtpu")
     for name in ("jax_cuda12_plugin", "jax_cuda12_pjrt"):
         wheel(folder, name, JAX, name)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -65,7 +73,7 @@ def test_what_is_missing_is_fetched_where_only_the_workers_look(
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     assert folder == tmp_path / "cache" / "jaxmem_callbacks" / "targets" / f"jax-{JAX}-{python}"
     assert told["compilers"]["gpu"] == {"jax-cuda12-plugin": JAX, "jax-cuda12-pjrt": JAX}
-    assert beside or told["compilers"]["tpu"] == {"libtpu": "0.0.999"}
+    assert beside or told["compilers"]["tpu"] == {"libtpu": LIBTPU}, "and not the newest"
     assert f"installing jax-cuda12-plugin=={JAX}, jax-cuda12-pjrt=={JAX} into {folder}" in printed.err
     assert (folder / "libtpu" / "__init__.py").exists()
 
@@ -87,6 +95,24 @@ def test_what_pip_cannot_install_is_told_by_pip(index: Path, capfd: pytest.Captu
     assert "No matching distribution found for jax-cuda12-pjrt" in printed.err
     assert "jaxmem: the compilers for gpu could not be installed; why is above." in printed.err
     assert not printed.out
+
+
+def test_a_compiler_that_jax_does_not_pin_is_told(index: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    if compiler_versions("tpu", sys.path):
+        pytest.skip("libtpu is installed beside JAX here, and is used first")
+    for version, said in ((LIBTPU, False), ("0.0.999", True)):
+        folder = index.parent / version
+        (folder / f"libtpu-{version}.dist-info").mkdir(parents=True)
+        (folder / f"libtpu-{version}.dist-info" / "METADATA").write_text(f"Name: libtpu\nVersion: {version}\n")
+        monkeypatch.setenv("JAXMEM_TARGET_PATH", str(folder))
+        assert main(["targets"]) == 0
+        sentence = f"libtpu {version} is not the one that jax {JAX} asks for (libtpu=={PINNED}.*)"
+        assert (sentence in " ".join(capsys.readouterr().out.split())) == said
+        remark = other_than_pinned("tpu")
+        with pytest.raises(CompileError, match="the compiler refused the program") as refused:
+            refused_for_memory("step for v5e", "INTERNAL: RET_CHECK failure", remark)
+        assert ("Type: jaxmem targets --install tpu. Expected operations" in str(refused.value)) == said
+    assert not other_than_pinned("cuda")
 
 
 def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

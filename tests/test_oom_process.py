@@ -187,7 +187,8 @@ sys.path.extend(json.loads(sys.argv[1]))
 import jax, jax.numpy as jnp
 import jaxmem_callbacks as jm
 from jax.experimental import topologies
-(device,) = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1").devices
+one = {"topology_name": "v5e:1x1", "chips_per_host_bounds": [1, 1, 1]}
+(device,) = topologies.get_topology_desc(platform="tpu", **one).devices
 x = jax.ShapeDtypeStruct((2**17, 2**16), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
 with jm.oom_guard(outdir=sys.argv[2]):
     jax.jit(lambda x: jnp.sort(jnp.cumsum(x, axis=1) @ x.T, axis=0)).lower(x).compile()

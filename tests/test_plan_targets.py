@@ -111,12 +111,15 @@ def test_the_same_plan_compiles_nothing_twice(plan: jm.Plan) -> None:
 
 
 def without_lines(peak: Any) -> Any:
-    """An answer from disk has lost its source lines where the one who asks stands in another."""
+    """An answer from disk has lost its source lines where the one who asks stands in another.
+
+    Of several operations that share a buffer one with a line is told, as long as there are lines.
+    """
     told = dataclasses.asdict(peak)
     told["moment"] = told["moment"].partition(" (")[0]
     return told | {
-        name: [{key: value for key, value in one.items() if key != "source"} for one in told[name]]
-        for name in ("buffers", "elsewhere")
+        name: [{key: value for key, value in one.items() if key not in lost} for one in told[name]]
+        for name, lost in (("buffers", {"source"}), ("elsewhere", {"source", "operation"}))
     }
 
 

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import tomllib
+from typing import Any
 
 import pytest
 
@@ -141,13 +142,17 @@ print(json.dumps({name: is_built(name, options) for name, options in wanted.item
 def test_the_compiler_itself_builds_what_is_accepted_and_nothing_that_is_refused():
     """Of every TPU kind, 1 to 6 chips along each of two dimensions."""
     needs_compiler("v5e")
-    wanted: dict[str, dict[str, str]] = {}
+    wanted: dict[str, dict[str, Any]] = {}
     for each in (resolve_target(kind, require_installed=False) for kind in target_names()):
         kind, _, shape = each.topology.partition(":")
         if each.platform == "tpu":
             tail = "x3" if shape.count("x") > 1 else ""
             sides = itertools.product(range(1, 7), repeat=2)
-            wanted |= {f"{kind}:{a}x{b}{tail}": dict(each.topology_options) for a, b in sides}
+            # Of what is refused too: no host could be smaller.
+            wanted |= {
+                f"{kind}:{a}x{b}{tail}": {**each.topology_options, "chips_per_host_bounds": [min(a, 2), min(b, 2), 1]}
+                for a, b in sides
+            }
     done = subprocess.run(
         [sys.executable, "-c", BUILD_EACH], input=json.dumps([target_folders(), wanted]), check=True,
         capture_output=True, text=True, timeout=120, env=worker_environment("v5litepod-4"),
@@ -155,6 +160,8 @@ def test_the_compiler_itself_builds_what_is_accepted_and_nothing_that_is_refused
     built = json.loads(done.stdout)
     assert len(built) == 7 * 36
     assert built == {name: is_accepted(name) for name in wanted}
+    for name in filter(is_accepted, wanted):
+        assert resolve_target(name, require_installed=False).topology_options == wanted[name]
 
 
 def is_accepted(text: str) -> bool:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -57,32 +58,44 @@ sys.path.insert(0, sys.argv[2])
 import jax
 from jax.experimental import topologies
 platform, topology, config = json.loads(sys.argv[3])
-options = {"target_config": config, "topology": topology} if config else {}
+options = {"target_config": config, "topology": topology} if config else {"chips_per_host_bounds": [1, 1, 1]}
 devices = topologies.get_topology_desc(platform=platform, topology_name="" if config else topology, **options).devices
 import target_step as t
 one = jax.sharding.SingleDeviceSharding(devices[0])
 args = jax.tree.map(lambda leaf: t.shape(*leaf.shape, sharding=one), t.ARGS)
-made = jax.jit(t.train_step, donate_argnums=(0, 1)).lower(*args).compile(compiler_options=json.loads(sys.argv[4]))
+dumps = {"xla_dump_to": sys.argv[5], "xla_dump_hlo_as_text": True}
+made = jax.jit(t.train_step, donate_argnums=(0, 1)).lower(*args).compile(compiler_options=json.loads(sys.argv[4]) | dumps)
 stats = made.memory_analysis()
 names = ("argument", "output", "alias", "temp")
-print(json.dumps([getattr(stats, name + "_size_in_bytes") for name in names]))
+total = getattr(stats, "total_allocation_bytes", None) or None
+print(json.dumps([*(getattr(stats, name + "_size_in_bytes") for name in names), total]))
 """
 
 
-def test_a_targets_bytes_are_those_of_a_direct_compile(compiled):
+def test_a_targets_bytes_are_those_of_a_direct_compile(compiled, tmp_path):
     target = compiled.target
     facts = json.dumps([target.platform, target.topology, target.target_config])
     command = [sys.executable, "-c", DIRECT, json.dumps(target_folders()), str(pathlib.Path(__file__).parent), facts]
     answer = subprocess.run(
-        [*command, json.dumps(dict(compiled.compiler_options))],
+        [*command, json.dumps(dict(compiled.compiler_options)), str(tmp_path)],
         env=worker_environment("v5litepod-4") | {"JAX_ENABLE_X64": "0"},
         capture_output=True,
         text=True,
         check=True,
     )
     memory = compiled.memory
-    figures = [memory.argument_bytes, memory.output_bytes, memory.alias_bytes, memory.temp_bytes]
-    assert figures == json.loads(answer.stdout.splitlines()[-1])
+    *figures, temporary, total = json.loads(answer.stdout.splitlines()[-1])
+    assert figures == [memory.argument_bytes, memory.output_bytes, memory.alias_bytes]
+    assert total == memory.total_bytes
+    if target.platform != "tpu":
+        assert temporary == memory.temp_bytes
+        return
+    # Of a TPU what is allocated; the statistics of older compilers tell more than that, of newer ones a little more.
+    (assignment,) = tmp_path.glob("*after_optimizations-buffer-assignment.txt")
+    (allocated,) = re.findall(r"size (\d+),(?: page \d+,)? preallocated-temp", assignment.read_text("utf-8"))
+    assert memory.temp_bytes == int(allocated) <= temporary
+    if total is not None:
+        assert memory.argument_bytes + memory.temp_bytes == pytest.approx(total, rel=1e-4)
 
 
 def test_a_target_tells_names_platform_compiler_and_options(compiled):
@@ -123,8 +136,7 @@ def test_what_makes_the_peak_adds_up_and_points_at_the_users_lines(compiled):
     temporaries = [buffer for buffer in compiled.buffers if buffer.kind == "temporary"]
     told = sum(buffer.bytes for buffer in temporaries)
     gap = sum(buffer.bytes for buffer in compiled.buffers if buffer.kind == "gap")
-    # A TPU adds a little room of its own to the temporaries; see docs/targets.md.
-    assert told + gap == pytest.approx(compiled.memory.temp_bytes, rel=0.01)
+    assert told + gap == compiled.memory.temp_bytes
     assert told >= 0.9 * compiled.memory.temp_bytes
     line = block.__code__.co_firstlineno + 2
     largest = [buffer for buffer in temporaries if buffer.bytes >= LAYERS * BATCH * HIDDEN * 2]
@@ -142,8 +154,7 @@ def test_the_peaks_groups_are_the_known_bytes_on_every_target(compiled):
     assert peak.bytes_of("parameters") == peak.bytes_of("optimizer state") == PARAM_BYTES
     assert peak.bytes_of("gradients") == pytest.approx(PARAM_BYTES, rel=0.001)
     assert peak.bytes_of("batch") == BATCH * WIDTH * 4
-    # jax 0.10 has no total of its own, and a TPU's compiler adds a little to the temporaries.
-    assert peak.bytes_of("unknown") <= (0.01 * peak.bytes if compiled.memory.total_bytes is None else 0)
+    assert peak.bytes_of("unknown") <= (1e-4 * peak.bytes if compiled.target.platform == "tpu" else 0)
     # By the trace: gelu keeps five arrays of the hidden width, the layer one of its own. A TPU keeps some in bfloat16.
     kept = LAYERS * BATCH * (5 * HIDDEN + WIDTH) * 4
     least = 0.45 if compiled.target.platform == "tpu" else 0.999
@@ -181,7 +192,7 @@ def test_a_tpu_that_is_too_small_is_an_answer():
     assert result.memory is None
     assert result.needed_bytes == 40 * GIB
     assert result.limit_bytes == int(15.75 * GIB) == result.target.memory_bytes
-    assert "CompileTimeHbmOom" in result.refusal
+    assert "Ran out of memory on HBM" in result.refusal
 
 
 def test_a_gpu_that_is_too_small_is_compared(monkeypatch):

@@ -176,12 +176,9 @@ def targets_folder(folder: Path) -> Path:
 
 
 def target_compilers(python: Path) -> list[str]:
-    """Requirements of the compilers of absent hardware: the CUDA plugin of the installed JAX, and the extra's libtpu."""
-    code = "from importlib.metadata import requires; print(*requires('jaxmem_callbacks'), sep='\\n')"
-    lines = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    tpu = [line.split(";")[0].strip() for line in lines if "tpu-targets" in line]
-    version = jax_version(python)
-    return [*tpu, *(f"{name}=={version}" for name in ("jax-cuda12-plugin", "jax-cuda12-pjrt"))]
+    """Requirements of the compilers of absent hardware, as `jaxmem targets --install` takes them for the installed JAX."""
+    code = "from jaxmem_callbacks.programs.targets.compilers import requirements as r; print(*r('tpu'), *r('cuda'))"
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 def jax_version(python: Path) -> str:

@@ -19,6 +19,7 @@ from jaxmem_callbacks.programs.targets.compilers import (
     compiler_versions,
     folder_to_fill,
     other_folders,
+    other_than_pinned,
     requirements,
 )
 from jaxmem_callbacks.programs.targets.target import target_names
@@ -92,6 +93,7 @@ def _as_text() -> str:
         rows.append((kind, _HARDWARE[kind], found or f"none. Type: jaxmem targets --install {kind}"))
     lines = [*columns(rows, ("left", "left", "left")), ""]
     lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {folder_to_fill()}"])
+    lines += [line for said in map(other_than_pinned, PLATFORMS.values()) if said for line in wrapped([said])]
     left = [str(folder) for folder in other_folders()]
     if left:
         lines += wrapped([f"Of other versions of JAX or Python, and of no use to this one: {', '.join(left)}"])

@@ -45,6 +45,7 @@ _READ_BY_COMPILERS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "NVIDIA_TF32
 # What an entry that is truncated, foreign or made by other code raises when it is read.
 _NAMES_FILES = re.compile(r"xla_dump|--\w*(?:file|path|dir|_from|_to)(?:_\w*)?=|=\S*/")
 _TOOLS = re.compile(r"--xla_gpu_cuda_data_dir=\S+")  # where CUDA's tools lie, which come with the versions
+_FIGURES_IN = ("compiler_figures", "dumps")
 _BROKEN = (
     OSError,
     ValueError,
@@ -261,5 +262,5 @@ def _wants_a_real_compile(options: Mapping[str, Any], environment: Mapping[str, 
 def _worker_code() -> str:
     """A hash of the code that lowers, compiles and reads the figures: what it does to an answer, no version tells."""
     package = importlib.resources.files("jaxmem_callbacks.programs")
-    parts = (package / "targets" / "worker_main.py", package / "reading" / "compiler_figures.py")
+    parts = (package / "targets" / "worker_main.py", *(package / "reading" / f"{name}.py" for name in _FIGURES_IN))
     return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()

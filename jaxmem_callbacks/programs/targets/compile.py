@@ -28,7 +28,7 @@ from jaxmem_callbacks.programs.reading.dumps import dump_options
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
 from jaxmem_callbacks.programs.targets.cache import cache_entry
-from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions, other_than_pinned, target_folders
 from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortableProgram, export_program, flatten_program
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target, of_so_many, resolve_target
@@ -205,8 +205,9 @@ class _Job:
     cache: bool
 
     def all_options(self, folder: pathlib.Path) -> dict[str, Any]:
-        """Its options, with those that have the compiler write into a folder."""
-        return self.options | (dump_options(folder / "dump") if self.want_buffers else {})
+        """Its options, with those that have the compiler write into a folder, where a TPU's tells its temporaries too."""
+        writes = self.want_buffers or self.target.platform == "tpu"
+        return self.options | (dump_options(folder / "dump") if writes else {})
 
     def peak(self, folder: pathlib.Path, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
         """What makes the peak, where it was asked for: of as many bytes as the step needs."""
@@ -251,7 +252,7 @@ def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
 
 def _refused(job: _Job, title: str, answer: dict[str, Any]) -> TargetCompilation:
     """A refusal for memory as the answer that it is."""
-    needed, limit = refused_for_memory(title, answer["error"])
+    needed, limit = refused_for_memory(title, answer["error"], other_than_pinned(job.target.platform))
     return TargetCompilation(
         target=job.target,
         memory=None,

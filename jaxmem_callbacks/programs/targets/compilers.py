@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -47,14 +48,32 @@ def other_folders() -> tuple[pathlib.Path, ...]:
 
 
 def requirements(platform: str) -> tuple[str, ...]:
-    """What to install for ``tpu`` or ``cuda``: what this library's extra asks for, or JAX's own version of its plugin."""
+    """What to install for ``tpu`` or ``cuda``: what JAX itself pins, because it must read what they compile."""
     if platform == "cuda":
         return tuple(f"{name}=={_version('jax', sys.path)}" for name in _PACKAGES["cuda"][0])
-    try:
-        asked = importlib.metadata.requires("jaxmem_callbacks") or []
-    except importlib.metadata.PackageNotFoundError:  # used from a checkout that nobody installed
-        asked = []
-    return tuple(line.partition(";")[0].strip() for line in asked if "tpu-targets" in line) or ("libtpu",)
+    return (f"libtpu{_pinned_libtpu()}",)
+
+
+def other_than_pinned(platform: str) -> str:
+    """A sentence where the compiler that is used is not one that the installed JAX pins; else empty.
+
+    Most of what it compiles is read all the same, so nobody is refused for it.
+    """
+    pinned, found = _pinned_libtpu(), compiler_versions(platform).get("libtpu")
+    if found is None or not pinned.endswith(".*") or f"=={found}.".startswith(pinned[:-1]):
+        return ""
+    jax = _version("jax", sys.path)
+    return (
+        f"libtpu {found} is not the one that jax {jax} asks for (libtpu{pinned}), which may be unable to read what it compiles. "
+        f"Type: {_into_folder(platform)}"
+    )
+
+
+def _pinned_libtpu() -> str:
+    """The versions of libtpu that the installed JAX asks for, such as ``==0.0.50.*``; empty where it does not say."""
+    asked = importlib.metadata.requires("jax") or []
+    lines = (line.partition(";")[0] for line in asked if re.search(r"""extra == ['"]tpu['"]""", line))
+    return next((line.strip().removeprefix("libtpu") for line in lines if line.startswith("libtpu")), "")
 
 
 def target_folders() -> list[str]:

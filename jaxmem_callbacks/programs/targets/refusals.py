@@ -14,12 +14,13 @@ _OUT_OF_MEMORY = (
 _TEXT_LIMIT = 3000
 
 
-def refused_for_memory(title: str, error: str) -> tuple[int | None, int | None]:
+def refused_for_memory(title: str, error: str, remark: str = "") -> tuple[int | None, int | None]:
     """Bytes that the program needs and that there are, where a compiler refused it for its memory.
 
     Args:
         title: What was compiled for which target.
         error: The compiler's own words.
+        remark: What may be wrong with the compiler itself, for an error of another kind.
 
     Returns:
         Needed and available bytes; None for what the text does not say.
@@ -28,11 +29,11 @@ def refused_for_memory(title: str, error: str) -> tuple[int | None, int | None]:
         CompileError: it is an error of another kind.
     """
     if "RESOURCE_EXHAUSTED" not in error:
-        msg = (
-            f"{title}: the compiler refused the program. Expected operations and options that it takes without a device. "
-            "Find in its words below which one it does not, and leave it out or replace it: docs/targets.md, 'What cannot be "
-            f"compiled for an absent device', tells by what.\n{error[:_TEXT_LIMIT]}"
+        advice = (
+            "Expected operations and options that it takes without a device. Find in its words below which one it does not, and "
+            "leave it out or replace it: docs/targets.md, 'What cannot be compiled for an absent device', tells by what."
         )
+        msg = f"{title}: the compiler refused the program. {remark}{'. ' if remark else ''}{advice}\n{error[:_TEXT_LIMIT]}"
         raise CompileError(msg)
     for pattern in _OUT_OF_MEMORY:
         if match := pattern.search(error):

@@ -11,7 +11,7 @@ import importlib.resources
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class Target:
     device_count: int
     memory_bytes: int | None = None
     topology: str = ""
-    topology_options: Mapping[str, str] = field(default_factory=dict)
+    topology_options: Mapping[str, str | Sequence[int]] = field(default_factory=dict)
     target_config: str | None = field(default=None, repr=False)
     apart: bool = False
 
@@ -260,7 +260,8 @@ def _tpu(kind: str, shape: str, text: str) -> Target:
         device_count=math.prod(sides) * facts.devices_per_chip,
         memory_bytes=int(facts.memory_gib * GIB),
         topology=f"{kind}:{shape}",
-        topology_options=facts.options,
+        # Said though it is the newer compilers' own choice: older ones take every host for a full one, and refuse less.
+        topology_options={**facts.options, "chips_per_host_bounds": [*(min(side, 2) for side in sides[:2]), 1]},
     )
 
 

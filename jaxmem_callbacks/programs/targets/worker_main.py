@@ -45,13 +45,17 @@ def main(folder: str) -> None:
 def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
     """Lower the traced program for the topology's devices, compile it and read what the compiler says."""
     from jaxmem_callbacks.programs.reading.compiler_figures import memory_figures
+    from jaxmem_callbacks.programs.reading.dumps import temporary_bytes
 
     start = time.monotonic()
     lowered, kept = _lower(request, place)
     compiled = lowered.compile(compiler_options=request["compiler_options"])
     seconds = time.monotonic() - start
     (place / "optimised.hlo").write_text(compiled.as_text() or "", "utf-8")
-    return {"figures": memory_figures(compiled), "compile_seconds": seconds, "kept": kept}
+    figures = memory_figures(compiled)
+    if request["platform"] == "tpu":
+        figures["temp_bytes"] = temporary_bytes(pathlib.Path(request["compiler_options"]["xla_dump_to"]))
+    return {"figures": figures, "compile_seconds": seconds, "kept": kept}
 
 
 def _lower(request: dict[str, Any], place: pathlib.Path) -> tuple[Any, list[int]]:
