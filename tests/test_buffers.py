@@ -352,4 +352,5 @@ def test_the_compilers_own_recomputation_is_counted():
 
 
 def test_dump_options_are_options_of_one_compile(tmp_path):
-    assert dump_options(tmp_path) == {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    whole = {"xla_dump_hlo_module_re": ".*", "xla_dump_max_hlo_modules": -1}
+    assert dump_options(tmp_path) == {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, **whole}

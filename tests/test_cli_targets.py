@@ -21,8 +21,10 @@ from jaxmem_callbacks.records.errors import CompileError
 
 JAX = importlib.metadata.version("jax")
 # The first that JAX itself pins, for its own users of TPUs: `libtpu==0.0.50.*; extra == "tpu"`.
-(PINNED,) = re.findall(r"libtpu==([\d.]+)\.\*", " ".join(importlib.metadata.requires("jax") or []))
-LIBTPU = f"{PINNED}.7"
+(PINNED,) = {
+    found for line in importlib.metadata.requires("jax") or [] for found in re.findall(r"^libtpu==([\d.*]+)", line)
+}
+LIBTPU = PINNED.replace("*", "7")
 
 
 def wheel(folder: Path, name: str, version: str, module: str) -> None:
@@ -97,6 +99,26 @@ def test_what_pip_cannot_install_is_told_by_pip(index: Path, capfd: pytest.Captu
     assert not printed.out
 
 
+@pytest.mark.usefixtures("index")
+def test_an_older_version_that_replaces_a_newer_one_leaves_no_trace_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if compiler_versions("tpu", sys.path):
+        pytest.skip("libtpu is installed beside JAX here, and is used first")
+    monkeypatch.setenv("JAXMEM_TARGET_PATH", str(tmp_path))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), "libtpu"]
+    subprocess.run(pip, check=True)
+    assert main(["targets", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["compilers"]["tpu"] == {"libtpu": "0.0.999"}
+    assert "libtpu 0.0.999 is not the one" in told["remarks"][0]
+
+    assert main(["targets", "--install", "tpu", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["compilers"]["tpu"], told["remarks"]) == ({"libtpu": LIBTPU}, [])
+    assert [each.name for each in tmp_path.glob("libtpu-*")] == [f"libtpu-{LIBTPU}.dist-info"]
+
+
 def test_a_compiler_that_jax_does_not_pin_is_told(index: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     if compiler_versions("tpu", sys.path):
         pytest.skip("libtpu is installed beside JAX here, and is used first")
@@ -106,13 +128,15 @@ def test_a_compiler_that_jax_does_not_pin_is_told(index: Path, monkeypatch: pyte
         (folder / f"libtpu-{version}.dist-info" / "METADATA").write_text(f"Name: libtpu\nVersion: {version}\n")
         monkeypatch.setenv("JAXMEM_TARGET_PATH", str(folder))
         assert main(["targets"]) == 0
-        sentence = f"libtpu {version} is not the one that jax {JAX} asks for (libtpu=={PINNED}.*)"
+        sentence = f"libtpu {version} is not the one that jax {JAX} asks for (libtpu=={PINNED})"
         assert (sentence in " ".join(capsys.readouterr().out.split())) == said
         remark = other_than_pinned("tpu")
         with pytest.raises(CompileError, match="the compiler refused the program") as refused:
             refused_for_memory("step for v5e", "INTERNAL: RET_CHECK failure", remark)
         assert ("Type: jaxmem targets --install tpu. Expected operations" in str(refused.value)) == said
-    assert not other_than_pinned("cuda")
+    assert not any(map(other_than_pinned, ("cpu", "cuda")))
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    assert 'Type: pip install "jaxmem_callbacks[tpu-targets]"' in other_than_pinned("tpu"), "where it lies beside JAX"
 
 
 def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,19 @@ def test_what_is_planned_is_what_the_users_own_jit_compiles(donate: Any, tmp_pat
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_what_is_donated_is_told_of_its_own_argument() -> None:
+    """Equinox's program takes what it donates first; shapes that are the same say nothing of which is which."""
+
+    def step(first: Any, second: Any, third: Any) -> Any:
+        return second + first, third * 2
+
+    arrays = [np.full(64, fill, np.float32) for fill in (1, 2, 3)]
+    jitted = eqx.filter_jit(step, donate="all-except-first")
+    for args, kwargs in ((arrays, {}), (arrays[:1], {"third": arrays[2], "second": arrays[1]})):
+        told = jm.step_memory(jitted, *map(jax.numpy.asarray, args), **jax.tree.map(jax.numpy.asarray, kwargs))
+        assert {each.name: each.donated_bytes for each in told.arguments} == {"first": 0, "second": 256, "third": 256}
+
+
 def test_microbatches_are_compared_and_planned() -> None:
     whole = eqx.filter_jit(train_step)
     step = functools.partial(whole, optimizer=make()[-1])

@@ -68,7 +68,20 @@ def _install(kind: str) -> int:
     sys.stderr.write(f"jaxmem: installing {', '.join(wanted)} into {folder}\n")
     sys.stderr.flush()
     folder.mkdir(parents=True, exist_ok=True)
-    return subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode  # noqa: S603 - our own words
+    code = subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode  # noqa: S603 - our own words
+    if code == 0:
+        for each in wanted:
+            _forget_replaced(folder, each.partition("==")[0])
+    return code
+
+
+def _forget_replaced(folder: Path, package: str) -> None:
+    """Remove the metadata of versions that are no longer there: into a folder of one's own, pip replaces files alone."""
+    records = sorted(
+        folder.glob(f"{package.replace('-', '_')}-*.dist-info/RECORD"), key=lambda each: each.stat().st_mtime_ns
+    )
+    for record in records[:-1]:
+        shutil.rmtree(record.parent)
 
 
 def _installer() -> list[str]:
@@ -106,5 +119,6 @@ def _as_json() -> dict[str, object]:
         "compilers": {kind: compiler_versions(platform) for kind, platform in PLATFORMS.items()},
         "folder": str(folder),
         "other_folders": [str(each) for each in other_folders()],
+        "remarks": [said for said in map(other_than_pinned, PLATFORMS.values()) if said],
         "targets": list(target_names()),
     }

@@ -6,8 +6,10 @@ form is the same on CPU, GPU and TPU; a file that is not there, or has another f
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,11 +25,24 @@ _RANGE = re.compile(r"^\s+([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$")
 _PARAMETER = re.compile(r"\bparameter (\d+)(?:, shape \|.*\| at ShapeIndex \{(\d+)?)?")
 _SCHEDULED = re.compile(r"^\s+(\d+):([\w.\-]+)$")
 _ASSIGNMENT = "-buffer-assignment.txt"
+_FOLDER = "xla_dump_to"
 
 
 def dump_options(folder: pathlib.Path) -> dict[str, Any]:
-    """Compiler options that make XLA write its buffer assignment into ``folder``."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    """Compiler options that make XLA write its buffer assignment into ``folder``, whatever dumps the user's flags narrow down."""
+    return {
+        _FOLDER: str(folder),
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_module_re": ".*",
+        "xla_dump_max_hlo_modules": -1,
+    }
+
+
+def asked_folder(options: Mapping[str, Any]) -> pathlib.Path | None:
+    """The folder that the user has XLA dump into, by an option of the compile or else by ``XLA_FLAGS``; None for no folder."""
+    flags = re.findall(rf"--{_FOLDER}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    said = str(options.get(_FOLDER) or (flags[-1] if flags else ""))
+    return None if said in {"", "-", "sponge"} or "://" in said else pathlib.Path(said)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +99,7 @@ def read_allocations(folder: pathlib.Path) -> tuple[Allocation, ...]:
             if not line and found:
                 break
     if not found:
-        msg = f"The compiler's buffer assignment in {folder} has an unknown form. Expected 'allocation N: size ...'."
-        raise CompileError(msg)
+        raise _unknown_form(folder)
     return tuple(found)
 
 
@@ -95,11 +109,18 @@ def temporary_bytes(folder: pathlib.Path) -> int:
     libtpu before 0.0.52 tells up to a quarter more in its statistics than its buffer assignment, and than the runtime's total.
 
     Raises:
-        CompileError: there is no dump.
+        CompileError: there is no dump, or it has another form.
     """
     lines = dump_file(folder, _ASSIGNMENT).read_text("utf-8").splitlines()
     every = tuple(_allocation(head, []) for head in map(_ALLOCATION.match, lines) if head)
+    if not every:
+        raise _unknown_form(folder)
     return sum(each.bytes for each in device_allocations(every, "tpu") if each.kind == "temporary")
+
+
+def _unknown_form(folder: pathlib.Path) -> CompileError:
+    msg = f"The compiler's buffer assignment in {folder} has an unknown form. Expected 'allocation N: size ...'."
+    return CompileError(msg)
 
 
 def read_schedule(folder: pathlib.Path) -> dict[int, str]:

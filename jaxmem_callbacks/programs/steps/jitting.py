@@ -14,7 +14,7 @@ from typing import Any, cast
 import jax
 
 from jaxmem_callbacks.programs.steps.conditions import operations_of
-from jaxmem_callbacks.programs.steps.leaves import arrays_of, is_dynamic, parameter_names
+from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
@@ -63,6 +63,16 @@ class Jitted:
         """The same as its program takes them: of Equinox's the arrays alone."""
         full = self.full(args, kwargs)
         return arrays_of(full) if self.is_equinox else full
+
+    def leaves(self, arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered) -> list[Leaf]:
+        """`call_leaves` of the arguments that it takes: Equinox's program takes what it donates before all else."""
+        if not self.is_equinox:
+            return call_leaves(arguments, positional, lowered)
+        names = parameter_names(self.function)
+        order = {name: place for place, name in enumerate(names)}
+        if self.lowering.donate_rest and not self.lowering.donate_first:
+            order |= dict.fromkeys(names[:1], len(names))
+        return call_leaves(sorted(arguments, key=lambda each: order.get(each[0], len(names))), 0, lowered)
 
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the step's own ``.lower`` returns for these arguments."""

@@ -26,7 +26,7 @@ from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compi
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced
-from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments
+from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
 from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, undonated_names
 from jaxmem_callbacks.programs.steps.placement import require_returned
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
@@ -223,7 +223,7 @@ class JitStep(Generic[_Arguments, _Results]):
             traced = jax_traced(self.trace(*args, **kwargs))
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
-            leaves = self._making.pinned(call_leaves(arguments, count, traced))
+            leaves = self._making.pinned(jitted.leaves(arguments, count, traced))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings)
@@ -348,7 +348,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 self._making.require_placed(jitted.function, arguments, lowered.out_info)
             compiled = lowered.compile()
             require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted)
-        leaves = call_leaves(arguments, count, lowered)
+        leaves = jitted.leaves(arguments, count, lowered)
         program = read_program(
             self.name,
             leaves,

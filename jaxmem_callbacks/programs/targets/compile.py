@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import tempfile
 import time
 import warnings
@@ -24,7 +25,7 @@ import jax
 from jaxmem_callbacks.programs.reading.buffers import past_the_cache, read_peak
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.reading.constants import constant_bytes
-from jaxmem_callbacks.programs.reading.dumps import dump_options
+from jaxmem_callbacks.programs.reading.dumps import asked_folder, dump_options
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
 from jaxmem_callbacks.programs.targets.cache import cache_entry
@@ -40,6 +41,7 @@ from jaxmem_callbacks.transforms.kinds import kind_of_path
 
 # Settings of the caller's JAX that the compiler, not the tracer, obeys.
 _COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
+_DUMP = "dump"  # of a compile's folder
 _TRITON = "xla_gpu_enable_triton_gemm"
 _Options = ParamSpec("_Options")
 
@@ -174,9 +176,23 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
 
     def compiled() -> TargetCompilation:
         with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
-            return lowered(pathlib.Path(place))
+            try:
+                return lowered(pathlib.Path(place))
+            finally:
+                _hand_over(pathlib.Path(place) / _DUMP, job.options)
 
     return compiled
+
+
+def _hand_over(dump: pathlib.Path, options: Mapping[str, Any]) -> None:
+    """Give the user the dumps that flags or options ask for, which the compile wrote where this library reads them."""
+    asked = asked_folder(options)
+    if asked is None or not dump.exists():
+        return
+    try:
+        shutil.copytree(dump, asked, dirs_exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"XLA's dumps could not be put into {str(asked)!r}: {error}", stacklevel=3)
 
 
 def _at_once(lower: Callable[_Options, Compiling]) -> Callable[_Options, TargetCompilation]:
@@ -207,13 +223,13 @@ class _Job:
     def all_options(self, folder: pathlib.Path) -> dict[str, Any]:
         """Its options, with those that have the compiler write into a folder, where a TPU's tells its temporaries too."""
         writes = self.want_buffers or self.target.platform == "tpu"
-        return self.options | (dump_options(folder / "dump") if writes else {})
+        return self.options | (dump_options(folder / _DUMP) if writes else {})
 
     def peak(self, folder: pathlib.Path, memory: ProgramMemory, arguments: Arguments) -> Peak | None:
         """What makes the peak, where it was asked for: of as many bytes as the step needs."""
         if not self.want_buffers:
             return None
-        return with_total(read_peak(folder / "dump", memory.platform, arguments), memory.step_bytes, UNPLACED)
+        return with_total(read_peak(folder / _DUMP, memory.platform, arguments), memory.step_bytes, UNPLACED)
 
 
 def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
@@ -241,7 +257,13 @@ def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
         cached = answer is not None
         if answer is None:
             _write_request(program, request, job, folder)
-            answer = run_worker(folder, name=title, accelerator_type=accelerator, timeout_s=timeout_s)
+            answer = run_worker(
+                folder,
+                name=title,
+                accelerator_type=accelerator,
+                timeout_s=timeout_s,
+                remark=other_than_pinned(job.target.platform),
+            )
         result = _refused(job, title, answer) if "error" in answer else _read_answer(job, answer, folder)
         if known and not cached and (result.memory or result.needed_bytes):
             known.keep(folder, want_buffers=job.want_buffers)

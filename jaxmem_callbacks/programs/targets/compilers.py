@@ -18,6 +18,8 @@ from jaxmem_callbacks.records.errors import TargetError
 _VARIABLE = "JAXMEM_TARGET_PATH"
 # As people write kinds of hardware -> as JAX calls their platforms.
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
+# As JAX's own metadata ask for a TPU's compiler: libtpu==0.0.50.*; extra == "tpu"
+_PIN = re.compile(r"""libtpu\s*\(?(==[\w.]+(?:\.\*)?)\)?\s*;.*\bextra == ['"]tpu['"]""")
 # Per platform, the packages that belong together; the first complete set is used.
 _PACKAGES = {
     "tpu": (("libtpu",),),
@@ -59,21 +61,27 @@ def other_than_pinned(platform: str) -> str:
 
     Most of what it compiles is read all the same, so nobody is refused for it.
     """
-    pinned, found = _pinned_libtpu(), compiler_versions(platform).get("libtpu")
-    if found is None or not pinned.endswith(".*") or f"=={found}.".startswith(pinned[:-1]):
+    pinned, found = _pinned_libtpu(), compiler_versions("tpu").get("libtpu")
+    if platform != "tpu" or not pinned or found is None or _is_of(found, pinned):
         return ""
     jax = _version("jax", sys.path)
     return (
-        f"libtpu {found} is not the one that jax {jax} asks for (libtpu{pinned}), which may be unable to read what it compiles. "
-        f"Type: {_into_folder(platform)}"
+        f"libtpu {found} is not the one that jax {jax} asks for (libtpu{pinned}), and that jax may be unable to read what it "
+        f"compiles. Type: {_how_to_replace('tpu')}"
     )
+
+
+def _is_of(version: str, pinned: str) -> bool:
+    """Whether a version is ``==0.0.42`` or, of ``==0.0.42.*``, one of those."""
+    said = pinned.removeprefix("==")
+    return f"{version}.".startswith(said[:-1]) if said.endswith(".*") else version == said
 
 
 def _pinned_libtpu() -> str:
     """The versions of libtpu that the installed JAX asks for, such as ``==0.0.50.*``; empty where it does not say."""
-    asked = importlib.metadata.requires("jax") or []
-    lines = (line.partition(";")[0] for line in asked if re.search(r"""extra == ['"]tpu['"]""", line))
-    return next((line.strip().removeprefix("libtpu") for line in lines if line.startswith("libtpu")), "")
+    jax = next(iter(importlib.metadata.distributions(name="jax", path=sys.path)), None)
+    asked = (jax and jax.requires) or ()
+    return next((match[1] for match in map(_PIN.match, asked) if match), "")
 
 
 def target_folders() -> list[str]:
@@ -125,9 +133,13 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
     wrong = {name: version for name, version in found.items() if platform == "cuda" and version != jax}
     if wrong:
         given = ", ".join(f"{name} {version}" for name, version in wrong.items())
-        line = _beside_jax(platform) if compiler_versions(platform, sys.path) else _into_folder(platform)
-        msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {line}"
+        msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {_how_to_replace(platform)}"
         raise TargetError(msg)
+
+
+def _how_to_replace(platform: str) -> str:
+    """What lies beside JAX is found first, whatever the folder holds."""
+    return _beside_jax(platform) if compiler_versions(platform, sys.path) else _into_folder(platform)
 
 
 def _into_folder(platform: str) -> str:

@@ -260,7 +260,7 @@ def _tpu(kind: str, shape: str, text: str) -> Target:
         device_count=math.prod(sides) * facts.devices_per_chip,
         memory_bytes=int(facts.memory_gib * GIB),
         topology=f"{kind}:{shape}",
-        # Said though it is the newer compilers' own choice: older ones take every host for a full one, and refuse less.
+        # Said though it is the newer compilers' own choice: older ones refuse a slice smaller than a host.
         topology_options={**facts.options, "chips_per_host_bounds": [*(min(side, 2) for side in sides[:2]), 1]},
     )
 

@@ -83,7 +83,9 @@ def worker_environment(accelerator_type: str) -> dict[str, str]:
     return kept | _SETTINGS | {"TPU_ACCELERATOR_TYPE": accelerator_type, "PYTHONPATH": path}
 
 
-def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeout_s: float) -> dict[str, Any]:
+def run_worker(
+    folder: pathlib.Path, *, name: str, accelerator_type: str, timeout_s: float, remark: str = ""
+) -> dict[str, Any]:
     """Let a worker answer the request that lies in ``folder``.
 
     Args:
@@ -91,6 +93,7 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
         name: What is compiled and for which target, for messages.
         accelerator_type: What libtpu is told the machine is.
         timeout_s: After so many seconds the worker is ended; waiting for a free slot does not count.
+        remark: What may be wrong with the compiler, for the error of one that crashed.
 
     Returns:
         The contents of ``answer.json``.
@@ -138,7 +141,7 @@ def run_worker(folder: pathlib.Path, *, name: str, accelerator_type: str, timeou
         )
         raise CompileError(msg)
     if code != 0:
-        msg = f"{name}: the worker that compiles it crashed {_crash(code)}{_tail(log)}"
+        msg = f"{name}: the worker that compiles it crashed {_crash(code)}{remark and f' {remark}.'}{_tail(log)}"
         raise CompileError(msg)
     return _answer(folder, name)
 
