@@ -236,14 +236,12 @@ def told(rows: Sequence[Row]) -> list[str]:
 def at_equal_flops(here: Mapping[str, Row], hand: str, *, unasked: bool = False) -> float | None:
     """Our least bytes over those of a policy by hand, with no more operations than it has, to a part in a thousand.
 
-    Of all that was compiled: the frontier, and what was matched to this policy or another; None before this one was matched.
-    ``unasked`` takes the frontier alone.
+    Of the frontier and of what was matched to this policy; None before it was. ``unasked`` takes the frontier alone.
     """
     theirs = here[hand].get("step_bytes")
     if MATCHED + hand not in here or theirs is None:
         return None
-    matched = [row for policy, row in here.items() if policy.startswith(MATCHED)]
-    ours = [*here.get(OURS, {}).get("candidates", []), *([] if unasked else matched)]
+    ours = [*here.get(OURS, {}).get("candidates", []), *([] if unasked else [here[MATCHED + hand]])]
     fitting = [
         row["step_bytes"] for row in ours if row.get("step_bytes") and row["flops"] <= EQUAL * here[hand]["flops"]
     ]

@@ -112,8 +112,7 @@ def test_every_model_was_planned_for_every_target(rows):
 def test_every_policy_by_hand_has_a_near_point_and_fewer_bytes_at_equal_operations(rows, target):
     points = nearest_points(rows[target])
     assert {both: far for both, far in points.items() if max(far) > 1.05} == {}
-    # The goal is 0.92. By the compiler that jax 0.12 pins a v5e needs 0.921: it holds more than later ones of the cut LSTM.
-    assert statistics.geometric_mean(at_equal_operations(rows[target])) < 0.925
+    assert statistics.geometric_mean(at_equal_operations(rows[target])) <= 0.92
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -139,7 +138,7 @@ def test_the_readme_tells_the_rows_in_short(rows):
     start = next(
         i for i, line in enumerate(lines) if re.match(r"\| of \d+ policies by hand \| H100 \| v5e \| CPU \|", line)
     )
-    told = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines[start + 2 : start + 7]]
+    told = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines[start + 2 : start + 8]]
     far = [[max(both) for both in nearest_points(rows[target]).values()] for target in TARGETS]
     matched = [with_its_match(rows[target]) for target in TARGETS]
     assert [f"{len(each)}" for each in far] == [re.findall(r"\d+", lines[start])[0]] * len(TARGETS)
@@ -148,5 +147,11 @@ def test_the_readme_tells_the_rows_in_short(rows):
         [f"{sum(x <= 1.02 for x in each)}" for each in far],
         [f"{sum(x <= 1.02 for x in each)}" for each in matched],
         [f"{sum(x < 1 for x in each)}" for each in matched],
-        [f"{statistics.geometric_mean(at_equal_operations(rows[target])):.3f}" for target in TARGETS],
+        *(
+            [
+                f"{statistics.geometric_mean(at_equal_operations(rows[target], unasked=unasked)):.3f}"
+                for target in TARGETS
+            ]
+            for unasked in (False, True)
+        ),
     ]

@@ -69,6 +69,22 @@ class Offered:
     peak: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fewer:
+    """A policy of fewer cuts than the library chose.
+
+    Attributes:
+        policy: It, which keeps nothing besides.
+        offered: What may be asked for above it.
+        is_less: Whether it is estimated to take less than as many cuts as the library chose, where the last segment is
+            estimated alike; False where nobody looked.
+    """
+
+    policy: StepPolicy
+    offered: Offered
+    is_less: bool = False
+
+
 def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     """Policies from ``full``, which keeps only what is alive at its cuts, to hardly anything dear computed again.
 
@@ -94,7 +110,7 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     return Offered(between=between, others=others, segments=own[0].segments, peak=own[0].peak)
 
 
-def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
+def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
     """The policy that keeps half as many cuts and nothing besides, and what may be asked for above it.
 
     Args:
@@ -108,7 +124,7 @@ def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> t
     return None if segments <= _FEW else _with_so_many(compiler, full, segments // 2 + 1)
 
 
-def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
+def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
     """The policy of the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
 
     Where a number is given, the last segment is estimated as JAX would keep it: as many segments lie elsewhere, and the last is
@@ -120,30 +136,31 @@ def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> tup
         segments: How many it makes; 0 where the step has several losses.
 
     Returns:
-        The policy, and what may be asked for above it. None where there are few segments, or the loss cannot be cut into half as
-        many.
+        None where there are few segments, or the loss cannot be cut into half as many.
     """
     half = with_half_the_cuts(compiler, full, segments)
     many = None if half is None else _with_so_many(compiler, full, segments)
-    if half is None or many is None or half[1].peak <= _HARDLY * many[1].peak:
+    if half is None or many is None:
         return half
-    known = {segments: many}
+    most, known = many.offered.peak, {segments: many}
 
     def is_enough(count: int) -> bool:
         found = _with_so_many(compiler, full, count)
-        if found is None or found[1].peak > _HARDLY * many[1].peak:
+        if found is None or found.offered.peak > _HARDLY * most:
             return False
         known[count] = found
         return True
 
-    return known[bisect.bisect_left(range(segments), True, lo=segments // 2 + 2, key=is_enough)]
+    if half.offered.peak > _HARDLY * most:
+        half = known[bisect.bisect_left(range(segments), True, lo=segments // 2 + 2, key=is_enough)]
+    return replace(half, is_less=half.offered.peak < most)
 
 
-def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> tuple[StepPolicy, Offered] | None:
-    """A policy with a number of segments, and what may be asked for above it; None where the loss cannot be cut so."""
+def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
+    """A policy with a number of segments; None where the loss cannot be cut so."""
     policy = replace(full, segments=segments)
     try:
-        return policy, offers(compiler, policy)
+        return Fewer(policy=policy, offered=offers(compiler, policy))
     except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
         return None
 

@@ -33,8 +33,9 @@ _NEAR = 1.3
 _AT_FIRST = 2
 # What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
 _ENOUGH = 6
-# An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU.
-_FEWER = 0.8
+# An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU; and below this part
+# where fewer cuts are estimated to take less than as many, however the last segment is estimated.
+_MUCH_LESS, _LESS = 0.8, 0.9
 # A modelled time up to this part of another is no longer.
 _NO_SLOWER = 1.01
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -118,17 +119,17 @@ class RematSearch:
         if not self._ledger.left or full is None or full.step_bytes is None or full.temp_bytes is None:
             return
         problem = self._compiler.problem
-        with_fewer, much_less = with_half_the_cuts, 0.0
-        if problem.platform == "tpu":
-            with_fewer, much_less = with_enough_cuts, _FEWER * self._offered.peak
-        found = with_fewer(self._compiler, self._full, self._offered.segments)
-        if found is None or found[1].peak >= max(full.temp_bytes * problem.workers, much_less):
+        is_tpu = problem.platform == "tpu"
+        fewer = (with_enough_cuts if is_tpu else with_half_the_cuts)(self._compiler, self._full, self._offered.segments)
+        if fewer is None:
             return
-        fewer, offered = found
-        self._compile([fewer])
-        asked = self.found.get(fewer)
+        least = (_LESS if fewer.is_less else _MUCH_LESS) * self._offered.peak if is_tpu else 0.0
+        if fewer.offered.peak >= max(full.temp_bytes * problem.workers, least):
+            return
+        self._compile([fewer.policy])
+        asked = self.found.get(fewer.policy)
         if asked is not None and asked.step_bytes is not None and asked.step_bytes < full.step_bytes:
-            self._full, self._offered = fewer, offered
+            self._full, self._offered = fewer.policy, fewer.offered
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
