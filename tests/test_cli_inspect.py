@@ -153,7 +153,7 @@ def test_it_runs_as_a_command_of_its_own(script):
 
 
 def test_a_script_that_never_gets_there_is_shown_the_line_to_add(tmp_path, capsys):
-    script = write(tmp_path, "print('no step here')")
+    script = write(tmp_path, "import jaxmem_callbacks as jm; print('no step here')")
     assert main(["inspect", script]) == 2
     error = capsys.readouterr().err
     assert f"{script} ran to its end and never called a step of jm.jit_step. Add to it:" in error

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, reach_step
+from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Peak
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         resolve_target(args.target)  # before the script runs, which may load data for minutes
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
-        with own_output:
-            reached = reach_step(args.script, args.script_args)
+        with own_output, as_written(args.script, step=args.step) as seen:
+            reached = reach_step(args.script, args.script_args, step=args.step, seen=seen)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
         return FAILED

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from jaxmem_callbacks.cli.script import (
     require_program,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
+from jaxmem_callbacks.cli.unedited import Seen, as_written
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
@@ -91,14 +92,15 @@ def run(args: argparse.Namespace) -> int:
     budget = None if args.budget is None else _budget(args.budget)
     _require_sizes(args.resident)
     try:
-        made = _made(args, search, budget, mesh)
+        with as_written(args.script, step=args.step) as seen:
+            made = _made(args, search, budget, mesh, seen)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
         return FAILED
     except KeyboardInterrupt:  # later ones leave a plan of what was compiled until then
         sys.stderr.write("jaxmem: stopped by Ctrl-C before the first compile ended, so there is no plan.\n")
         return INTERRUPTED
-    sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save)}\n")
+    sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n")
     unfit = made.chosen.fits is False
     try:
         _write(made, places, unfit=unfit)
@@ -189,7 +191,11 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
 
 
 def _made(
-    args: argparse.Namespace, search: dict[str, Any] | None, budget: float | None, mesh: dict[str, int] | None
+    args: argparse.Namespace,
+    search: dict[str, Any] | None,
+    budget: float | None,
+    mesh: dict[str, int] | None,
+    seen: Seen,
 ) -> Plan:
     """Run the script up to its step, and plan that.
 
@@ -198,7 +204,7 @@ def _made(
     """
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with own_output:
-        reached = reach_step(args.script, args.script_args, command="plan")
+        reached = reach_step(args.script, args.script_args, command="plan", step=args.step, seen=seen)
         beside = [reach_program(program, args.script_args) for program in args.beside]
     from jaxmem_callbacks.answers.plan import plan
 
@@ -305,18 +311,21 @@ def _require_sizes(texts: Sequence[str]) -> None:
             raise PlanError(msg) from None
 
 
-def _text(plan: Plan, saved: Path | None) -> str:
+def _text(plan: Plan, saved: Path | None, seen: Seen) -> str:
     lines = [str(plan)]
     if plan.peak is not None:
         by = [f"By the compiler for {plan.chosen.placed_by}:"] if plan.chosen.placed_elsewhere is not None else []
         lines += ["", *by, str(plan.peak)]
     if plan.chosen.fits is not False and plan.policy != StepPolicy():
-        lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved))]
+        lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved, seen.instead))]
     return "\n".join(lines)
 
 
-def lines_to_train(plan: Plan, saved: Path | None) -> list[str]:
-    """The lines to paste."""
+def lines_to_train(plan: Plan, saved: Path | None, instead: Mapping[str, str] | None = None) -> list[str]:
+    """The lines to paste, after what to write ``instead`` of gradient functions in a script that does not know this library."""
+    if instead:
+        changes = [f"{new} in place of {old}" for old, new in instead.items()]
+        return ["import jaxmem_callbacks as jm", f"# in the step: {', '.join(changes)}", *lines_to_train(plan, saved)]
     said = ", ".join(
         f"{field.name}={getattr(plan.policy, field.name)!r}"
         for field in dataclasses.fields(StepPolicy)

@@ -1,4 +1,4 @@
-"""A user's script enters; its train step and the arguments of the first call leave. The script stops there, no step runs."""
+"""A user's script enters; its train step and the arguments of its first call leave. The script stops there, before it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any
 
+from jaxmem_callbacks.cli.unedited import Seen, is_unedited
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 
@@ -24,9 +25,15 @@ LINE_TO_ADD = (
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     """``SCRIPT`` and ``--args``, of every command that reaches a script's step; to be added last."""
     parser.add_argument(
+        "--step",
+        metavar="NAME",
+        help="the step's name, in a script with several; else the first jm.jit_step step that it calls, or where it says "
+        "nothing of this library the first jitted function that takes a gradient",
+    )
+    parser.add_argument(
         "script",
         metavar="SCRIPT",
-        help="your training script, run up to the first call of a jm.jit_step step; or SCRIPT.py:name, "
+        help="your training script, which needs no edit, run up to the first call of its step; or SCRIPT.py:name, "
         "where name() returns (train_step, args)",
     )
     parser.add_argument(
@@ -62,7 +69,14 @@ class _StopScript(BaseException):
     """Ends the script at its first step. No Exception, so that the script's own handlers let it pass."""
 
 
-def reach_step(script: str, argv: Sequence[str] = (), *, command: str = "inspect") -> Reached:
+def reach_step(
+    script: str,
+    argv: Sequence[str] = (),
+    *,
+    command: str = "inspect",
+    step: str | None = None,
+    seen: Seen | None = None,
+) -> Reached:
     """Run a script up to its first step, or call the function that it names.
 
     Args:
@@ -70,6 +84,8 @@ def reach_step(script: str, argv: Sequence[str] = (), *, command: str = "inspect
             ``(train_step, args)``.
         argv: The script's own arguments.
         command: What ``jaxmem`` was asked for.
+        step: The step's name; None for the first that is announced.
+        seen: What `as_written` sees, for the message of a script without a step.
 
     Raises:
         ScriptError: no such file or name, or the script ends without calling a step; the message has the line to add.
@@ -82,7 +98,7 @@ def reach_step(script: str, argv: Sequence[str] = (), *, command: str = "inspect
         )
         raise ScriptError(msg)
     with _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module:
-        return _run(path, module) if name is None else _ask(path, module, name)
+        return _run(path, module, step, seen or Seen()) if name is None else _ask(path, module, name)
 
 
 def require_program(program: str) -> None:
@@ -142,11 +158,15 @@ def _as_python_runs(path: pathlib.Path, argv: Sequence[str], name: str) -> Gener
             sys.modules[name] = before[2]
 
 
-def _run(path: pathlib.Path, module: types.ModuleType) -> Reached:
-    """The script until its first step. A script that swallows even the stop is let go on, and stopped at each step."""
+def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: Seen) -> Reached:
+    """The script until its step. A script that swallows even the stop is let go on, and stopped at each step."""
     reached: list[Reached] = []
+    others: dict[str, None] = {}
 
-    def stop(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Never:
+    def stop(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if named is not None and step.name != named:
+            others[step.name] = None
+            return
         if not reached:
             reached.append(Reached(step=step, args=args, kwargs=kwargs))
         raise _StopScript
@@ -164,9 +184,21 @@ def _run(path: pathlib.Path, module: types.ModuleType) -> Reached:
                 msg = f"{path} ended by itself {words}, before its first step."
                 raise ScriptFailedError(msg) from error
     if not reached:
-        msg = f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
-        raise ScriptError(msg)
+        raise ScriptError(_no_step(path, named, list(others | seen.jitted)))
     return reached[0]
+
+
+def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> str:
+    """What a script did instead of calling a step, and what to type."""
+    others = f" Jitted functions that it called: {', '.join(called)}." if called else ""
+    if named is not None:
+        return f"{path} ran to its end and never called a step named {named!r}.{did_you_mean(named, called)}{others}"
+    if is_unedited(path):
+        return (
+            f"{path} ran to its end and never called a jitted function that takes a gradient.{others} Jit the whole step, or "
+            "name one of these functions by --step NAME."
+        )
+    return f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
 
 
 @contextlib.contextmanager

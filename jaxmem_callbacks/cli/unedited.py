@@ -1,0 +1,216 @@
+"""A script as its user has it enters, without a word of this library: its jitted step is found, and its gradients obey policies.
+
+While such a script is looked at, JAX's own names stand for this library's: the gradient functions of JAX, Flax NNX and Equinox
+for `jm.value_and_grad` and its like, and whatever their jits make announces the first call that takes a gradient. Only what the
+user's own files call is meant; what installed packages call stays JAX's. Nothing is edited, and all is put back at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sysconfig
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmem_callbacks.programs.steps.interception import announce
+
+_OWN_NAME = b"jaxmem"
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = ("site-packages", "dist-packages")
+# Module -> what makes jitted functions there.
+_JITS = {"jax": "jit", "flax.nnx": "jit", "equinox": "filter_jit"}
+# Module and gradient function there -> what to write instead, and whether it takes ``argnums`` by position.
+_GRADIENTS = {
+    ("jax", "value_and_grad"): "jm.value_and_grad",
+    ("jax", "grad"): "jm.grad",
+    ("flax.nnx", "value_and_grad"): "jm.nnx.value_and_grad",
+    ("flax.nnx", "grad"): "jm.nnx.value_and_grad",
+    ("equinox", "filter_value_and_grad"): "jm.value_and_grad",
+    ("equinox", "filter_grad"): "jm.grad",
+}
+_WORDS = {"jax": "jax", "flax.nnx": "nnx", "equinox": "eqx"}  # modules as people import them
+
+
+@dataclass(slots=True)
+class Seen:
+    """What of a script took part.
+
+    Attributes:
+        instead: Gradient functions that it called, as people write them -> what to write instead.
+        jitted: Names of the jitted functions that it called, in their order.
+    """
+
+    instead: dict[str, str] = field(default_factory=dict[str, str])
+    jitted: dict[str, None] = field(default_factory=dict[str, None])
+
+
+def is_unedited(script: pathlib.Path) -> bool:
+    """Whether a script says nothing of this library."""
+    return script.is_file() and _OWN_NAME not in script.read_bytes()
+
+
+@contextmanager
+def as_written(script: str, *, step: str | None = None) -> Generator[Seen]:
+    """Inside, an unedited script's step is announced to `first_calls_seen_by`, and its gradients obey the policy of a step.
+
+    Args:
+        script: As typed: ``train.py`` or ``train.py:name``. One that names this library is left alone.
+        step: The name of the jitted function that is the step; None for the first that takes a gradient.
+    """
+    seen = Seen()
+    file, _, name = script.rpartition(":")
+    if not is_unedited(pathlib.Path(file if file and name.isidentifier() else script)):
+        yield seen
+        return
+    before: list[tuple[types.ModuleType, str, Any]] = []
+    gradients = _Gradients(seen)
+    try:
+        for module_name, attribute in (*_GRADIENTS, *_JITS.items()):
+            if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+                continue
+            module = importlib.import_module(module_name)
+            real = getattr(module, attribute)
+            before.append((module, attribute, real))
+            is_jit = (module_name, attribute) not in _GRADIENTS
+            new = _jit(real, seen, gradients, step) if is_jit else gradients.instead_of(module_name, attribute, real)
+            setattr(module, attribute, new)
+        yield seen
+    finally:
+        for module, attribute, real in reversed(before):
+            setattr(module, attribute, real)
+
+
+class _Gradients:
+    """This library's gradient functions under JAX's names, and whether any was called."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.called = self.is_tracing = False
+        self._seen = seen
+
+    def instead_of(self, module: str, attribute: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A gradient function for the user's own files; for all others ``real``."""
+        own = _own_gradient(module, attribute)
+
+        @functools.wraps(real)
+        def made(*args: Any, **options: Any) -> Any:
+            if not _is_users(inspect.currentframe()):
+                return real(*args, **options)
+            return self._noted(f"{_WORDS[module]}.{attribute}", _GRADIENTS[module, attribute], own, args, options)
+
+        return made
+
+    def _noted(
+        self, word: str, instead: str, own: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        if not args:  # as a decorator with options
+            return lambda loss: self._noted(word, instead, own, (loss,), options)
+        gradient = own(*args, **options)
+
+        @functools.wraps(args[0])
+        def called(*inner: Any, **kwargs: Any) -> Any:
+            self.called = True
+            self._seen.instead[word] = instead
+            return gradient(*inner, **kwargs)
+
+        return called
+
+
+def _own_gradient(module: str, attribute: str) -> Callable[..., Any]:
+    """This library's counterpart, with the parameters of the original."""
+    if module == "flax.nnx":
+        from jaxmem_callbacks.integrations.flax_nnx import value_and_grad
+    else:
+        from jaxmem_callbacks.transforms.gradients import value_and_grad
+    if attribute.endswith("value_and_grad"):
+        return value_and_grad
+
+    def grad(loss: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:  # noqa: FBT001, FBT002 - jax's signature
+        both = value_and_grad(loss, argnums, has_aux, **options)
+
+        def gradients(*args: Any, **kwargs: Any) -> Any:
+            value, found = both(*args, **kwargs)
+            return (found, value[1]) if has_aux else found
+
+        return gradients
+
+    return grad
+
+
+def _jit(real: Callable[..., Any], seen: Seen, gradients: _Gradients, step: str | None) -> Callable[..., Any]:
+    """A jit whose functions are watched where the user's own files make them."""
+
+    @functools.wraps(real)
+    def jit(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        if not _is_users(inspect.currentframe()):
+            return made
+        if args:
+            return _Jitted(made, seen, gradients, step)
+        return lambda function: _Jitted(made(function), seen, gradients, step)
+
+    return jit
+
+
+class _Jitted:
+    """A jitted function of the user's, which announces its first call where that is the step's."""
+
+    def __init__(self, made: Any, seen: Seen, gradients: _Gradients, step: str | None) -> None:
+        functools.update_wrapper(self, made, updated=())
+        self._made, self._seen, self._gradients, self._step = made, seen, gradients, step
+        self._known = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._known and not self._is_traced(args, kwargs):
+            self._known = True
+            name = getattr(self, "__name__", "a function without a name")
+            self._seen.jitted[name] = None
+            if name == self._step if self._step is not None else self._takes_a_gradient(args, kwargs):
+                from jaxmem_callbacks.programs.memory import as_step
+
+                announce(as_step(self._made), args, kwargs)
+        return self._made(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _takes_a_gradient(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """By a trace. One that fails is left to the call itself, which fails as the user knows it."""
+        self._gradients.called, self._gradients.is_tracing = False, True
+        try:
+            self._made.lower(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - whatever the user's own step raises
+            return False
+        finally:
+            self._gradients.is_tracing = False
+        return self._gradients.called
+
+    def _is_traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether it is called by another function that is traced just now, and so is a part of that."""
+        import jax
+        from jax.core import Tracer
+
+        leaves = jax.tree.leaves((args, kwargs))
+        return self._gradients.is_tracing or any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+@functools.cache
+def _is_of_a_user(file: str) -> bool:
+    parts = pathlib.Path(file).parts
+    return not (file.startswith(("<frozen", _PACKAGE, _STANDARD)) or any(each in parts for each in _INSTALLED))
+
+
+def _is_users(here: types.FrameType | None) -> bool:
+    """Whether the function of a frame was called by a file of the user's."""
+    caller = None if here is None else here.f_back
+    return caller is not None and _is_of_a_user(caller.f_code.co_filename)

@@ -1,0 +1,249 @@
+"""Scripts that say nothing of this library: their step is found, and planned with the gradients that they take."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import pytest
+from flax import nnx
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.cli.script import reach_step
+from jaxmem_callbacks.cli.unedited import as_written
+from jaxmem_callbacks.records.errors import ScriptError
+
+LAYERS = """
+def loss(params, batch):
+    for weight in params:
+        batch = jnp.tanh(batch @ weight) + batch
+    return (batch**2).mean()
+
+params, batch = [jnp.ones((32, 32)) + at for at in range(8)], jnp.ones((4096, 32))
+"""
+# Each ends by saying that it went on after its step, which none may.
+SCRIPTS = {
+    "a decorator of JAX": """
+        import functools
+        import jax, jax.numpy as jnp
+        {layers}
+        @jax.jit
+        def initial(key):
+            return [jax.random.normal(key, weight.shape) / 9 for weight in params]
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def train_step(params, batch):
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+            return [p - 0.1 * g for p, g in zip(params, gradients)], value
+
+        params, value = train_step(initial(jax.random.key(0)), batch)
+        raise SystemExit("went on")
+    """,
+    "names from JAX": """
+        import jax.numpy as jnp
+        from jax import grad, jit
+        {layers}
+        gradient = grad(loss)
+
+        def train_step(params, batch):
+            return [p - 0.1 * g for p, g in zip(params, gradient(params, batch))]
+
+        step = jit(train_step)
+        for _ in range(3):
+            params = step(params, batch)
+        raise SystemExit("went on")
+    """,
+    "a method": """
+        import jax, jax.numpy as jnp
+        from functools import partial
+        {layers}
+        class Trainer:
+            @partial(jax.jit, static_argnums=0)
+            def train_step(self, params, batch):
+                gradients, value = jax.grad(self.both, has_aux=True)(params, batch)
+                return [p - 0.1 * g for p, g in zip(params, gradients)], value
+
+            def both(self, params, batch):
+                value = loss(params, batch)
+                return value, value
+
+        Trainer().train_step(params, batch)
+        raise SystemExit("went on")
+    """,
+    "NNX": """
+        import jax.numpy as jnp, optax
+        from flax import nnx
+
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                self.layers = nnx.List(nnx.Linear(32, 32, rngs=rngs) for _ in range(8))
+
+            def __call__(self, x):
+                for layer in self.layers:
+                    x = nnx.tanh(layer(x)) + x
+                return x
+
+        @nnx.jit
+        def train_step(model, optimizer, batch):
+            @nnx.value_and_grad(has_aux=True)
+            def gradient(model):
+                value = (model(batch) ** 2).mean()
+                return value, value
+
+            (value, _), gradients = gradient(model)
+            optimizer.update(model, gradients)
+            return value
+
+        model = Net(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        nnx.cached_partial(train_step, model, optimizer)(jnp.ones((4096, 32)))
+        raise SystemExit("went on")
+    """,
+    "Equinox": """
+        import equinox as eqx, jax, jax.numpy as jnp
+
+        @eqx.filter_jit(donate="all-except-first")
+        def train_step(batch, model):
+            value, gradients = eqx.filter_value_and_grad(loss)(model, batch)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), value
+
+        def loss(model, batch):
+            return (jax.vmap(model)(batch) ** 2).mean()
+
+        model = eqx.nn.MLP(32, 32, 32, 8, key=jax.random.key(0))
+        train_step(jnp.ones((4096, 32)), model)
+        raise SystemExit("went on")
+    """,
+}
+INSTEAD = {
+    "a decorator of JAX": "jm.value_and_grad in place of jax.value_and_grad",
+    "names from JAX": "jm.grad in place of jax.grad",
+    "a method": "jm.grad in place of jax.grad",
+    "NNX": "jm.nnx.value_and_grad in place of nnx.value_and_grad",
+    "Equinox": "jm.value_and_grad in place of eqx.filter_value_and_grad",
+}
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(text).replace("{layers}", LAYERS))
+    return str(path)
+
+
+def jax_functions() -> list[Any]:
+    return [
+        getattr(module, name) for module in (jax, nnx, eqx) for name in dir(module) if "grad" in name or "jit" in name
+    ]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_step_is_found_and_planned_as_it_is_written(kind: str, tmp_path: Path, capsys: Any) -> None:
+    script = written(tmp_path, SCRIPTS[kind])
+    before = jax_functions()
+    assert main(["plan", script, "--target", "cpu", "--budget", "2MiB"]) in (0, 2)
+    told = capsys.readouterr().out
+    assert "Plan of train_step for attached" in told
+    assert "Remat was not tried" not in told
+    assert "full" in told.partition("What makes its peak")[0], "remat is among what was compiled"
+    if "To train so:" in told:
+        assert f"    import jaxmem_callbacks as jm\n    # in the step: {INSTEAD[kind]}\n    step = jm.jit_step(" in told
+    assert jax_functions() == before
+
+
+def test_what_is_planned_is_what_the_edited_script_compiles(tmp_path: Path, capsys: Any) -> None:
+    plain = SCRIPTS["a decorator of JAX"]
+    edited = plain.replace("import functools\n", "import functools, jaxmem_callbacks as jm\n", 1)
+    edited = edited.replace("jax.value_and_grad", "jm.value_and_grad").replace(
+        "value = train_step(", "value = jm.jit_step(train_step)("
+    )
+    found = []
+    for text in (plain, edited):
+        assert main(["plan", written(tmp_path, text), "--target", "cpu", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["candidates"])
+    ours, theirs = ([(each["policy"], each["step_bytes"], each["flops"]) for each in some] for some in found)
+    assert ours == theirs
+    assert len(ours) > 2
+
+
+TWO = """
+    import jax, jax.numpy as jnp
+    {layers}
+    @jax.jit
+    def warm_up(params, batch):
+        return jax.grad(loss)(params, batch)
+
+    @jax.jit
+    def finetune(params, batch):
+        return loss(params, batch)
+
+    warm_up(params, batch)
+    finetune(params, batch)
+    print("went on")
+"""
+
+
+def test_one_of_several_is_named(tmp_path: Path, capsys: Any) -> None:
+    script = written(tmp_path, TWO)
+    for options, name in (([], "warm_up"), (["--step", "finetune"], "finetune")):
+        assert main(["inspect", script, "--json", *options]) == 0
+        assert json.loads(capsys.readouterr().out)["account"]["name"] == name
+    assert main(["inspect", script, "--step", "finetun"]) == 2
+    printed = capsys.readouterr()
+    assert "went on" in printed.out
+    assert (
+        "never called a step named 'finetun'. Did you mean `finetune`? Jitted functions that it called: warm_up, finetune."
+        in (printed.err)
+    )
+
+
+def test_a_script_whose_gradients_are_not_jitted_says_what_it_called(tmp_path: Path) -> None:
+    script = written(tmp_path, TWO.replace("jax.grad(loss)(params, batch)", "loss(params, batch)"))
+    with as_written(script) as seen, pytest.raises(ScriptError) as refused:
+        reach_step(script, seen=seen)
+    assert (
+        "never called a jitted function that takes a gradient. Jitted functions that it called: warm_up, finetune."
+        in (str(refused.value))
+    )
+    assert "--step NAME" in str(refused.value)
+
+
+def test_a_step_of_an_edited_script_is_named_too(tmp_path: Path) -> None:
+    text = TWO.replace("jax.numpy as jnp", "jax.numpy as jnp, jaxmem_callbacks as jm").replace(
+        "@jax.jit", "@jm.jit_step"
+    )
+    script = written(tmp_path, text)
+    assert reach_step(script).step.name == "warm_up"
+    assert reach_step(script, step="finetune").step.name == "finetune"
+
+
+def test_a_step_that_fails_in_its_trace_fails_as_python_shows_it(tmp_path: Path, capsys: Any) -> None:
+    script = written(tmp_path, TWO.replace("jax.grad(loss)(params, batch)", "jax.grad(loss)(params, batch[:, :3])"))
+    assert main(["inspect", script]) == 1
+    assert "TypeError: dot_general requires contracting dimensions" in capsys.readouterr().err
+
+
+def test_what_packages_call_stays_theirs_and_an_edited_script_is_left_alone(tmp_path: Path) -> None:
+    plain, edited = tmp_path / "plain.py", tmp_path / "edited.py"
+    plain.write_text("import jax")
+    edited.write_text("import jaxmem_callbacks")
+    real = jax.value_and_grad
+    with as_written(str(edited)):
+        assert jax.value_and_grad is real
+    with as_written(str(plain)) as seen:
+        assert jax.value_and_grad is not real
+        optax_like = {"__name__": "somewhere", "jax": jax}
+        code = compile("def call(f): return jax.value_and_grad(f)", "/lib/site-packages/somewhere.py", "exec")
+        exec(code, optax_like)  # noqa: S102 - a file that is not there
+        assert optax_like["call"](lambda x: x * x)(3.0)[1] == 6
+        assert not seen.instead
+        assert jax.grad(lambda x: x * x)(3.0) == 6
+        assert seen.instead == {"jax.grad": "jm.grad"}
+        # Nor is this library's own use of JAX.
+        assert jm.value_and_grad(lambda x: x * x)(3.0)[1] == 6
+    assert jax.value_and_grad is real
