@@ -9,6 +9,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -247,3 +248,34 @@ def test_what_packages_call_stays_theirs_and_an_edited_script_is_left_alone(tmp_
         # Nor is this library's own use of JAX.
         assert jm.value_and_grad(lambda x: x * x)(3.0)[1] == 6
     assert jax.value_and_grad is real
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("is_decorator", [False, True])
+def test_gradients_are_those_of_each_framework(tmp_path: Path, *, has_aux: bool, is_decorator: bool) -> None:
+    (tmp_path / "plain.py").write_text("")
+
+    def loss(model: Any, x: Any) -> Any:
+        value = (model(x) ** 2).mean()
+        return (value, x) if has_aux else value
+
+    x = jnp.ones((4, 3))
+    mlp = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    cases: list[tuple[Any, tuple[str, str], Any, Any]] = [
+        (nnx, ("grad", "value_and_grad"), nnx.Linear(3, 2, rngs=nnx.Rngs(0)), loss),
+        (eqx, ("filter_grad", "filter_value_and_grad"), mlp, lambda model, x: loss(jax.vmap(model), x)),
+    ]
+    for module, names, model, function in cases:
+        for name in names:
+
+            def found(module: Any = module, name: str = name, model: Any = model, function: Any = function) -> Any:
+                make = getattr(module, name)
+                taken = make(has_aux=has_aux)(function) if is_decorator else make(function, has_aux=has_aux)
+                return jax.tree.leaves(taken(model, x))
+
+            theirs = found()
+            with as_written(str(tmp_path / "plain.py")) as seen:
+                ours = found()
+            assert len(seen.instead) == 1
+            assert len(theirs) == len(ours)
+            assert all((a == b).all() for a, b in zip(theirs, ours, strict=True))

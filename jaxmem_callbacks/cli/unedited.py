@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import pathlib
 import sysconfig
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmem_callbacks.programs.steps.interception import announce
+from jaxmem_callbacks.transforms import gradients
 
 _OWN_NAME = b"jaxmem"
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
@@ -27,12 +27,12 @@ _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 # Module -> what makes jitted functions there.
 _JITS = {"jax": "jit", "flax.nnx": "jit", "equinox": "filter_jit"}
-# Module and gradient function there -> what to write instead, and whether it takes ``argnums`` by position.
+# Module and gradient function there -> what to write instead.
 _GRADIENTS = {
     ("jax", "value_and_grad"): "jm.value_and_grad",
     ("jax", "grad"): "jm.grad",
     ("flax.nnx", "value_and_grad"): "jm.nnx.value_and_grad",
-    ("flax.nnx", "grad"): "jm.nnx.value_and_grad",
+    ("flax.nnx", "grad"): "the second result of jm.nnx.value_and_grad",
     ("equinox", "filter_value_and_grad"): "jm.value_and_grad",
     ("equinox", "filter_grad"): "jm.grad",
 }
@@ -71,16 +71,17 @@ def as_written(script: str, *, step: str | None = None) -> Generator[Seen]:
         yield seen
         return
     before: list[tuple[types.ModuleType, str, Any]] = []
-    gradients = _Gradients(seen)
+    taken = _Gradients(seen)
     try:
         for module_name, attribute in (*_GRADIENTS, *_JITS.items()):
-            if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+            try:
+                module = importlib.import_module(module_name)
+            except ImportError:  # not every user has every framework
                 continue
-            module = importlib.import_module(module_name)
             real = getattr(module, attribute)
             before.append((module, attribute, real))
             is_jit = (module_name, attribute) not in _GRADIENTS
-            new = _jit(real, seen, gradients, step) if is_jit else gradients.instead_of(module_name, attribute, real)
+            new = _jit(real, seen, taken, step) if is_jit else taken.instead_of(module_name, attribute, real)
             setattr(module, attribute, new)
         yield seen
     finally:
@@ -125,26 +126,26 @@ class _Gradients:
 
 def _own_gradient(module: str, attribute: str) -> Callable[..., Any]:
     """This library's counterpart, with the parameters of the original."""
-    if module == "flax.nnx":
-        from jaxmem_callbacks.integrations.flax_nnx import value_and_grad
-    else:
-        from jaxmem_callbacks.transforms.gradients import value_and_grad
-    if attribute.endswith("value_and_grad"):
+    if module != "flax.nnx":
+        return getattr(gradients, attribute.removeprefix("filter_"))
+    from jaxmem_callbacks.integrations.flax_nnx import value_and_grad
+
+    if attribute == "value_and_grad":
         return value_and_grad
 
-    def grad(loss: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable[..., Any]:  # noqa: FBT001, FBT002 - jax's signature
-        both = value_and_grad(loss, argnums, has_aux, **options)
+    def grad(loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        both = value_and_grad(loss, **options)
 
-        def gradients(*args: Any, **kwargs: Any) -> Any:
-            value, found = both(*args, **kwargs)
-            return (found, value[1]) if has_aux else found
+        def found(*args: Any, **kwargs: Any) -> Any:
+            value, gradients_of_all = both(*args, **kwargs)
+            return (gradients_of_all, value[1]) if options.get("has_aux") else gradients_of_all
 
-        return gradients
+        return found
 
     return grad
 
 
-def _jit(real: Callable[..., Any], seen: Seen, gradients: _Gradients, step: str | None) -> Callable[..., Any]:
+def _jit(real: Callable[..., Any], seen: Seen, taken: _Gradients, step: str | None) -> Callable[..., Any]:
     """A jit whose functions are watched where the user's own files make them."""
 
     @functools.wraps(real)
@@ -153,8 +154,8 @@ def _jit(real: Callable[..., Any], seen: Seen, gradients: _Gradients, step: str 
         if not _is_users(inspect.currentframe()):
             return made
         if args:
-            return _Jitted(made, seen, gradients, step)
-        return lambda function: _Jitted(made(function), seen, gradients, step)
+            return _Jitted(made, seen, taken, step)
+        return lambda function: _Jitted(made(function), seen, taken, step)
 
     return jit
 
@@ -162,9 +163,9 @@ def _jit(real: Callable[..., Any], seen: Seen, gradients: _Gradients, step: str 
 class _Jitted:
     """A jitted function of the user's, which announces its first call where that is the step's."""
 
-    def __init__(self, made: Any, seen: Seen, gradients: _Gradients, step: str | None) -> None:
+    def __init__(self, made: Any, seen: Seen, taken: _Gradients, step: str | None) -> None:
         functools.update_wrapper(self, made, updated=())
-        self._made, self._seen, self._gradients, self._step = made, seen, gradients, step
+        self._made, self._seen, self._taken, self._step = made, seen, taken, step
         self._known = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,14 +187,14 @@ class _Jitted:
 
     def _takes_a_gradient(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """By a trace. One that fails is left to the call itself, which fails as the user knows it."""
-        self._gradients.called, self._gradients.is_tracing = False, True
+        self._taken.called, self._taken.is_tracing = False, True
         try:
             self._made.lower(*args, **kwargs)
         except Exception:  # noqa: BLE001 - whatever the user's own step raises
             return False
         finally:
-            self._gradients.is_tracing = False
-        return self._gradients.called
+            self._taken.is_tracing = False
+        return self._taken.called
 
     def _is_traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether it is called by another function that is traced just now, and so is a part of that."""
@@ -201,7 +202,7 @@ class _Jitted:
         from jax.core import Tracer
 
         leaves = jax.tree.leaves((args, kwargs))
-        return self._gradients.is_tracing or any(isinstance(leaf, Tracer) for leaf in leaves)
+        return self._taken.is_tracing or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 @functools.cache
