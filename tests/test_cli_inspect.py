@@ -160,6 +160,15 @@ def test_a_script_that_never_gets_there_is_shown_the_line_to_add(tmp_path, capsy
     assert "step = jm.jit_step(train_step)" in error
 
 
+def test_a_setting_that_a_script_makes_too_late_here_is_told(script, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "0")
+    script.write_text("import os\nos.environ['JAX_ENABLE_X64'] = '1'\n" + TRAIN)
+    assert main(["inspect", str(script), "--args", str(script.parent / "log")]) == 0
+    error = capsys.readouterr().err
+    assert f"jaxmem: {script} sets JAX_ENABLE_X64, which JAX reads when it is imported" in error
+    assert f"Type: JAX_ENABLE_X64=1 jaxmem inspect {script}\n" in error
+
+
 def test_a_script_that_fails_shows_its_own_traceback(tmp_path, capsys):
     script = write(tmp_path, "def broken():\n    return {}['missing']\n\nbroken()\n")
     assert main(["inspect", script]) == 1

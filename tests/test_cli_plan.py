@@ -286,6 +286,15 @@ def test_the_line_to_paste_is_the_plans_policy(policy: jm.StepPolicy) -> None:
     assert eval(said, {"jm": jm}) == policy  # noqa: S307 - a line of ours that people run
 
 
+def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
+    plan = planned(jm.StepPolicy(remat="full"), step="update")
+    assert lines_to_train(plan, None, {"jax.grad": "jm.grad", "jax.value_and_grad": "jm.value_and_grad"}) == [
+        "import jaxmem_callbacks as jm",
+        "# in the step: jm.grad in place of jax.grad, jm.value_and_grad in place of jax.value_and_grad",
+        "step = jm.jit_step(update, jm.StepPolicy(remat='full'))",
+    ]
+
+
 @pytest.mark.core
 def test_the_lines_to_paste_place_a_sharded_state() -> None:
     plan = planned(jm.StepPolicy(sharding="fsdp"), mesh={"fsdp": 8}, device_count=8)

@@ -332,11 +332,12 @@ def lines_to_train(plan: Plan, saved: Path | None, instead: Mapping[str, str] | 
         if getattr(plan.policy, field.name) != field.default
     )
     policy = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
+    step = plan.record.step if plan.record.step.isidentifier() else "train_step"
     if not plan.record.mesh or plan.policy.sharding is None:
-        return [f"step = jm.jit_step(train_step, {policy})"]
+        return [f"step = jm.jit_step({step}, {policy})"]
     return [
         f"policy = {policy}",
         f"jax.set_mesh(jm.make_mesh({dict(plan.record.mesh)}))",
         "state = jax.device_put(state, jm.infer_shardings(state, jax.sharding.get_mesh(), policy))  # each that is updated",
-        "step = jm.jit_step(train_step, policy)",
+        f"step = jm.jit_step({step}, policy)",
     ]

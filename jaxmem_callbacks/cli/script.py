@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import pathlib
+import shlex
 import sys
 import threading
 import traceback
@@ -97,7 +99,10 @@ def reach_step(
             f"No such script: {path}. Expected a Python file, as in: jaxmem {command} train.py (or train.py:make_step)."
         )
         raise ScriptError(msg)
-    with _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module:
+    with (
+        _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module,
+        _settings_told(path, command),
+    ):
         return _run(path, module, step, seen or Seen()) if name is None else _ask(path, module, name)
 
 
@@ -156,6 +161,24 @@ def _as_python_runs(path: pathlib.Path, argv: Sequence[str], name: str) -> Gener
         sys.stdout, sys.stderr = streams  # a script that writes to a log of its own takes no report along
         if before[2] is not None:
             sys.modules[name] = before[2]
+
+
+@contextlib.contextmanager
+def _settings_told(path: pathlib.Path, command: str) -> Generator[None]:
+    """Say which of its settings a script makes too late here: JAX reads them when it is imported, and this library imports it."""
+
+    def settings() -> set[tuple[str, str]]:
+        return {(name, value) for name, value in os.environ.items() if name.startswith("JAX_")}
+
+    before = settings()
+    yield
+    made = sorted(settings() - before)
+    if made:
+        typed = " ".join(f"{name}={shlex.quote(value)}" for name, value in made)
+        sys.stderr.write(
+            f"jaxmem: {path} sets {', '.join(name for name, _ in made)}, which JAX reads when it is imported, and here that was "
+            f"before the script. What follows is without it. Type: {typed} jaxmem {command} {path}\n"
+        )
 
 
 def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: Seen) -> Reached:
