@@ -142,7 +142,6 @@ def jax_functions() -> list[Any]:
     ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_step_is_found_and_planned_as_it_is_written(kind: str, tmp_path: Path, capsys: Any) -> None:
     script = written(tmp_path, SCRIPTS[kind])

@@ -184,14 +184,14 @@ def test_the_point_compared_is_nearest_in_both_and_never_a_refused_one() -> None
 def test_the_table_is_summed_up_over_all_policies_by_hand() -> None:
     hand, ours = rows_of_a_plan()
     dots = row_key("vit", "cpu", "dots") | {"step_bytes": 100, "flops": 100, "seconds": 1.0}
-    # What was matched to `dots` has as few operations as `full`, too, and what was matched to `full` one too many.
+    # What was matched to `dots` has as few operations as `full`, too, but only its own counts, which has one too many.
     equal = [
         row_key("vit", "cpu", f"ours as {name}") | {"step_bytes": size, "flops": flops}
         for name, size, flops in (("full", 20, 101), ("dots", 200, 100))
     ]
     assert list(summed_up([hand, dots, ours, *equal])) == [
         "cpu: 2 policies by hand; the frontier's nearest point is within 1.040 of each",
-        "cpu: at equal FLOPs 2.000 of their bytes (geometric mean of 2), 0 below 1",
+        "cpu: at equal FLOPs 2.000 of their bytes (geometric mean of 1), 0 below 1",
     ]
     less = {**ours, "candidates": [{"step_bytes": 50, "flops": 100}, {"step_bytes": None, "flops": 90}]}
     assert "at equal FLOPs x0.500" in told([hand, less, *equal])[0]

@@ -58,14 +58,14 @@ def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
 
 
 def _allocated(dump: str, told: int) -> int:
-    """Temporary bytes by the buffer assignment, where it can be read: the statistics tell as many or more."""
+    """Temporary bytes by the buffer assignment, where it can be read; else those that the statistics told."""
     from jaxmem_callbacks.programs.reading.dumps import temporary_bytes
     from jaxmem_callbacks.records.errors import CompileError
 
     try:
-        return min(told, temporary_bytes(pathlib.Path(dump)))
+        return temporary_bytes(pathlib.Path(dump))
     except CompileError as error:
-        warnings.warn(f"{error} Temporary bytes are those of its statistics, which can be more.", stacklevel=1)
+        warnings.warn(f"{error} Temporary bytes are those of its statistics, which can be others.", stacklevel=1)
         return told
 
 
