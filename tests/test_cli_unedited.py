@@ -213,6 +213,21 @@ def test_a_script_whose_gradients_are_not_jitted_says_what_it_called(tmp_path: P
     assert "--step NAME" in str(refused.value)
 
 
+def test_a_gradient_outside_every_jit_is_told_at_once_and_one_inside_is_not(tmp_path: Path, capsys: Any) -> None:
+    eager = TWO.replace(
+        "warm_up(params, batch)\n    finetune", "[jax.grad(loss)(params, batch) for _ in range(3)]\n    finetune"
+    )
+    assert main(["inspect", written(tmp_path, eager)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("jaxmem: a gradient is taken outside jax.jit, nnx.jit and eqx.filter_jit, where no step is seen.")
+        == 1
+    )
+    assert "never called a jitted function that takes a gradient. Jitted functions that it called: finetune." in error
+    assert main(["plan", written(tmp_path, TWO), "--target", "cpu"]) == 0
+    assert "no step is seen" not in capsys.readouterr().err
+
+
 def test_a_step_of_an_edited_script_is_named_too(tmp_path: Path) -> None:
     text = TWO.replace("jax.numpy as jnp", "jax.numpy as jnp, jaxmem_callbacks as jm").replace(
         "@jax.jit", "@jm.jit_step"

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import pathlib
+import sys
 import sysconfig
 import types
 from collections.abc import Callable, Generator, Sequence
@@ -71,7 +72,7 @@ def as_written(script: str, *, step: str | None = None) -> Generator[Seen]:
         yield seen
         return
     before: list[tuple[types.ModuleType, str, Any]] = []
-    taken = _Gradients(seen)
+    taken = _Gradients(seen, is_told=step is not None)
     try:
         for module_name, attribute in (*_GRADIENTS, *_JITS.items()):
             try:
@@ -92,9 +93,18 @@ def as_written(script: str, *, step: str | None = None) -> Generator[Seen]:
 class _Gradients:
     """This library's gradient functions under JAX's names, and whether any was called."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, *, is_told: bool) -> None:
         self.called = self.is_tracing = False
+        self.is_told = is_told  # or need not be: that gradients are taken where no step is seen
         self._seen = seen
+
+    def _tell(self) -> None:
+        """Say at once what would else be known at the script's end, which may be days away."""
+        self.is_told = True
+        sys.stderr.write(
+            "jaxmem: a gradient is taken outside jax.jit, nnx.jit and eqx.filter_jit, where no step is seen. The script goes on, "
+            "to its end if need be; stop it with Ctrl-C, and jit the whole step.\n"
+        )
 
     def instead_of(self, module: str, attribute: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """A gradient function for the user's own files; for all others ``real``."""
@@ -118,6 +128,8 @@ class _Gradients:
         @functools.wraps(args[0])
         def called(*inner: Any, **kwargs: Any) -> Any:
             self.called = True
+            if not (self.is_tracing or self.is_told):
+                self._tell()
             self._seen.instead[word] = instead
             return gradient(*inner, **kwargs)
 
@@ -176,6 +188,7 @@ class _Jitted:
             if name == self._step if self._step is not None else self._takes_a_gradient(args, kwargs):
                 from jaxmem_callbacks.programs.memory import as_step
 
+                self._taken.is_told = True  # from here on a plan traces the step
                 announce(as_step(self._made), args, kwargs)
         return self._made(*args, **kwargs)
 
