@@ -153,11 +153,15 @@ def test_it_runs_as_a_command_of_its_own(script):
 
 
 def test_a_script_that_never_gets_there_is_shown_the_line_to_add(tmp_path, capsys):
-    script = write(tmp_path, "import jaxmem_callbacks as jm; print('no step here')")
-    assert main(["inspect", script]) == 2
-    error = capsys.readouterr().err
-    assert f"{script} ran to its end and never called a step of jm.jit_step. Add to it:" in error
-    assert "step = jm.jit_step(train_step)" in error
+    for text, never in (
+        ("print('no step here')", "a jitted function that takes a gradient. Jit the whole step. With this library:"),
+        ("step = jm.jit_step(lambda x: x)", "a step of jm.jit_step. Add to it:"),
+    ):
+        script = write(tmp_path, f"import jaxmem_callbacks as jm; {text}")
+        assert main(["inspect", script]) == 2
+        error = capsys.readouterr().err
+        assert f"{script} ran to its end and never called {never}" in error
+        assert "step = jm.jit_step(train_step)" in error
 
 
 def test_a_setting_that_a_script_makes_too_late_here_is_told(script, capsys, monkeypatch):

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from jaxmem_callbacks.cli.script import (
     require_program,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
-from jaxmem_callbacks.cli.unedited import Seen, as_written
+from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
@@ -317,22 +318,34 @@ def _text(plan: Plan, saved: Path | None, seen: Seen) -> str:
         by = [f"By the compiler for {plan.chosen.placed_by}:"] if plan.chosen.placed_elsewhere is not None else []
         lines += ["", *by, str(plan.peak)]
     if plan.chosen.fits is not False and plan.policy != StepPolicy():
-        lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved, seen.instead))]
+        lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved, seen))]
     return "\n".join(lines)
 
 
-def lines_to_train(plan: Plan, saved: Path | None, instead: Mapping[str, str] | None = None) -> list[str]:
-    """The lines to paste, after what to write ``instead`` of gradient functions in a script that does not know this library."""
-    if instead:
-        changes = [f"{new} in place of {old}" for old, new in instead.items()]
-        return ["import jaxmem_callbacks as jm", f"# in the step: {', '.join(changes)}", *lines_to_train(plan, saved)]
+def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> list[str]:
+    """The lines to paste, after what to write instead of gradient functions in a script that does not know this library.
+
+    Args:
+        plan: What was found.
+        saved: Where its policy was written as a preset.
+        seen: What of such a script took part.
+    """
+    if seen is not None and seen.instead:
+        changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
+        own = dataclasses.replace(seen, instead={})
+        return [
+            "import jaxmem_callbacks as jm",
+            f"# in the step: {', '.join(changes)}",
+            *lines_to_train(plan, saved, own),
+        ]
     said = ", ".join(
         f"{field.name}={getattr(plan.policy, field.name)!r}"
         for field in dataclasses.fields(StepPolicy)
         if getattr(plan.policy, field.name) != field.default
     )
     policy = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
-    step = plan.record.step if plan.record.step.isidentifier() else "train_step"
+    step = plan.record.step if plan.record.step.isidentifier() else ""
+    step = (step if seen is None or seen.step is None else seen.step) or "train_step"
     if not plan.record.mesh or plan.policy.sharding is None:
         return [f"step = jm.jit_step({step}, {policy})"]
     return [

@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem_callbacks.cli.unedited import Seen, is_unedited
+from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.unedited import is_unedited
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 
@@ -171,8 +172,13 @@ def _settings_told(path: pathlib.Path, command: str) -> Generator[None]:
         return {(name, value) for name, value in os.environ.items() if name.startswith("JAX_")}
 
     before = settings()
-    yield
-    made = sorted(settings() - before)
+    try:
+        yield
+    finally:
+        _tell_late(sorted(settings() - before), path, command)
+
+
+def _tell_late(made: Sequence[tuple[str, str]], path: pathlib.Path, command: str) -> None:
     if made:
         typed = " ".join(f"{name}={shlex.quote(value)}" for name, value in made)
         sys.stderr.write(
@@ -218,8 +224,8 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
         return f"{path} ran to its end and never called a step named {named!r}.{did_you_mean(named, called)}{others}"
     if is_unedited(path):
         return (
-            f"{path} ran to its end and never called a jitted function that takes a gradient.{others} Jit the whole step, or "
-            "name one of these functions by --step NAME."
+            f"{path} ran to its end and never called a jitted function that takes a gradient.{others} Jit the whole step"
+            f"{', or name one of these functions by --step NAME' if called else ''}. With this library:\n{LINE_TO_ADD}"
         )
     return f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
 

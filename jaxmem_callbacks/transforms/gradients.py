@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
@@ -15,6 +16,8 @@ from jaxmem_callbacks.transforms.accumulation.obey import accumulated, unseen
 from jaxmem_callbacks.transforms.accumulation.weighted import in_parts, whole
 from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy
 from jaxmem_callbacks.transforms.remat import refuse_framework_objects, rematerialised
+
+_NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
 
 
 def value_and_grad(
@@ -28,9 +31,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, which also obeys the policy of the step that calls it.
 
-    Without a policy this is `jax.value_and_grad` itself. Where a differentiated argument has leaves that are no arrays
-    (an Equinox module with its functions), which JAX refuses, its inexact arrays are differentiated and the gradient has
-    None elsewhere, as Equinox does it.
+    Without a policy this is `jax.value_and_grad` itself. Where a differentiated argument has leaves that JAX refuses (an Equinox
+    module with its functions, its switches or whole numbers), its inexact arrays are differentiated and the gradient has None
+    elsewhere, as Equinox does it.
 
     Args:
         loss: A function to a scalar or to `jm.weighted`, or to one of these and anything with ``has_aux``.
@@ -122,24 +125,29 @@ def _differentiated(
 ) -> Any:
     """``((scalar, aux), gradients)`` of a loss with aux; see `value_and_grad` for leaves that are no arrays."""
     places = _places(argnums)
-    if not any(_has_static_leaves(args[place]) for place in places if -len(args) <= place < len(args)):
+    if not any(_is_refused_by_jax(args[place], options) for place in places if -len(args) <= place < len(args)):
         return jax.value_and_grad(chosen, argnums, has_aux=True, **options)(*args, **kwargs)
     places = tuple(place % len(args) for place in places)
-    moving = tuple(jax.tree.map(lambda leaf: leaf if _is_inexact(leaf) else None, args[place]) for place in places)
+    moving = tuple(inexact_part(args[place]) for place in places)
 
     def of_moving(parts: Sequence[Any], *rest: Any, **inner_kwargs: Any) -> Any:
         merged = list(rest)
         for place, part in zip(places, parts, strict=True):
-            merged[place] = jax.tree.map(
-                lambda leaf, own: own if leaf is None else leaf,
-                part,
-                rest[place],
-                is_leaf=lambda leaf: leaf is None,
-            )
+            merged[place] = with_part(rest[place], part)
         return chosen(*merged, **inner_kwargs)
 
     value, gradients = jax.value_and_grad(of_moving, 0, has_aux=True, **options)(moving, *args, **kwargs)
     return value, gradients if isinstance(argnums, Sequence) else gradients[0]
+
+
+def inexact_part(tree: Any) -> Any:
+    """A tree with its inexact arrays, and None in the place of all other leaves."""
+    return jax.tree.map(lambda leaf: leaf if _is_inexact(leaf) else None, tree)
+
+
+def with_part(tree: Any, part: Any) -> Any:
+    """A tree with the leaves of ``part`` that are not None in the places of its own."""
+    return jax.tree.map(lambda leaf, own: own if leaf is None else leaf, part, tree, is_leaf=lambda leaf: leaf is None)
 
 
 def _places(argnums: int | Sequence[int]) -> tuple[int, ...]:
@@ -154,7 +162,20 @@ def _is_inexact(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) and jax.dtypes.issubdtype(leaf.dtype, np.inexact)
 
 
-def _has_static_leaves(tree: Any) -> bool:
-    return any(
-        not isinstance(leaf, (jax.Array, np.ndarray, np.generic, complex, float, int)) for leaf in jax.tree.leaves(tree)
+def _is_refused_by_jax(tree: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a tree has leaves that are no numbers, or Equinox modules in it whole ones: a dropout's switch, a table of places.
+
+    Whole numbers elsewhere are left for JAX to refuse, which says so in words that its users know.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=_is_equinox_module)
+    modules = [leaf for leaf in leaves if _is_equinox_module(leaf)]
+    if not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(tree)):
+        return True
+    whole_ones = not options.get("allow_int")
+    return whole_ones and not all(
+        jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(modules)
     )
+
+
+def _is_equinox_module(value: Any) -> bool:
+    return any(each.__name__ == "Module" and each.__module__.startswith("equinox.") for each in type(value).__mro__)

@@ -1,4 +1,7 @@
-"""Who wants to see the first call of a step before anything is compiled: `jaxmem inspect` stops a script there."""
+"""Who wants to see the first call of a step before anything is compiled: `jaxmem inspect` stops a script there.
+
+In a script without a step of this library what its jits make is wrapped, to be seen as well: see `cli/watched.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,8 @@ def announce(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell the observers, the latest first."""
     for observer in reversed(_observers):
         observer(step, args, kwargs)
+
+
+def unwatched(step: Any) -> Any:
+    """The user's own jitted function behind one that is watched; all else as it is."""
+    return getattr(step, "watched_jit", step)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import jax
 
 from jaxmem_callbacks.programs.steps.conditions import operations_of
+from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
@@ -90,6 +91,7 @@ class Jitted:
 
 def already_jitted(step: Callable[..., Any]) -> Jitted | None:
     """The jit that the user made, through any partial of Python's or Equinox's around it; None for a plain function."""
+    step = unwatched(step)
     if hasattr(step, "lower"):
         return Jitted(call=step, lowering=step, function=inspect.unwrap(step), bound_kwargs={})
     if isinstance(step, functools.partial) or _is_bound_by_equinox(step):

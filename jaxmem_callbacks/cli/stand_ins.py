@@ -1,0 +1,216 @@
+"""JAX's gradient functions enter, and Flax NNX's and Equinox's; this library's leave under their names, which obey policies.
+
+Only what the user's own files call is another function; what installed packages call stays theirs. Both note that a gradient is
+taken: the jitted function that takes one is the step.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmem_callbacks.cli.callers import Caller, caller_of, is_asked_for_shapes
+from jaxmem_callbacks.transforms import gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A gradient function as people write it, and what they write instead.
+
+    Attributes:
+        old: Such as ``jax.grad``.
+        new: Such as ``jm.grad``; empty where it is this library's already.
+    """
+
+    old: str
+    new: str
+
+
+# Module and gradient function there -> its word.
+GRADIENTS = {
+    ("jax", "value_and_grad"): Word("jax.value_and_grad", "jm.value_and_grad"),
+    ("jax", "grad"): Word("jax.grad", "jm.grad"),
+    ("flax.nnx", "value_and_grad"): Word("nnx.value_and_grad", "jm.nnx.value_and_grad"),
+    ("flax.nnx", "grad"): Word("nnx.grad", "the second result of jm.nnx.value_and_grad"),
+    ("equinox", "filter_value_and_grad"): Word("eqx.filter_value_and_grad", "jm.value_and_grad"),
+    ("equinox", "filter_grad"): Word("eqx.filter_grad", "jm.grad"),
+    ("jaxmem_callbacks", "value_and_grad"): Word("jm.value_and_grad", ""),
+    ("jaxmem_callbacks", "grad"): Word("jm.grad", ""),
+    ("jaxmem_callbacks.integrations.flax_nnx", "value_and_grad"): Word("jm.nnx.value_and_grad", ""),
+}
+# What takes a gradient at once, and has no counterpart that obeys a policy.
+AT_ONCE = {("jax", "vjp")}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What of a script took part.
+
+    Attributes:
+        instead: Gradient functions that its step called, as people write them -> what to write instead.
+        jitted: Names of the jitted functions that it called, in their order.
+        step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
+    """
+
+    instead: dict[str, str] = field(default_factory=dict[str, str])
+    jitted: dict[str, None] = field(default_factory=dict[str, None])
+    step: str | None = None
+
+
+@dataclass(slots=True)
+class Within:
+    """A call or trace of a jitted function of the user's, while it lasts.
+
+    Attributes:
+        is_own: Whether the script itself calls it, and not a trace of something else.
+        takes_gradient: Whether a gradient was taken in it.
+        instead: By which functions, as in `Seen`.
+    """
+
+    is_own: bool
+    takes_gradient: bool = False
+    instead: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class StandIns:
+    """This library's gradient functions under other names, and where they were called.
+
+    Args:
+        seen: Told which.
+        is_told: Whether nobody needs to know of gradients that are taken where no step is seen.
+    """
+
+    def __init__(self, seen: Seen, *, is_told: bool) -> None:
+        self.is_told = is_told
+        # Functions that it made -> how people write them with this library.
+        self.written: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
+        self._seen = seen
+        # Of each thread and task its own.
+        self._within: contextvars.ContextVar[tuple[Within, ...]] = contextvars.ContextVar("within", default=())
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a jitted function of the user's is being called or traced."""
+        return bool(self._within.get())
+
+    @contextmanager
+    def within(self, *, is_own: bool) -> Generator[Within]:
+        """Inside, gradients are those of a jitted function."""
+        here = Within(is_own)
+        token = self._within.set((*self._within.get(), here))
+        try:
+            yield here
+        finally:
+            self._within.reset(token)
+
+    def instead_of(self, module: str, attribute: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A gradient function for the user's own files; for all others ``real``, whose calls are noted."""
+        word, signature = GRADIENTS[module, attribute], inspect.signature(real)
+        own = _counterpart(module, attribute) if word.new else real
+        first = next(iter(signature.parameters))
+
+        @functools.wraps(real)
+        def made(*args: Any, **options: Any) -> Any:
+            whose = caller_of(inspect.currentframe())
+            if whose is Caller.LIBRARY:
+                return real(*args, **options)
+            try:
+                given = dict(signature.bind_partial(*args, **options).arguments)
+            except TypeError:
+                return real(*args, **options)  # which says what is wrong
+            given |= given.pop("gradkwargs", {}) | given.pop("options", {})
+            if not callable(loss := given.pop(first, None)):
+                return functools.partial(made_of, whose, given) if whose is Caller.USER else real(*args, **options)
+            return made_of(whose, given, loss)
+
+        def made_of(whose: Caller, options: Mapping[str, Any], loss: Callable[..., Any]) -> Callable[..., Any]:
+            if whose is Caller.USER:
+                return self._noting(own(loss, **options), loss, word)
+            return self._noting(real(loss, **options), loss, None)
+
+        return made
+
+    def at_once(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that takes a gradient when it is called, and notes that it was."""
+
+        @functools.wraps(real)
+        def called(*args: Any, **options: Any) -> Any:
+            if caller_of(inspect.currentframe()) is not Caller.LIBRARY:
+                self._note({})
+            return real(*args, **options)
+
+        return called
+
+    def _noting(self, gradient: Callable[..., Any], loss: Callable[..., Any], word: Word | None) -> Callable[..., Any]:
+        @functools.wraps(loss)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._note({} if word is None or not word.new else {word.old: word.new})
+            return gradient(*args, **kwargs)
+
+        if word is not None:
+            self.written[called] = f"{word.new or word.old}({getattr(loss, '__name__', 'loss')})"
+        return called
+
+    def _note(self, instead: dict[str, str]) -> None:
+        """A gradient is taken, by what this says."""
+        self._seen.instead |= instead
+        around = self._within.get()
+        for each in around:
+            each.takes_gradient = True
+            each.instead |= instead
+        if any(each.is_own for each in around) or is_asked_for_shapes(inspect.currentframe()):
+            return
+        self.tell(
+            "a gradient is taken where no step is seen: not in a function that the script itself calls under jax.jit, nnx.jit or "
+            "eqx.filter_jit"
+        )
+
+    def tell(self, why: str) -> None:
+        """Say once, and at once, what would else be known at the script's end, which may be days away."""
+        if not self.is_told:
+            self.is_told = True
+            sys.stderr.write(
+                f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and jit the whole step.\n"
+            )
+
+
+def _counterpart(module: str, attribute: str) -> Callable[..., Any]:
+    """This library's function, with the parameters of the original by name."""
+    if module == "jax":
+        return getattr(gradients, attribute)
+    if module == "equinox":
+        both = _of_inexact_arrays
+    else:
+        from jaxmem_callbacks.integrations.flax_nnx import value_and_grad as both
+    return both if attribute.endswith("value_and_grad") else functools.partial(_gradient_alone, both)
+
+
+def _of_inexact_arrays(loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`gradients.value_and_grad` of the inexact arrays of the first argument alone: JAX would differentiate a float of it too."""
+
+    def both(model: Any, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(loss)
+        def of_part(part: Any, *inner: Any, **named: Any) -> Any:
+            return loss(gradients.with_part(model, part), *inner, **named)
+
+        return gradients.value_and_grad(of_part, **options)(gradients.inexact_part(model), *args, **kwargs)
+
+    return both
+
+
+def _gradient_alone(both: Callable[..., Any], loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """What ``both`` makes without the value, which a framework's ``grad`` leaves out."""
+    value_and_gradient = both(loss, **options)
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = value_and_gradient(*args, **kwargs)
+        return (gradient, value[1]) if options.get("has_aux") else gradient
+
+    return found
