@@ -167,14 +167,12 @@ def _is_refused_by_jax(tree: Any, options: Mapping[str, Any]) -> bool:
 
     Whole numbers elsewhere are left for JAX to refuse, which says so in words that its users know.
     """
-    leaves = jax.tree.leaves(tree, is_leaf=_is_equinox_module)
-    modules = [leaf for leaf in leaves if _is_equinox_module(leaf)]
     if not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(tree)):
         return True
-    whole_ones = not options.get("allow_int")
-    return whole_ones and not all(
-        jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(modules)
-    )
+    if options.get("allow_int"):
+        return False
+    modules = list(filter(_is_equinox_module, jax.tree.leaves(tree, is_leaf=_is_equinox_module)))
+    return not all(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(modules))
 
 
 def _is_equinox_module(value: Any) -> bool:
