@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs.targets.compilers import other_than_pinned
+from jaxmem_callbacks.programs.targets.target import resolve_target
 
 COMPILER_OF = {"tpu-targets": ("v5e", "libtpu"), "gpu-targets": ("h100_sxm", "jax-cuda12-plugin")}
 
@@ -70,6 +72,7 @@ def plan(extra: str) -> dict[str, Any]:
     found = jm.plan(train_step, *shapes, target=target)
     assert found.chosen.fits
     assert found.compiles >= 1
+    assert not other_than_pinned(resolve_target(target).platform)
     return {
         "target": target,
         "compiler": f"{compiler} {importlib.metadata.version(compiler)}",
