@@ -61,9 +61,10 @@ def test_every_accelerator_has_a_speed_and_the_attached_cpu_none() -> None:
         speed = speed_of(resolve_target(name, require_installed=False))
         assert (speed is None) == (name == "cpu")
         if speed is not None:
-            assert 1e13 < speed.flops < 1e16
+            assert 5e12 < speed.flops < 1e16
             assert 1e11 < speed.bandwidth < 1e13
-            if not name.startswith("v2"):  # the first chips that JAX ran on had faster links for what they computed
+            # The first chips that JAX ran on had faster links for what they computed, and cards without NVLink have slower ones.
+            if not name.startswith(("v2", "l40s", "rtx6000ada")):
                 assert LINK_BYTE / 5 < speed.flops / speed.link < 5 * LINK_BYTE, name
 
 
@@ -76,7 +77,14 @@ def test_every_accelerator_has_a_speed_and_the_attached_cpu_none() -> None:
         ("gpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("gpu", "NVIDIA A100-SXM4-80GB", "a100_sxm_80"),
         ("gpu", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx6000pro"),
-        ("gpu", "NVIDIA GeForce RTX 4090", None),
+        ("gpu", "NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("gpu", "NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("gpu", "NVIDIA GeForce RTX 4080", None),
+        ("gpu", "NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("gpu", "NVIDIA RTX A6000", "a6000"),
+        ("gpu", "NVIDIA L40S", "l40s"),
+        ("gpu", "NVIDIA L4", "l4"),
+        ("gpu", "Tesla T4", "t4"),
         ("tpu", "TPU v4", "v4"),
         ("tpu", "TPU v5 lite", "v5e"),
         ("tpu", "TPU v5", "v5p"),

@@ -185,6 +185,19 @@ def test_several_devices_share_what_is_sharded(name, abstract):
         compile_for_target(step, args, target=name.partition(":")[0])
 
 
+def test_cards_of_each_generation_compile_for_their_own_memory():
+    """Those whose figures are not XLA's own: Turing, Ampere, Ada and Blackwell cards."""
+    needs_compiler("t4")
+    needs = {}
+    for name, memory_gib in (("t4", 14.6), ("rtx3090", 23.7), ("l4", 22.0), ("rtx5090", 31.4)):
+        result = compile_for_target(train_step, ARGS, target=name, donate_argnums=(0, 1), keep_hlo=False)
+        assert result.fits
+        assert result.target.memory_bytes == pytest.approx(memory_gib * GIB, rel=0.01)
+        needs[name] = result.needed_bytes
+    assert needs["l4"] == pytest.approx(needs["rtx3090"], rel=0.05)
+    assert needs["t4"] >= 0.95 * needs["l4"]
+
+
 def test_a_tpu_that_is_too_small_is_an_answer():
     needs_compiler("v5e")
     result = compile_for_target(lambda x: x + 1, (shape(5 * GIB),), target="v5e", donate_argnums=())

@@ -27,11 +27,12 @@ class Speed:
     host: float | None = None
 
 
-# PCI Express of 16 lanes, fourth and fifth generation; NVLink to the CPU of a superchip, shared by its two GPUs. Google's data
+# PCI Express of 16 lanes, third to fifth generation; NVLink to the CPU of a superchip, shared by its two GPUs. Google's data
 # sheets do not tell a TPU's: these are of its engineers' book "How to Scale Your Model".
-_PCIE4, _PCIE5, _C2C, _TPU, _TPU_V6E = 31.5e9, 63e9, 225e9, 16e9, 32e9
-# Data sheets of the vendors, dense figures. A tpu7x chip has two JAX devices, and so have v2 and v3. At JAX's default precision
-# float32 products are done in TF32 on GPUs, at half the bfloat16 speed, and in bfloat16 on TPUs.
+_PCIE3, _PCIE4, _PCIE5, _C2C, _TPU, _TPU_V6E = 15.75e9, 31.5e9, 63e9, 225e9, 16e9, 32e9
+# Data sheets of the vendors, dense figures, sums in float32. A tpu7x chip has two JAX devices, and so have v2 and v3. At JAX's
+# default precision float32 products are done in TF32 on GPUs, at half the bfloat16 speed, and in bfloat16 on TPUs. A T4 has
+# neither of the two: XLA does products of both types in float32 there.
 _SPEEDS = {
     "v2": Speed(22.5e12, 350e9, 62e9, 1.0),
     "v3": Speed(61.5e12, 450e9, 82e9, 1.0),
@@ -50,6 +51,15 @@ _SPEEDS = {
     "b200": Speed(2250e12, 8000e9, 900e9, 0.5, _PCIE5),
     "b300": Speed(2250e12, 8000e9, 900e9, 0.5, _PCIE5),
     "rtx6000pro": Speed(503e12, 1792e9, 64e9, 0.5, _PCIE5),
+    "a10g": Speed(70e12, 600e9, _PCIE4, 0.5, _PCIE4),
+    "a40": Speed(150e12, 696e9, 56e9, 0.5, _PCIE4),
+    "l4": Speed(121e12, 300e9, _PCIE4, 0.5, _PCIE4),
+    "l40s": Speed(362e12, 864e9, _PCIE4, 0.5, _PCIE4),
+    "rtx3090": Speed(71e12, 936e9, 56e9, 0.5, _PCIE4),
+    "rtx4090": Speed(165e12, 1008e9, _PCIE4, 0.5, _PCIE4),
+    "rtx5090": Speed(210e12, 1792e9, _PCIE5, 0.5, _PCIE5),
+    "rtx6000ada": Speed(364e12, 960e9, _PCIE4, 0.5, _PCIE4),
+    "t4": Speed(8.1e12, 320e9, _PCIE3, 1.0, _PCIE3),
 }
 
 

@@ -56,7 +56,7 @@ def attached_target(platform: str, device_kind: str, count: int) -> Target:
 
 
 def nearest_target(platform: str, kind: str) -> str | None:
-    """The target that is most like one device, by its name; None where none is of its model, or the device is a part of a GPU.
+    """The target that is most like one device, by its name; None where none is of its model, or it is a part or a laptop's.
 
     Args:
         platform: JAX's word for it.
@@ -66,9 +66,9 @@ def nearest_target(platform: str, kind: str) -> str | None:
         return "cpu"
     if platform == "tpu":
         return _TPU_KINDS.get(kind)
-    said = re.sub(r"rtx pro (\d+)", r"rtx\1pro", kind.lower())
+    said = re.sub(r"rtx (?:(pro) )?(\d+)(?: (ada))?", lambda m: f"rtx{m[2]}{m[1] or m[3] or ''}", kind.lower())
     words = {re.sub(r"^sxm\d*$", "sxm", word.removesuffix("gb")) for word in re.split(r"[^a-z0-9]+", said)}
-    if "mig" in words:
+    if words & {"mig", "laptop"}:
         return None
     if "pcie" not in words:
         words.add("sxm")  # a module's kind may say nothing but its memory; a card's says PCIe

@@ -99,6 +99,11 @@ _ALIASES = {
     "h200_sxm": "h200",
     "rtx_pro_6000": "rtx6000pro",
     "rtx_a6000": "a6000",
+    "rtx_6000_ada": "rtx6000ada",
+    "rtx_3090": "rtx3090",
+    "rtx_4090": "rtx4090",
+    "rtx_5090": "rtx5090",
+    "tesla_t4": "t4",
     "v5litepod": "v5e",
     "v5lite": "v5e",
     "v6lite": "v6e",
@@ -229,8 +234,15 @@ def _slice_of(kind: str, chips: int) -> str:
 
 def _meant(word: str) -> str:
     """A misspelt name's hint, by its canonical name, which the list shows; another number is another GPU, not a mistake."""
-    near = difflib.get_close_matches(word, [*target_names(), *_ALIASES], n=1, cutoff=_ALIKE)
+    names = [name for name in (*target_names(), *_ALIASES) if not _is_another_number(word, name)]
+    near = difflib.get_close_matches(word, names, n=1, cutoff=_ALIKE)
     return f" Did you mean `{_ALIASES.get(near[0], near[0])}`?" if near else ""
+
+
+def _is_another_number(word: str, name: str) -> bool:
+    """Whether two names have numbers of as many digits that differ, as an RTX 4080 and an RTX 4090."""
+    pairs = zip(re.findall(r"\d+", word), re.findall(r"\d+", name), strict=False)
+    return any(len(one) == len(other) and one != other for one, other in pairs)
 
 
 def _slice_meant(word: str) -> str:
