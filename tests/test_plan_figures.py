@@ -240,6 +240,13 @@ def test_the_budget_of_a_target_is_what_is_usable_there(monkeypatch: pytest.Monk
     assert budget_for(None, tpu).bytes == tpu.memory_bytes
     assert budget_for(0.5, tpu).bytes == tpu.memory_bytes // 2
     assert budget_for("4GiB", gpu).bytes == 4 * 2**30
+    for device, whole in ((gpu, gpu.memory_bytes), (tpu, tpu.memory_bytes)):
+        more = budget_for("500GiB", device)
+        assert more.bytes == whole, "more than there is cannot be used"
+        assert "which is less than the 500 GiB asked for" in more.reason
+    assert budget_for("72GiB", gpu).share_for(int(gpu.memory_bytes * 0.75)) is None
+    assert budget_for("72GiB", gpu).share_for(int(gpu.memory_bytes * 0.804)) == 0.81
+    assert budget_for("72GiB", tpu).share_for(tpu.memory_bytes) is None
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert budget_for(None, gpu).bytes == int(gpu.memory_bytes * 0.9)
     with pytest.raises(PlanError, match="above 0 and up to 1"):

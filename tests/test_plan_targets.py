@@ -227,6 +227,20 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     assert told == pytest.approx(nearest["step_bytes"], rel=0 if jax.__version__ >= "0.12" else 0.01)
 
 
+def test_a_budget_above_what_jax_takes_says_what_to_set_and_one_above_the_card_is_the_card() -> None:
+    needs_compiler("h100_sxm")
+    plan = jm.plan(train_step, *abstract(), target="h100_sxm", budget="72GiB", resident="63GiB")
+    assert plan.chosen.fits is True
+    assert "more than the 59.3 GiB that JAX's allocator takes of h100_sxm unless told" in sentences(plan)
+    assert "Start with XLA_CLIENT_MEM_FRACTION=0.8 or more." in sentences(plan)
+    plan = jm.plan(train_step, *abstract(), target="h100_sxm", budget="200GiB", resident="90GiB")
+    assert plan.chosen.fits is False
+    assert plan.record.over_bytes == plan.chosen.need_bytes - plan.record.budget_bytes
+    assert "all that h100_sxm has, which is less than the 200 GiB asked for" in sentences(plan)
+    small = jm.plan(train_step, *abstract(), target="h100_sxm", budget="1GiB")
+    assert "XLA_CLIENT_MEM_FRACTION" not in sentences(small)
+
+
 def test_several_devices_without_shardings_get_one_searched() -> None:
     needs_compiler("h100_sxm")
     plan = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget="40MiB")

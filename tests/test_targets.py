@@ -16,12 +16,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
+from benchmarks.plan_models import FAMILIES
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.programs.targets.compilers import compiler_versions, target_folders
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions, options_without_device, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from tests.target_step import (
@@ -106,7 +107,8 @@ def test_a_target_tells_names_platform_compiler_and_options(compiled):
         compiled.target.name,
     )
     assert compiled.compiler == compiler_versions(platform)
-    assert compiled.compiler_options == ({"xla_gpu_enable_triton_gemm": False} if platform == "cuda" else {})
+    assert compiled.compiler_options == options_without_device(platform)
+    assert (compiled.compiler_options.get("xla_gpu_enable_triton_gemm") is False) == (platform == "cuda")
     assert compiled.fits is True
     assert compiled.needed_bytes == compiled.memory.step_bytes < compiled.limit_bytes
     assert compiled.compile_seconds > 0
@@ -210,11 +212,24 @@ def test_a_tpu_that_is_too_small_is_an_answer():
 
 def test_a_gpu_that_is_too_small_is_compared(monkeypatch):
     needs_compiler("h100")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=0")
     result = compile_for_target(lambda x: x + 1, (shape(20 * GIB),), target="h100")
     assert result.fits is False
     assert result.needed_bytes == result.memory.step_bytes >= 160 * GIB
     assert result.compiler_options == {}  # the user has said what they want
+
+
+def test_a_search_for_kernels_that_nothing_can_time_changes_no_bytes(monkeypatch):
+    needs_compiler("h100")
+    case = FAMILIES["unet"](batch=2, size=16, channels=(8, 16))
+    found = []
+    for flags in ("", "--xla_gpu_autotune_level=4"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        found.append(
+            compile_for_target(case.plain, case.arguments, target="h100", donate_argnames=case.donate_argnames)
+        )
+    assert found[0].memory == found[1].memory
+    assert "xla_gpu_autotune_level" not in found[1].compiler_options
 
 
 def test_keys_offload_and_static_arguments_reach_the_compiler():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from dataclasses import dataclass
@@ -19,21 +20,30 @@ class Budget:
     """How much a step may use.
 
     Attributes:
-        bytes: On one device; None where there is no limit (an attached CPU).
-        limit_bytes: All that a program could use there, or None.
+        bytes: On one device, at most what it has; None where there is no limit (an attached CPU).
+        limit_bytes: All that a program could use there as JAX is set up, or None.
         reason: Where both come from, one sentence.
+        device_bytes: All that the device has; None where that is not known, or is the limit.
     """
 
     bytes: int | None
     limit_bytes: int | None
     reason: str
+    device_bytes: int | None = None
+
+    def share_for(self, need: int) -> float | None:
+        """The share of the device that JAX's allocator must be told to take for so many bytes; None where it need not be told."""
+        if self.device_bytes is None or self.limit_bytes is None or need <= self.limit_bytes:
+            return None
+        return min(math.ceil(100 * need / self.device_bytes) / 100, 1.0)
 
 
 def budget_for(asked: str | float | None, target: Target | None) -> Budget:
     """What a step may use on one device of a target.
 
     Args:
-        asked: Bytes, ``"72GiB"``, a share of what is usable there as a float in (0, 1], or None for all of it.
+        asked: Bytes, ``"72GiB"``, of which no more count than the device has; a share of what is usable there as a float in
+            (0, 1], or None for all of it.
         target: Hardware that is not there, or None for the attached devices.
 
     Raises:
@@ -44,7 +54,12 @@ def budget_for(asked: str | float | None, target: Target | None) -> Budget:
         return Budget(bytes=usable, limit_bytes=usable, reason=reason)
     size = parse_budget(asked)
     if not isinstance(size, float):
-        return Budget(bytes=size, limit_bytes=usable, reason="as asked for")
+        whole = _whole(target) or usable
+        if whole is not None and size > whole:
+            name = "the attached device" if target is None or target.platform == "cpu" else target.name
+            reason = f"all that {name} has, which is less than the {format_bytes(size)} asked for"
+            return Budget(bytes=whole, limit_bytes=usable, reason=reason, device_bytes=_whole(target))
+        return Budget(bytes=size, limit_bytes=usable, reason="as asked for", device_bytes=_whole(target))
     if usable is None:
         msg = f"budget={asked!r} is a share, and the whole is unknown: {reason} Type bytes instead, such as '12GiB'."
         raise PlanError(msg)
@@ -76,6 +91,11 @@ def parse_budget(asked: str | float) -> int | float:
     return size
 
 
+def _whole(target: Target | None) -> int | None:
+    """All memory of one GPU that is not here: of what is here, and of a TPU, no more can be used than the limit says."""
+    return target.memory_bytes if target is not None and target.platform == "cuda" else None
+
+
 def _usable(target: Target | None) -> tuple[int | None, str]:
     if target is None or target.platform == "cpu":
         return _attached()
@@ -94,7 +114,8 @@ def _gpu_share() -> tuple[float, str]:
     share = as_fraction(text) or 0.0
     if 0 < share <= 1:
         return share, f"{name}={text}"
-    return DEFAULT_FRACTION, "JAX takes as much unless told otherwise"
+    ignored = f", and {name}={text} is no share above 0 and up to 1" if name else ""
+    return DEFAULT_FRACTION, f"JAX takes as much unless told otherwise{ignored}"
 
 
 def _attached() -> tuple[int | None, str]:

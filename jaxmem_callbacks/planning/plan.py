@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.environment.variables import FRACTION
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
@@ -201,6 +202,13 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         key=lambda c: (-(c.step_bytes or 0), c.extra_flops, c.policy.remat != "none", repr(c.policy)),
     )
     platform = hardware.platform if hardware is not None else jax.default_backend()
+    need = best.candidate.need_bytes
+    share = limits.share_for(need) if need is not None and best.candidate.fits else None
+    if share is not None and hardware is not None:
+        ledger.note(
+            f"It needs more than the {format_bytes(limits.limit_bytes)} that JAX's allocator takes of {hardware.name} unless "
+            f"told otherwise. Start with {FRACTION}={share:g} or more."
+        )
     answers = [answer for entry in ledger.entries for answer in entry.compiler.answers[:1]]
     return PlanRecord(
         step=problem.name,

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import shutil
 import tempfile
@@ -29,7 +28,12 @@ from jaxmem_callbacks.programs.reading.dumps import asked_folder, dump_options
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, without_export_prefix
 from jaxmem_callbacks.programs.targets.cache import cache_entry
-from jaxmem_callbacks.programs.targets.compilers import compiler_versions, other_than_pinned, target_folders
+from jaxmem_callbacks.programs.targets.compilers import (
+    compiler_versions,
+    options_without_device,
+    other_than_pinned,
+    target_folders,
+)
 from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortableProgram, export_program, flatten_program
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.target import Target, of_so_many, resolve_target
@@ -42,7 +46,6 @@ from jaxmem_callbacks.transforms.kinds import kind_of_path
 # Settings of the caller's JAX that the compiler, not the tracer, obeys.
 _COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
 _DUMP = "dump"  # of a compile's folder
-_TRITON = "xla_gpu_enable_triton_gemm"
 _Options = ParamSpec("_Options")
 
 
@@ -164,7 +167,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
     job = _Job(
         flat=flat,
         target=where,
-        options=_options(where, compiler_options or {}),
+        options=options_without_device(where.platform) | dict(compiler_options or {}),
         arguments=tuple(_described(flat) if arguments is None else arguments),
         want_buffers=want_buffers,
         need_lines=need_lines,
@@ -388,12 +391,6 @@ def _write_request(program: PortableProgram, request: dict[str, Any], job: _Job,
     whole = request | {"compiler_options": job.all_options(folder), "folders": target_folders()}
     (folder / "program.bin").write_bytes(program.blob)
     (folder / "request.json").write_text(json.dumps(whole), "utf-8")
-
-
-def _options(target: Target, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The compile's options. Without a GPU there is nothing to autotune, so Triton's matrix products stay off unless asked."""
-    quiet = target.platform == "cuda" and _TRITON not in os.environ.get("XLA_FLAGS", "")
-    return ({_TRITON: False} if quiet else {}) | dict(said)
 
 
 def _several(one_or_more: Any) -> tuple[Any, ...]:

@@ -12,9 +12,12 @@ import pathlib
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jaxmem_callbacks.records.errors import TargetError
 
+# Triton's matrix products, and the search for the best kernel of each operation, which takes half of a compile by JAX 0.12.
+_TRITON, _AUTOTUNE, _SEARCHES = "xla_gpu_enable_triton_gemm", "xla_gpu_autotune_level", (0, 12)
 _VARIABLE = "JAXMEM_TARGET_PATH"
 # As people write kinds of hardware -> as JAX calls their platforms.
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
@@ -69,6 +72,19 @@ def other_than_pinned(platform: str) -> str:
         f"libtpu {found} is not the one that jax {jax} asks for (libtpu{pinned}), and that jax may be unable to read what it "
         f"compiles. Type: {_how_to_replace('tpu')}"
     )
+
+
+def options_without_device(platform: str) -> dict[str, Any]:
+    """Options of a compile without the device, but for those of which the user's ``XLA_FLAGS`` say something.
+
+    There is nothing to tune a GPU's kernels on. Before 0.12 its own search takes no time and changes bytes, and so it is left.
+    """
+    if platform != "cuda":
+        return {}
+    line = tuple(map(int, re.findall(r"\d+", _version("jax", sys.path) or "")[:2]))
+    options = {_TRITON: False, _AUTOTUNE: 0} if line >= _SEARCHES else {_TRITON: False}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 def _is_of(version: str, pinned: str) -> bool:
