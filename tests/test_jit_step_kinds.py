@@ -187,3 +187,37 @@ def test_settings_that_only_the_users_jit_can_keep_are_refused():
     with pytest.warns(DonationWarning, match="returns s updated without donating"):
         step(jnp.ones(3))
     step(jnp.ones(3))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("form", ["pair", "words", "arguments", "bare"])
+def test_parameters_are_known_by_the_moments_that_an_optimizer_keeps_of_them(form):
+    optimizer = optax.adamw(1e-3)
+    tree = jnp.ones((8, 8)) if form == "bare" else [{"a": jnp.ones((8, 8)), "b": jnp.ones(8)} for _ in range(2)]
+    moments, batch = optimizer.init(tree), jnp.ones((4, 8))
+
+    def updated(p, o, x):
+        gradients = jm.grad(lambda p: sum(((x @ leaf) ** 2).mean() for leaf in jax.tree.leaves(p)))(p)
+        changes, o = optimizer.update(gradients, o, p)
+        return optax.apply_updates(p, changes), o
+
+    def of_pair(state, x):
+        return updated(*state, x)
+
+    def of_words(state, x):
+        p, o = updated(state["p"], state["o"], x)
+        return {"p": p, "o": o, "mean": state["mean"]}
+
+    step, args = {
+        "pair": (of_pair, ((tree, moments), batch)),
+        "words": (of_words, ({"p": tree, "o": moments, "mean": jnp.ones(8)}, batch)),
+        "arguments": (updated, (tree, moments, batch)),
+        "bare": (updated, (tree, moments, batch)),
+    }[form]
+    leaves = jm.jit_step(step).traced(args, {}).leaves
+    kinds = {leaf.path: leaf.kind for leaf in leaves}
+    count = len(jax.tree.leaves(tree))
+    assert list(kinds.values()).count("parameters") == count
+    assert list(kinds.values()).count("optimizer state") == 2 * count + 1
+    assert kinds["x"] == "batch"
+    assert kinds.get("state['mean']", "state") == "state"

@@ -22,7 +22,7 @@ BATCH_NAMES = frozenset(
 )
 # Names in a path or of an argument -> what is under them.
 _BY_NAME = {
-    PARAMETERS: ("params", "parameters", "weights", "model", "ema_params", "trainable", "frozen"),
+    PARAMETERS: ("params", "parameters", "weights", "model", "ema_params", "trainable", "frozen", "theta", "net"),
     OPTIMIZER: ("opt_state", "optimizer_state", "optimizer", "opt", "opt_states", "optim_state", "momentum"),
     STATE: ("state", "train_state", "batch_stats", "model_state", "mutable", "stats", "carry", "ema", "cache"),
 }
@@ -80,6 +80,11 @@ def kind_of_path(path: str) -> str:
     """What the leaf at a written path holds, such as ``state.opt_state[0].mu['w']``, by the names in it."""
     words = re.findall(r"\w+", path)
     return kind_of_argument(words[0], tuple(_Word(word) for word in words[1:])) if words else OTHER
+
+
+def is_named(path: str) -> bool:
+    """Whether what is below an argument's own name has a name of the tables on its path."""
+    return any(word in _KIND_OF_NAME for word in re.findall(r"\w+", path)[1:])
 
 
 def batch_of(signature: Iterable[tuple[str, str]]) -> dict[str, str]:

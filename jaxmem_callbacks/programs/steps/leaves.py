@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem_callbacks.programs.steps.moments import parameters_by_moments
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import NodeKind, kind_of_argument, kind_of_node
 
@@ -114,12 +115,12 @@ def call_leaves(arguments: Sequence[tuple[str, Any]], positional: int, lowered: 
     aligned = _dynamic_arguments(arguments, positional, lowered.in_tree)
     if aligned is None:
         every = [leaf for name, value in arguments for leaf in user_leaves(name, value) if is_dynamic(leaf.value)]
-        return _named("argument", every, infos)
+        return parameters_by_moments(_named("argument", every, infos))
     leaves: list[Leaf] = []
     for name, value, count in aligned:
         part = infos[len(leaves) : len(leaves) + count]
         leaves += _named(name, user_leaves(name, value), part)
-    return leaves
+    return parameters_by_moments(leaves)
 
 
 def _dynamic_arguments(
