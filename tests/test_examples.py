@@ -97,10 +97,10 @@ def test_frozen_weights_cost_neither_state_nor_donation(ran: tuple[str, str, Pat
     right = [float(share) for share in re.findall(r"unseen images right ([\d.]+)%", ran[1])]
     assert right[0] < 60
     assert right[-1] > 85
-    rows = {row[1]: row[2:] for row in re.findall(r"^  (\w+) +(\w+(?: \w+)?) {2,}(\d+) +(.*)$", ran[1], re.MULTILINE)}
-    assert rows["parameters"][1].split()[-4:] == ["0", "B", "0", "B"], ran[1]
-    for name in ("state", "optimizer state"):
-        size, donated, reused = re.findall(r"[\d.]+ [KM]iB", rows[name][1])
+    rows = {row[:2]: row[2:] for row in re.findall(r"^  (\w+) +(\w+(?: \w+)?) {2,}(\d+) +(.*)$", ran[1], re.MULTILINE)}
+    assert rows["frozen", "parameters"][1].split()[-4:] == ["0", "B", "0", "B"], ran[1]
+    for kind in ("parameters", "optimizer state"):
+        size, donated, reused = re.findall(r"[\d.]+ [KM]iB", rows["state", kind][1])
         assert size == donated == reused
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem_callbacks.programs.steps.moments import parameters_by_moments
+from jaxmem_callbacks.programs.steps.moments import places_with_moments
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import NodeKind, kind_of_argument, kind_of_node
+from jaxmem_callbacks.transforms.kinds import PARAMETERS, NodeKind, kind_of_argument, kind_of_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class Leaf:
         dtype: Its dtype.
         value: The array, `jax.ShapeDtypeStruct` or Python number itself, or None where it could not be told.
         donated: Whether JAX was told to donate it.
+        by_class: Whether its class says what it holds, and not a name.
     """
 
     argument: str
@@ -39,6 +40,7 @@ class Leaf:
     dtype: Any
     value: Any = None
     donated: bool = False
+    by_class: bool = False
 
     @property
     def type_text(self) -> str:
@@ -75,10 +77,7 @@ def user_leaves(name: str, value: Any) -> list[Leaf]:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-        found += [
-            _leaf(name, path, leaf, kind.name if kind else kind_of_argument(name, path))
-            for leaf in jax.tree.leaves(node)
-        ]
+        found += [_leaf(name, path, leaf, kind) for leaf in jax.tree.leaves(node)]
     return found
 
 
@@ -115,12 +114,17 @@ def call_leaves(arguments: Sequence[tuple[str, Any]], positional: int, lowered: 
     aligned = _dynamic_arguments(arguments, positional, lowered.in_tree)
     if aligned is None:
         every = [leaf for name, value in arguments for leaf in user_leaves(name, value) if is_dynamic(leaf.value)]
-        return parameters_by_moments(_named("argument", every, infos))
+        return _parameters_known(_named("argument", every, infos))
     leaves: list[Leaf] = []
     for name, value, count in aligned:
         part = infos[len(leaves) : len(leaves) + count]
         leaves += _named(name, user_leaves(name, value), part)
-    return parameters_by_moments(leaves)
+    return _parameters_known(leaves)
+
+
+def _parameters_known(leaves: list[Leaf]) -> list[Leaf]:
+    known = places_with_moments(leaves)
+    return [replace(leaf, kind=PARAMETERS) if place in known else leaf for place, leaf in enumerate(leaves)]
 
 
 def _dynamic_arguments(
@@ -195,12 +199,13 @@ def _from_info(leaf: Leaf, info: Any) -> Leaf:
     return replace(leaf, shape=tuple(info.shape), dtype=info.dtype, donated=bool(info.donated))
 
 
-def _leaf(name: str, path: tuple[Any, ...], leaf: Any, kind: str) -> Leaf:
+def _leaf(name: str, path: tuple[Any, ...], leaf: Any, kind: NodeKind | None) -> Leaf:
     shaped = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else _scalar(leaf)
     return Leaf(
         argument=name,
         path=name + jax.tree_util.keystr(path),
-        kind=kind,
+        kind=kind.name if kind else kind_of_argument(name, path),
+        by_class=kind is not None,
         shape=tuple(shaped.shape),
         dtype=shaped.dtype,
         value=leaf,

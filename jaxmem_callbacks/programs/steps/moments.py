@@ -1,24 +1,35 @@
-"""A call's leaves enter; those that an optimizer's moments mirror leave as parameters, whatever they are called."""
+"""A call's leaves enter; those of which an optimizer keeps moments are known as parameters, whatever they are called."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, OTHER, PARAMETERS, STATE, is_named
-
-if TYPE_CHECKING:
-    from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, OTHER, STATE, is_named
 
 _STEP = re.compile(r"\[[^\]]*\]|\.\w+")
 
 
-def parameters_by_moments(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The leaves, those of no kind by class or name as parameters where an optimizer keeps a moment of each.
+class _Leaf(Protocol):
+    """What is asked of one array; as `Leaf`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def by_class(self) -> bool: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def places_with_moments(leaves: Sequence[_Leaf]) -> set[int]:
+    """Places of the leaves of no kind by class or name of which an optimizer keeps moments.
 
     Optax keeps trees of the parameters' structure under a name of its own, such as ``state[1][0].mu['w']`` for ``state[0]['w']``:
     below that name path and shape are those of the parameter.
@@ -30,13 +41,15 @@ def parameters_by_moments(leaves: Sequence[Leaf]) -> list[Leaf]:
         for below in _below_names(leaf.path)
     }
 
-    def is_parameter(leaf: Leaf) -> bool:
-        if leaf.kind not in (OTHER, STATE) or is_named(leaf.path) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    def has_moments(leaf: _Leaf) -> bool:
+        if leaf.by_class or leaf.kind not in (OTHER, STATE) or is_named(leaf.path):
             return False
         steps = _STEP.findall(leaf.path)
-        return any((tuple(steps[start:]), leaf.shape) in mirrored for start in range(len(steps) + 1))
+        return jnp.issubdtype(leaf.dtype, jnp.inexact) and any(
+            (tuple(steps[start:]), leaf.shape) in mirrored for start in range(len(steps) + 1)
+        )
 
-    return [replace(leaf, kind=PARAMETERS) if mirrored and is_parameter(leaf) else leaf for leaf in leaves]
+    return {place for place, leaf in enumerate(leaves) if mirrored and has_moments(leaf)}
 
 
 def _below_names(path: str) -> list[tuple[str, ...]]:

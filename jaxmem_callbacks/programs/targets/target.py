@@ -240,9 +240,9 @@ def _meant(word: str) -> str:
 
 
 def _is_another_number(word: str, name: str) -> bool:
-    """Whether two names have numbers of as many digits that differ, as an RTX 4080 and an RTX 4090."""
-    pairs = zip(re.findall(r"\d+", word), re.findall(r"\d+", name), strict=False)
-    return any(len(one) == len(other) and one != other for one, other in pairs)
+    """Whether two names have model numbers of four digits that differ, as an RTX 4080 and an RTX 4090."""
+    one, other = re.findall(r"\d{4}", word), re.findall(r"\d{4}", name)
+    return bool(one and other) and one != other
 
 
 def _slice_meant(word: str) -> str:
