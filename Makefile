@@ -78,6 +78,7 @@ bench-analytic: python ## what a plan costs before anything is compiled, at 10,0
 
 bench-plan: python ## plans against remat written by hand, on H100, v5e and CPU; hours, goes on where it stopped
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_table
 
 bench-examples: python ## plans of two examples, one of them for a pod, for an H100; the figures of docs/plan.md
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_examples $(ARGS)

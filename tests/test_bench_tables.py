@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from benchmarks.plan_bench import MATCHED, at_equal_flops, closest
+from benchmarks.plan_table import plan_table
 from benchmarks.sources import RESULTS, ROOT, ROWS_BENCHMARK
 
 NAMES = {
@@ -155,3 +156,16 @@ def test_the_readme_tells_the_rows_in_short(rows):
             for unasked in (False, True)
         ),
     ]
+
+
+def test_the_whole_table_is_that_of_the_rows():
+    """The plain step, the best by hand and ours, each with bytes, operations, what the compiler computes again, and seconds."""
+    (path,) = RESULTS.glob(f"{ROWS_BENCHMARK}_jax_*.json")
+    every, text = json.loads(path.read_text("utf-8"))["rows"], path.with_suffix(".md").read_text("utf-8")
+    assert text == plan_table(every, path.name)
+    cells = [line.split(" | ") for line in text.splitlines() if re.match(r"\| (?!model|---)", line)]
+    assert len(cells) == 3 * len({(row["model"], row["target"]) for row in every})
+    for plain, hand, ours in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
+        assert (plain[2], hand[2][:7], ours[2][:5]) == ("none", "by hand", "ours:")
+        assert float(ours[3]) <= 1.05 * float(hand[3])
+        assert int(ours[6]) <= 6
