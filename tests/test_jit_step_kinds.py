@@ -206,11 +206,11 @@ def test_parameters_are_known_by_the_moments_that_an_optimizer_keeps_of_them(for
 
     def of_words(state, x):
         p, o = updated(state["p"], state["o"], x)
-        return {"p": p, "o": o, "mean": state["mean"]}
+        return {"p": p, "o": o, "mean": state["mean"], "gain": state["gain"]}
 
     step, args = {
         "pair": (of_pair, ((tree, moments), batch)),
-        "words": (of_words, ({"p": tree, "o": moments, "mean": jnp.ones(8)}, batch)),
+        "words": (of_words, ({"p": tree, "o": moments, "mean": jnp.ones(8), "gain": 1.0}, batch)),
         "arguments": (updated, (tree, moments, batch)),
         "bare": (updated, (tree, moments, batch)),
     }[form]
@@ -220,4 +220,4 @@ def test_parameters_are_known_by_the_moments_that_an_optimizer_keeps_of_them(for
     assert list(kinds.values()).count("parameters") == count
     assert list(kinds.values()).count("optimizer state") == 2 * count + 1
     assert kinds["x"] == "batch"
-    assert kinds.get("state['mean']", "state") == "state"
+    assert kinds.get("state['mean']", "state") == kinds.get("state['gain']", "state") == "state"

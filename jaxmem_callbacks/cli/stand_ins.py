@@ -154,7 +154,7 @@ class StandIns:
             self._note({} if word is None or not word.new else {word.old: word.new})
             return gradient(*args, **kwargs)
 
-        if word is not None:
+        if word is not None and " " not in word.new:  # else it is told in words, which are no code
             self.written[called] = f"{word.new or word.old}({getattr(loss, '__name__', 'loss')})"
         return called
 

@@ -2,7 +2,8 @@
 
 While such a script is looked at, JAX's own names stand for this library's: the gradient functions of JAX, Flax NNX and Equinox
 for `jm.value_and_grad` and its like, and what their jits make announces the call that takes a gradient. No file is edited, and
-the modules' names are put back at the end; what the script itself took by ``from jax import grad`` stays with it.
+the modules' names are put back at the end; what the script, or a package that it imports, took by ``from jax import grad`` stays
+with it, and does for a package what JAX's does.
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ def make_plan(
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
     best = _placed_elsewhere(ledger, best)
+    _note_share(ledger, best)
     _note_idle_devices(ledger, best)
     for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
         ledger.note(words)
@@ -136,6 +137,18 @@ def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:
     ledger.asked += 1
     ledger.compiled += not cached
     return ledger.replace(best, replace(best.candidate, placed_elsewhere=peak, placed_by=name))
+
+
+def _note_share(ledger: Ledger, best: Entry) -> None:
+    """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
+    problem, candidate = best.compiler.problem, best.candidate
+    limits, need = problem.budget, candidate.need_bytes
+    share = limits.share_for(need) if need is not None and candidate.fits else None
+    if share is not None and problem.target is not None:
+        ledger.note(
+            f"It needs more than the {format_bytes(limits.limit_bytes)} that JAX's allocator takes of {problem.target.name} "
+            f"unless told otherwise. Start with {FRACTION}={share:g} or more."
+        )
 
 
 def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
@@ -202,13 +215,6 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         key=lambda c: (-(c.step_bytes or 0), c.extra_flops, c.policy.remat != "none", repr(c.policy)),
     )
     platform = hardware.platform if hardware is not None else jax.default_backend()
-    need = best.candidate.need_bytes
-    share = limits.share_for(need) if need is not None and best.candidate.fits else None
-    if share is not None and hardware is not None:
-        ledger.note(
-            f"It needs more than the {format_bytes(limits.limit_bytes)} that JAX's allocator takes of {hardware.name} unless "
-            f"told otherwise. Start with {FRACTION}={share:g} or more."
-        )
     answers = [answer for entry in ledger.entries for answer in entry.compiler.answers[:1]]
     return PlanRecord(
         step=problem.name,

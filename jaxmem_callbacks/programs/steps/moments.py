@@ -39,6 +39,7 @@ def places_with_moments(leaves: Sequence[_Leaf]) -> set[int]:
         for leaf in leaves
         if leaf.kind == OPTIMIZER and jnp.issubdtype(leaf.dtype, jnp.inexact)
         for below in _below_names(leaf.path)
+        if below or leaf.shape  # a number of the optimizer's own is no moment of another number
     }
 
     def has_moments(leaf: _Leaf) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.errors import TargetError
 
-# Triton's matrix products, and the search for the best kernel of each operation, which takes half of a compile by JAX 0.12.
+# Triton's matrix products, and the search for the best kernel of each operation, a large part of a compile by JAX 0.12.
 _TRITON, _AUTOTUNE, _SEARCHES = "xla_gpu_enable_triton_gemm", "xla_gpu_autotune_level", (0, 12)
 _VARIABLE = "JAXMEM_TARGET_PATH"
 # As people write kinds of hardware -> as JAX calls their platforms.
