@@ -8,6 +8,7 @@ first where they promise more than the estimate may be wrong by.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,12 +60,15 @@ class Offered:
         between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
             does less work again than all before it.
         others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
+        deeper: The policy of another number of segments that keeps nothing besides and is estimated to take least, and less than
+            that of the lower end by more than the estimate may be wrong by; None where there is none.
         segments: How many the loss is cut into; 0 where the step has several losses.
         peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
     """
 
     between: list[Offer] = field(default_factory=list[Offer])
     others: list[Offer] = field(default_factory=list[Offer])
+    deeper: StepPolicy | None = None
     segments: int = 0
     peak: int = 0
 
@@ -101,13 +105,18 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
         return Offered(between=between)
     own = curves[0]
     promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
-    if full.segments is None and own[0].segments <= _FEW:
-        for offer, is_promising in _of_other_numbers(compiler, full, own):
+    curve_of = _of_other_numbers(compiler, full, own) if full.segments is None else {}
+    # What is kept is compared with that of other numbers: of its own the estimates differ by what the last segment holds alone.
+    for policy, curve in ((each, some) for each, some in curve_of.items() if each.segments != own[0].segments):
+        for offer, is_promising in _compared(policy, curve, own):
             (promising if is_promising else unlikely).append(offer)
     between = _unbeaten(promising)
     beaten = [offer for offer in promising if offer not in between]
     others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
-    return Offered(between=between, others=others, segments=own[0].segments, peak=own[0].peak)
+    deeper = min(curve_of, key=lambda policy: curve_of[policy][0].peak, default=None)
+    if deeper is not None and curve_of[deeper][0].peak > _MARGIN * own[0].peak:
+        deeper = None
+    return Offered(between=between, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak)
 
 
 def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
@@ -171,20 +180,28 @@ def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]
     return [curve for curve in told if len(curve) > 1] or list(told[:1])
 
 
-def _of_other_numbers(compiler: Compiler, full: StepPolicy, own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:
-    """Other numbers of segments, and whether their estimated peak is enough below that of the chosen number."""
-    for segments in range(2, _FEW + 1):
-        if segments == own[0].segments:
-            continue
+def _of_other_numbers(
+    compiler: Compiler, full: StepPolicy, own: tuple[Share, ...]
+) -> dict[StepPolicy, tuple[Share, ...]]:
+    """Numbers of segments where the chosen one is small, up to one more than is small, and what each may keep.
+
+    The chosen number is among them where it gives other cuts: for a given number the last segment is estimated otherwise.
+    """
+    found: dict[StepPolicy, tuple[Share, ...]] = {}
+    for segments in range(2, _FEW + 2) if own[0].segments <= _FEW else ():
         policy = replace(full, segments=segments)
-        try:
+        with contextlib.suppress(PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make, or too many
             curves = _surveyed(compiler, policy)
-        except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make, or more than it has places
-            continue
-        for share in curves[0] if len(curves) == 1 else ():
-            alike = share.work + _ALIKE * own[0].work
-            least = min((mine.peak for mine in own if mine.work <= alike), default=math.inf)
-            yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
+            found |= {policy: curves[0]} if len(curves) == 1 and curves[0] != own else {}
+    return found
+
+
+def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:
+    """What another number of segments offers, and whether its estimated peak is enough below that of the chosen number."""
+    for share in curve:
+        alike = share.work + _ALIKE * own[0].work
+        least = min((mine.peak for mine in own if mine.work <= alike), default=math.inf)
+        yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
 
 
 def _bytes_at(own: Sequence[Share], peak: int) -> int:

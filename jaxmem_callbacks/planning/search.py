@@ -85,6 +85,7 @@ class RematSearch:
             return
         if frontier:
             self._ask_fewer()
+            self._ask_deeper()
             if all(each.fits is False for each in self.found.values()):
                 self._go_further()
             self.fill()
@@ -130,6 +131,22 @@ class RematSearch:
         asked = self.found.get(fewer.policy)
         if asked is not None and asked.step_bytes is not None and asked.step_bytes < full.step_bytes:
             self._full, self._offered = fewer.policy, fewer.offered
+
+    def _ask_deeper(self) -> None:
+        """Another number of segments that is estimated to take less, where few were chosen, and to compute more again.
+
+        It is one point more below the lower end, and takes the place of that where only it fits. A net of a few blocks is what
+        needs it: with four of them the last one, which has no checkpoint, is a quarter of what is kept. A TPU's compiler has such
+        in the chip's own memory.
+        """
+        deeper, full = self._offered.deeper, self.full
+        if deeper is None or full is None or not self._ledger.left or self._compiler.problem.platform == "tpu":
+            return
+        if self._is_another(deeper):
+            self._compile([deeper])
+        asked = self.found.get(deeper)
+        if full.fits is False and asked is not None and asked.fits is not False:
+            self._full, self._offered = deeper, offers(self._compiler, deeper)
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
@@ -191,6 +208,8 @@ class RematSearch:
         if problem.beside_alone_is_too_much:
             return
         self._ask_fewer()
+        if self.full is None or self.full.fits is False:
+            self._ask_deeper()
         full, limit = self.full, problem.budget.bytes
         if full is None or full.fits is False:
             self._go_further()
