@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxmem_callbacks.planning.offers import offers, with_enough_cuts, with_half
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.records.plans import Candidate
+from tests.said import Said
 
 FULL = jm.StepPolicy(remat="full")
 LAYERS, ROWS, WIDTH = 12, 64, 16
@@ -34,43 +33,11 @@ def step(weights: Any, batch: Any) -> Any:
     return jm.value_and_grad(loss)(weights)
 
 
-@final
-class Said:
-    """Stands where compilers do, for what they say of temporaries: so many bytes for a number of segments.
-
-    Args:
-        temporaries: Segments -> bytes; what the library chooses is None.
-    """
-
-    def __init__(self, temporaries: dict[int | None, int]) -> None:
-        self._temporaries = temporaries
-        self.left = 6
-        self.asked = list[jm.StepPolicy]()
-        self.notes = list[str]()
-        self.note = self.notes.append
-
-    def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
-        """As the planner's ledger does."""
-        new, self.asked = asked[: self.left], [*self.asked, *(policy for _, policy in asked[: self.left])]
-        self.left -= len(new)
-        answers = [self._candidate(compiler, policy) for compiler, policy in new]
-        return [*answers, *[None] * (len(asked) - len(new))]
-
-    def _candidate(self, compiler: Compiler, policy: jm.StepPolicy) -> Candidate:
-        temporaries = 10**6 if policy.remat == "none" else self._temporaries[policy.segments]
-        temporaries += int(policy.keep * 10**5)
-        again = compiler.facts(policy).flops - compiler.plain.flops
-        limit = compiler.problem.budget.bytes
-        return Candidate(
-            policy=policy,
-            step_bytes=temporaries,
-            need_bytes=temporaries,
-            temp_bytes=temporaries,
-            fits=None if limit is None else temporaries <= limit,
-            flops=compiler.plain.flops + again,
-            extra_flops=again,
-            plain_flops=compiler.plain.flops,
-        )
+def said(temporaries: dict[int | None, int]) -> Said:
+    """What compilers say of temporaries: so many bytes for a number of segments; what the library chooses is None."""
+    return Said(
+        lambda policy: (10**6 if policy.remat == "none" else temporaries[policy.segments]) + int(policy.keep * 10**5)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +66,7 @@ def fewer(compiler: Compiler) -> tuple[jm.StepPolicy, int]:
 @pytest.mark.parametrize("budget", [None, 150_000], ids=["frontier", "budget"])
 def test_the_better_of_the_two_goes_on(fewer: tuple[jm.StepPolicy, int], budget: int | None) -> None:
     policy, estimate = fewer
-    ledger = Said({None: estimate + 1, policy.segments: estimate // 2})
+    ledger = said({None: estimate + 1, policy.segments: estimate // 2})
     search = RematSearch(compiler_for(budget), ledger)
     search.run(frontier=budget is None)
     assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
@@ -115,7 +82,7 @@ def test_what_more_cuts_gave_is_a_point_of_the_frontier_where_it_is_not_beaten(
     policy, estimate = fewer
     kept: dict[int, list[float]] = {}
     for more in (10**3, 10**6):
-        ledger = Said({None: estimate + more, policy.segments: estimate})
+        ledger = said({None: estimate + more, policy.segments: estimate})
         RematSearch(compiler, ledger).run(frontier=True)
         assert ledger.asked[3].keep == 1, "alone, since it tells what the others are chosen by"
         kept[more] = sorted(each.keep for each in ledger.asked[4:])
@@ -127,7 +94,7 @@ def test_what_more_cuts_gave_is_a_point_of_the_frontier_where_it_is_not_beaten(
 
 def test_more_bytes_change_nothing(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
     policy, estimate = fewer
-    ledger = Said({None: estimate + 1, policy.segments: estimate + 2})
+    ledger = said({None: estimate + 1, policy.segments: estimate + 2})
     search = RematSearch(compiler, ledger)
     search.run(frontier=True)
     assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
@@ -136,7 +103,7 @@ def test_more_bytes_change_nothing(compiler: Compiler, fewer: tuple[jm.StepPolic
 
 
 def test_a_compiler_that_fuses_as_estimated_is_not_asked(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
-    ledger = Said({None: fewer[1]})
+    ledger = said({None: fewer[1]})
     RematSearch(compiler, ledger).run(frontier=True)
     assert {each.segments for each in ledger.asked} == {None}
 
@@ -163,7 +130,7 @@ def asked_for_fewer(platform: str, layers: int, products: int) -> tuple[float, b
     many = offers(compiler, FULL)
     few = with_enough_cuts(compiler, FULL, many.segments)
     assert few is not None
-    ledger = Said({None: few.offered.peak // 2, few.policy.segments: few.offered.peak // 4})
+    ledger = said({None: few.offered.peak // 2, few.policy.segments: few.offered.peak // 4})
     there = replace(resolve_target("cpu"), platform=platform)
     RematSearch(Compiler(replace(compiler.problem, target=there)), ledger).run(frontier=True)
     return few.offered.peak / many.peak, few.is_less, ledger.asked[2] == few.policy
@@ -202,7 +169,7 @@ def test_a_tpus_compiler_is_asked_for_as_many_cuts_as_leave_no_other_segment_muc
 
 
 def test_without_a_compile_left_nothing_is_traced_or_told(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
-    ledger = Said({None: fewer[1] + 1})
+    ledger = said({None: fewer[1] + 1})
     ledger.left = 2
     RematSearch(compiler, ledger).run(frontier=True)
     assert ledger.asked == [jm.StepPolicy(), FULL]

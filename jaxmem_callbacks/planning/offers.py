@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.cuts import SLACK
 from jaxmem_callbacks.transforms.keeping import Share
 
 _DIGITS = 10**5
@@ -26,6 +27,8 @@ _FEW = 4
 # Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
 # differences compilers often make the opposite.
 _MARGIN = 0.9
+# An estimated peak up to this part of that of the lower end is worth one compile where few segments were chosen.
+_DEEPER = 0.95
 # As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
 _ALIKE = 0.02
 # An estimated peak up to this part of another is hardly above it.
@@ -60,8 +63,8 @@ class Offered:
         between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
             does less work again than all before it.
         others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
-        deeper: The policy of another number of segments that keeps nothing besides and is estimated to take least, and less than
-            that of the lower end by more than the estimate may be wrong by; None where there is none.
+        deeper: The policy of a given number of segments that keeps nothing besides and is estimated to take notably less than
+            the lower end, and about least; None where there is none.
         segments: How many the loss is cut into; 0 where the step has several losses.
         peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
     """
@@ -113,10 +116,14 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     between = _unbeaten(promising)
     beaten = [offer for offer in promising if offer not in between]
     others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
-    deeper = min(curve_of, key=lambda policy: curve_of[policy][0].peak, default=None)
-    if deeper is not None and curve_of[deeper][0].peak > _MARGIN * own[0].peak:
-        deeper = None
-    return Offered(between=between, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak)
+    ends = {policy: curve[0] for policy, curve in curve_of.items()}
+    return Offered(
+        between=between,
+        others=others,
+        deeper=_deeper(ends, own[0].peak),
+        segments=own[0].segments,
+        peak=own[0].peak,
+    )
 
 
 def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
@@ -190,10 +197,20 @@ def _of_other_numbers(
     found: dict[StepPolicy, tuple[Share, ...]] = {}
     for segments in range(2, _FEW + 2) if own[0].segments <= _FEW else ():
         policy = replace(full, segments=segments)
-        with contextlib.suppress(PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make, or too many
+        with contextlib.suppress(
+            PolicyError, LossRefusedError
+        ):  # fewer than its loops and checkpoints make, or too many
             curves = _surveyed(compiler, policy)
             found |= {policy: curves[0]} if len(curves) == 1 and curves[0] != own else {}
     return found
+
+
+def _deeper(ends: Mapping[StepPolicy, Share], peak: int) -> StepPolicy | None:
+    """Of those whose estimated peaks are hardly above the least the one of least work, if that is enough below a peak."""
+    least = min((end.peak for end in ends.values()), default=peak)
+    if least > _DEEPER * peak:
+        return None
+    return min((policy for policy, end in ends.items() if end.peak <= SLACK * least), key=lambda each: ends[each].work)
 
 
 def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:

@@ -1,0 +1,152 @@
+"""Nets of a few blocks with nothing behind them: another number of segments, where it is estimated to take less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.offers import Offered, offers
+from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.transforms.flops import jaxpr_flops
+from tests.said import Said
+from tests.target_step import needs_compiler, shape
+
+FULL = jm.StepPolicy(remat="full")
+BLOCKS, ROWS, WIDTH, RANK = 4, 4096, 256, 8
+OPTIMIZER = optax.sgd(1e-3)  # of AdamW a GPU's compiler has five times as many loops to make
+DONATED = ("params", "opt_state")
+
+
+def residual(p: Any, x: jax.Array) -> jax.Array:
+    return x + jnp.tanh(x @ p["w"] + p["b"] + (x @ p["down"]) @ p["up"])
+
+
+def wide(p: Any, x: jax.Array) -> jax.Array:
+    return x + jax.nn.gelu(x @ p["in"]) @ p["out"]
+
+
+def step_of(gradient: Callable[..., Any], block: Callable[..., Any]) -> Any:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for p in params["blocks"]:
+            x = block(p, x)
+        x = (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5) * params["scale"]
+        return jnp.square(x - batch["y"]).mean()
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        value, grads = gradient(loss)(params, batch)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+def arguments(**weights: tuple[int, ...]) -> tuple[Any, ...]:
+    params = {
+        "blocks": [{name: shape(*sizes) for name, sizes in weights.items()} for _ in range(BLOCKS)],
+        "scale": shape(WIDTH),
+    }
+    return params, jax.eval_shape(OPTIMIZER.init, params), {"x": shape(ROWS, WIDTH), "y": shape(ROWS, WIDTH)}
+
+
+RESIDUAL = residual, arguments(w=(WIDTH, WIDTH), b=(WIDTH,), down=(WIDTH, RANK), up=(RANK, WIDTH))
+WIDE = wide, arguments(**{"in": (WIDTH, 4 * WIDTH), "out": (4 * WIDTH, WIDTH)})
+
+
+@pytest.mark.parametrize("target", ["h100_sxm", "cpu"])
+@pytest.mark.parametrize("net", [RESIDUAL, WIDE], ids=["residual", "wide"])
+def test_remat_by_hand_around_each_block_is_not_beaten_by_the_hand(net: tuple[Any, Any], target: str) -> None:
+    """A checkpoint around each block, the last one too: the plan has a point within 1.05 of its bytes and its operations."""
+    needs_compiler(target)
+    if target == "cpu" and jax.__version_info__ < (0, 12):
+        pytest.skip("a CPU's compiler keeps the remat of layers written out since jax 0.12")
+    block, args = net
+    hand = step_of(jax.value_and_grad, jax.checkpoint(block))
+    theirs = compile_for_target(hand, args, target=target, donate_argnames=DONATED, keep_hlo=False).needed_bytes
+    operations = jaxpr_flops(jax.make_jaxpr(hand)(*args))
+    plan = jm.plan(step_of(jm.value_and_grad, block), *args, target=target, progress=False)
+    ratios = [
+        max(each.step_bytes / theirs, each.flops / operations) for each in plan.candidates if each.step_bytes and theirs
+    ]
+    assert plan.compiles <= 6
+    assert min(ratios) <= 1.05, [(each.policy, each.step_bytes, each.flops) for each in plan.candidates]
+
+
+def compiler_for(budget: int | None, platform: str = "cpu") -> Compiler:
+    given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
+    there = replace(resolve_target("cpu"), platform=platform)
+    block, args = RESIDUAL
+    step = step_of(jm.value_and_grad, block)
+    return Compiler(Problem(train_step=step, args=args, kwargs={}, target=there, budget=given))
+
+
+@pytest.fixture(scope="module")
+def offered() -> Offered:
+    return offers(compiler_for(None), FULL)
+
+
+def asked(offered: Offered, *, full: int, deeper: int, budget: int | None = None, platform: str = "cpu") -> Any:
+    """What is asked of a compiler that needs so many bytes, and the search."""
+
+    def bytes_of(policy: jm.StepPolicy) -> int:
+        if policy.remat == "none":
+            return 4 * full
+        is_deeper = offered.deeper is not None and policy.segments == offered.deeper.segments
+        return (deeper if is_deeper else full) + int(policy.keep * full)
+
+    ledger = Said(bytes_of)
+    search = RematSearch(compiler_for(budget, platform), ledger)
+    search.run(frontier=budget is None)
+    return ledger.asked, search
+
+
+@pytest.mark.core
+def test_it_is_one_point_more_of_the_frontier(offered: Offered) -> None:
+    assert offered.segments <= 4
+    assert offered.deeper is not None
+    places, search = asked(offered, full=1000, deeper=900)
+    assert places[:3] == [jm.StepPolicy(), FULL, offered.deeper]
+    assert len(places) <= 6
+    assert search.full is search.found[FULL]
+
+
+@pytest.mark.core
+def test_a_budget_that_the_chosen_number_fits_asks_for_no_other(offered: Offered) -> None:
+    places, _ = asked(offered, full=1000, deeper=900, budget=1100)
+    assert offered.deeper not in places
+    places, search = asked(offered, full=1000, deeper=900, budget=950)
+    assert offered.deeper in places
+    assert search.full is search.found[offered.deeper], "keeps from there on what fits"
+    assert search.full.fits
+
+
+@pytest.mark.core
+def test_where_neither_fits_there_are_two_levels_left(offered: Offered) -> None:
+    places, search = asked(offered, full=1000, deeper=990, budget=500)
+    assert places[-1].levels == 2 or replace(FULL, levels=2) in places
+    assert search.full is search.found[FULL]
+
+
+@pytest.mark.core
+def test_a_tpus_compiler_is_not_asked(offered: Offered) -> None:
+    places, _ = asked(offered, full=1000, deeper=900, platform="tpu")
+    assert offered.deeper not in places
+
+
+@pytest.mark.core
+def test_a_number_that_is_given_is_taken_as_it_is() -> None:
+    given = offers(compiler_for(None), replace(FULL, segments=3))
+    assert given.deeper is None
+    assert {each.policy.segments for each in given.between} == {3}
