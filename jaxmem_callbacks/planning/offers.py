@@ -27,6 +27,8 @@ _FEW = 4
 # Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
 # differences compilers often make the opposite.
 _MARGIN = 0.9
+# So many segments more are looked at where few were chosen: the last one may be cut, and what is behind the last layer.
+_MORE = 3
 # An estimated peak up to this part of that of the lower end is worth one compile where few segments were chosen.
 _DEEPER = 0.95
 # As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
@@ -108,19 +110,22 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
         return Offered(between=between)
     own = curves[0]
     promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
-    curve_of = _of_other_numbers(compiler, full, own) if full.segments is None else {}
-    # What is kept is compared with that of other numbers: of its own the estimates differ by what the last segment holds alone.
-    for policy, curve in ((each, some) for each, some in curve_of.items() if each.segments != own[0].segments):
+    is_few = full.segments is None and own[0].segments <= _FEW
+    curve_of = _of_other_numbers(compiler, full, own[0].segments + _MORE) if is_few else {}
+    # What is kept is compared with that of other small numbers: of its own the estimates differ by the last segment alone.
+    numbers = {*range(2, _FEW + 1)} - {own[0].segments}
+    for policy, curve in ((each, some) for each, some in curve_of.items() if each.segments in numbers):
         for offer, is_promising in _compared(policy, curve, own):
             (promising if is_promising else unlikely).append(offer)
     between = _unbeaten(promising)
     beaten = [offer for offer in promising if offer not in between]
     others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
-    ends = {policy: curve[0] for policy, curve in curve_of.items()}
+    # A loss that has loops over its layers cannot be cut into two: these make its few segments, and have checkpoints inside.
+    has_loops = replace(full, segments=2) not in curve_of
     return Offered(
         between=between,
         others=others,
-        deeper=_deeper(ends, own[0].peak),
+        deeper=None if has_loops else _deeper({policy: curve[0] for policy, curve in curve_of.items()}, own[0]),
         segments=own[0].segments,
         peak=own[0].peak,
     )
@@ -187,30 +192,29 @@ def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]
     return [curve for curve in told if len(curve) > 1] or list(told[:1])
 
 
-def _of_other_numbers(
-    compiler: Compiler, full: StepPolicy, own: tuple[Share, ...]
-) -> dict[StepPolicy, tuple[Share, ...]]:
-    """Numbers of segments where the chosen one is small, up to one more than is small, and what each may keep.
-
-    The chosen number is among them where it gives other cuts: for a given number the last segment is estimated otherwise.
-    """
+def _of_other_numbers(compiler: Compiler, full: StepPolicy, most: int) -> dict[StepPolicy, tuple[Share, ...]]:
+    """Given numbers of segments up to ``most``, and what each may keep; the chosen number too, whose cuts may then be others."""
     found: dict[StepPolicy, tuple[Share, ...]] = {}
-    for segments in range(2, _FEW + 2) if own[0].segments <= _FEW else ():
+    for segments in range(2, most + 1):
         policy = replace(full, segments=segments)
-        with contextlib.suppress(
-            PolicyError, LossRefusedError
-        ):  # fewer than its loops and checkpoints make, or too many
+        # Fewer than its loops and checkpoints make, or more than it has places.
+        with contextlib.suppress(PolicyError, LossRefusedError):
             curves = _surveyed(compiler, policy)
-            found |= {policy: curves[0]} if len(curves) == 1 and curves[0] != own else {}
+            found |= {policy: curves[0]} if len(curves) == 1 else {}
     return found
 
 
-def _deeper(ends: Mapping[StepPolicy, Share], peak: int) -> StepPolicy | None:
-    """Of those whose estimated peaks are hardly above the least the one of least work, if that is enough below a peak."""
-    least = min((end.peak for end in ends.values()), default=peak)
-    if least > _DEEPER * peak:
+def _deeper(ends: Mapping[StepPolicy, Share], own: Share) -> StepPolicy | None:
+    """Of those whose estimated peak is about the least, the one of most segments that does about least work again.
+
+    Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own``.
+    """
+    least = min((end.peak for end in ends.values()), default=own.peak)
+    if least > _DEEPER * own.peak:
         return None
-    return min((policy for policy, end in ends.items() if end.peak <= SLACK * least), key=lambda each: ends[each].work)
+    low = {policy: end for policy, end in ends.items() if end.peak <= SLACK * least}
+    alike = min(end.work for end in low.values()) + _ALIKE * own.work
+    return max((policy for policy, end in low.items() if end.work <= alike), key=lambda each: each.segments or 0)
 
 
 def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:

@@ -36,6 +36,8 @@ _ENOUGH = 6
 # An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU; and below this part
 # where fewer cuts are estimated to take less than as many, however the last segment is estimated.
 _MUCH_LESS, _LESS = 0.8, 0.9
+# Bytes up to this part of others are no more.
+_NO_MORE = 1.01
 # A modelled time up to this part of another is no longer.
 _NO_SLOWER = 1.01
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -133,19 +135,17 @@ class RematSearch:
             self._full, self._offered = fewer.policy, fewer.offered
 
     def _ask_deeper(self) -> None:
-        """Another number of segments that is estimated to take less, where few were chosen, and to compute more again.
+        """A given number of segments, where few were chosen and it is estimated to take less; the better goes on.
 
-        It is one point more below the lower end, and takes the place of that where only it fits. A net of a few blocks is what
-        needs it: with four of them the last one, which has no checkpoint, is a quarter of what is kept. A TPU's compiler has such
-        in the chip's own memory.
+        The cuts that the library chooses rely on fusions in the last segment, which has no checkpoint, and of few segments it is
+        much of the whole. A TPU's compiler holds such in the chip's own memory.
         """
         deeper, full = self._offered.deeper, self.full
         if deeper is None or full is None or not self._ledger.left or self._compiler.problem.platform == "tpu":
             return
-        if self._is_another(deeper):
-            self._compile([deeper])
+        self._compile([deeper])
         asked = self.found.get(deeper)
-        if full.fits is False and asked is not None and asked.fits is not False:
+        if asked is not None and _bytes(asked) <= _NO_MORE * _bytes(full):
             self._full, self._offered = deeper, offers(self._compiler, deeper)
 
     def fill(self) -> None:
@@ -208,8 +208,7 @@ class RematSearch:
         if problem.beside_alone_is_too_much:
             return
         self._ask_fewer()
-        if self.full is None or self.full.fits is False:
-            self._ask_deeper()
+        self._ask_deeper()
         full, limit = self.full, problem.budget.bytes
         if full is None or full.fits is False:
             self._go_further()

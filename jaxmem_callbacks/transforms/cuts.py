@@ -89,7 +89,8 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     """
     places = _candidates(land)
     if segments is not None:
-        before = places[(places <= land.last_product) | (places == land.length) | np.isin(places, land.forced)]
+        head = land.last_product if _is_head(land) else land.length
+        before = places[(places <= head) | (places == land.length) | np.isin(places, land.forced)]
         places = before if len(before) > segments else places
     least = len(set(land.forced)) + 1
     if segments is not None and segments < least:
@@ -109,6 +110,12 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     route = table.route(int(_smallest(table, segments) * SLACK), segments)
     assert route is not None
     return [int(places[index]) for index in route]
+
+
+def _is_head(land: Landscape) -> bool:
+    """Whether the last product makes more than is alive before it, as logits are: other layers hand on what they got."""
+    last = land.last_product
+    return last < land.length and bool(land.made[last] > alive(land.spans, land.length)[last])
 
 
 def smallest_peak(land: Landscape) -> int:
