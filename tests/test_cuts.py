@@ -134,21 +134,29 @@ def test_of_so_many_segments_no_others_have_a_smaller_peak_if_nothing_of_the_las
     land: Landscape, segments: int
 ) -> None:
     work = np.bincount(land.held[:, 1], land.held[:, 0], land.length) + land.stored
-    allowed = {place for place in worth_cutting(land) if place <= land.last_product} | set(land.forced)
+    last = land.last_product
+    head = last if last < land.length and land.made[last] > alive(land, last) else land.length
+    allowed = {place for place in worth_cutting(land) if place <= head} | set(land.forced)
     choices = [cuts for cuts in every_choice(land) if len(cuts) == segments - 1 and set(cuts) <= allowed]
     if choices and (work > 0).all():
         cuts = tuple(choose_cuts(land, segments))
-        assert all(cut <= land.last_product or cut in land.forced for cut in cuts)
+        assert all(cut <= head or cut in land.forced for cut in cuts)
         best = min(peak(land, each, unfused=True) for each in choices)
         assert peak(land, cuts, unfused=True) <= SLACK * best
 
 
-def test_behind_the_last_product_is_cut_only_where_there_is_no_other_place() -> None:
+def test_behind_a_head_is_cut_only_where_there_is_no_other_place() -> None:
     length = 8
-    land = even(length, residual=100, last_product=3)
+    land = replace(even(length, residual=100, last_product=3), made=np.full(length, 11))  # more than is alive
     assert max(choose_cuts(land, 4)) <= 3
     assert len(choose_cuts(land, 6)) == 5
     assert len(choose_cuts(replace(land, last_product=0), 2)) == 1
+
+
+def test_without_a_head_the_last_layer_may_be_cut_off() -> None:
+    land = even(8, residual=100, last_product=3)
+    assert land.made[3] == alive(land, 3), "it hands on as much as it got"
+    assert max(choose_cuts(land, 4)) > 3
 
 
 @pytest.mark.core

@@ -113,29 +113,22 @@ def asked(offered: Offered, *, full: int, deeper: int, budget: int | None = None
 
 
 @pytest.mark.core
-def test_it_is_one_point_more_of_the_frontier(offered: Offered) -> None:
+@pytest.mark.parametrize("budget", [None, 1300], ids=["frontier", "budget"])
+def test_the_better_of_the_two_goes_on(offered: Offered, budget: int | None) -> None:
     assert offered.segments <= 4
     assert offered.deeper is not None
-    places, search = asked(offered, full=1000, deeper=900)
+    places, search = asked(offered, full=1000, deeper=900, budget=budget)
     assert places[:3] == [jm.StepPolicy(), FULL, offered.deeper]
-    assert len(places) <= 6
-    assert search.full is search.found[FULL]
+    assert 3 < len(places) <= 6
+    assert {each.segments for each in places[3:]} == {offered.deeper.segments}
+    assert search.full is search.found[offered.deeper]
 
 
 @pytest.mark.core
-def test_a_budget_that_the_chosen_number_fits_asks_for_no_other(offered: Offered) -> None:
-    places, _ = asked(offered, full=1000, deeper=900, budget=1100)
-    assert offered.deeper not in places
-    places, search = asked(offered, full=1000, deeper=900, budget=950)
-    assert offered.deeper in places
-    assert search.full is search.found[offered.deeper], "keeps from there on what fits"
-    assert search.full.fits
-
-
-@pytest.mark.core
-def test_where_neither_fits_there_are_two_levels_left(offered: Offered) -> None:
-    places, search = asked(offered, full=1000, deeper=990, budget=500)
-    assert places[-1].levels == 2 or replace(FULL, levels=2) in places
+def test_more_bytes_change_nothing(offered: Offered) -> None:
+    places, search = asked(offered, full=1000, deeper=1020)
+    assert places[:3] == [jm.StepPolicy(), FULL, offered.deeper]
+    assert {each.segments for each in places[3:]}.isdisjoint({offered.deeper.segments})
     assert search.full is search.found[FULL]
 
 

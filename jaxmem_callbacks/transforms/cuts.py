@@ -113,7 +113,7 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
 
 
 def _is_head(land: Landscape) -> bool:
-    """Whether the last product makes more than is alive before it, as logits are: other layers hand on what they got."""
+    """Whether the last product makes more than is alive before it, as logits are; other layers hand on as much as they got."""
     last = land.last_product
     return last < land.length and bool(land.made[last] > alive(land.spans, land.length)[last])
 
