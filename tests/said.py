@@ -15,10 +15,10 @@ class Said:
     """Says what each policy needs.
 
     Args:
-        bytes_of: Policy -> bytes of the step, which are all temporary.
+        bytes_of: Policy -> bytes of the step, which are all temporary; None where it is refused without a figure.
     """
 
-    def __init__(self, bytes_of: Callable[[jm.StepPolicy], int]) -> None:
+    def __init__(self, bytes_of: Callable[[jm.StepPolicy], int | None]) -> None:
         self._bytes_of = bytes_of
         self.left = 6
         self.asked = list[jm.StepPolicy]()
@@ -41,7 +41,7 @@ class Said:
             step_bytes=needs,
             need_bytes=needs,
             temp_bytes=needs,
-            fits=None if limit is None else needs <= limit,
+            fits=False if needs is None else None if limit is None else needs <= limit,
             flops=compiler.plain.flops + again,
             extra_flops=again,
             plain_flops=compiler.plain.flops,

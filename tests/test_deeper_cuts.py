@@ -14,7 +14,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.offers import Offered, offers
+from jaxmem_callbacks.planning.offers import offers
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
@@ -92,50 +92,83 @@ def compiler_for(budget: int | None, platform: str = "cpu") -> Compiler:
     return Compiler(Problem(train_step=step, args=args, kwargs={}, target=there, budget=given))
 
 
-@pytest.fixture(scope="module")
-def offered() -> Offered:
-    return offers(compiler_for(None), FULL)
+def asked(compiler: Compiler, deeper: int | None, *, left: int = 6) -> tuple[list[jm.StepPolicy], RematSearch]:
+    """What is asked of a compiler that needs 1,000 bytes for the library's own cuts and so many for deeper ones, and the search.
 
+    What a step keeps besides takes up to as much again. Refused without a figure are deeper cuts that need None.
+    """
+    found = offers(compiler, FULL).deeper
 
-def asked(offered: Offered, *, full: int, deeper: int, budget: int | None = None, platform: str = "cpu") -> Any:
-    """What is asked of a compiler that needs so many bytes, and the search."""
-
-    def bytes_of(policy: jm.StepPolicy) -> int:
-        if policy.remat == "none":
-            return 4 * full
-        is_deeper = offered.deeper is not None and policy.segments == offered.deeper.segments
-        return (deeper if is_deeper else full) + int(policy.keep * full)
+    def bytes_of(policy: jm.StepPolicy) -> int | None:
+        is_deeper = found is not None and policy.segments == found.policy.segments
+        needs = 4000 if policy.remat == "none" else deeper if is_deeper else 1000
+        return None if needs is None else needs + int(policy.keep * 1000)
 
     ledger = Said(bytes_of)
-    search = RematSearch(compiler_for(budget, platform), ledger)
-    search.run(frontier=budget is None)
+    ledger.left = left
+    search = RematSearch(compiler, ledger)
+    search.run(frontier=compiler.problem.budget.bytes is None)
     return ledger.asked, search
 
 
+@pytest.fixture(scope="module")
+def deeper() -> jm.StepPolicy:
+    found = offers(compiler_for(None), FULL)
+    assert found.segments <= 4
+    assert found.deeper is not None
+    assert found.deeper.offered.peak <= 0.95 * found.peak
+    return found.deeper.policy
+
+
 @pytest.mark.core
+@pytest.mark.parametrize("needs", [900, 1005])
 @pytest.mark.parametrize("budget", [None, 1300], ids=["frontier", "budget"])
-def test_the_better_of_the_two_goes_on(offered: Offered, budget: int | None) -> None:
-    assert offered.segments <= 4
-    assert offered.deeper is not None
-    places, search = asked(offered, full=1000, deeper=900, budget=budget)
-    assert places[:3] == [jm.StepPolicy(), FULL, offered.deeper]
+def test_it_goes_on_where_it_takes_no_more(deeper: jm.StepPolicy, budget: int | None, needs: int) -> None:
+    places, search = asked(compiler_for(budget), needs)
+    assert places[:3] == [jm.StepPolicy(), FULL, deeper]
     assert 3 < len(places) <= 6
-    assert {each.segments for each in places[3:]} == {offered.deeper.segments}
-    assert search.full is search.found[offered.deeper]
+    assert {each.segments for each in places[3:]} == {deeper.segments}
+    assert search.full is search.found[deeper]
 
 
 @pytest.mark.core
-def test_more_bytes_change_nothing(offered: Offered) -> None:
-    places, search = asked(offered, full=1000, deeper=1020)
-    assert places[:3] == [jm.StepPolicy(), FULL, offered.deeper]
-    assert {each.segments for each in places[3:]}.isdisjoint({offered.deeper.segments})
+@pytest.mark.parametrize(("needs", "budget"), [(1020, None), (1005, 1003), (None, 1300), (None, 900)])
+def test_what_takes_more_or_no_longer_fits_changes_nothing(
+    deeper: jm.StepPolicy, needs: int | None, budget: int | None
+) -> None:
+    places, search = asked(compiler_for(budget), needs)
+    assert places[:3] == [jm.StepPolicy(), FULL, deeper]
     assert search.full is search.found[FULL]
+    assert all(each.levels == 1 for each in places) or search.full.fits is False
 
 
 @pytest.mark.core
-def test_a_tpus_compiler_is_not_asked(offered: Offered) -> None:
-    places, _ = asked(offered, full=1000, deeper=900, platform="tpu")
-    assert offered.deeper not in places
+def test_without_a_compile_left_it_is_not_asked_for(deeper: jm.StepPolicy) -> None:
+    assert deeper not in asked(compiler_for(None), 900, left=2)[0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("first", [True, False], ids=["loop", "work before a loop"])
+def test_a_loop_over_layers_is_no_net_of_few_blocks(first: bool) -> None:
+    """Its few segments are the loop, whose steps have checkpoints, and what lies around it."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        x = x if first else jnp.tanh(x @ weights[0]) @ weights[1]
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)
+        return jnp.square(x).mean()
+
+    def step(weights: Any, x: Any) -> Any:
+        return jm.value_and_grad(loss)(weights, x)
+
+    given = Budget(bytes=None, limit_bytes=None, reason="asked for")
+    args = shape(12, 64, 64), shape(512, 64)
+    found = offers(Compiler(Problem(train_step=step, args=args, kwargs={}, target=None, budget=given)), FULL)
+    assert found.deeper is None
+
+
+@pytest.mark.core
+def test_a_tpus_compiler_is_not_asked(deeper: jm.StepPolicy) -> None:
+    assert deeper not in asked(compiler_for(None, "tpu"), 900)[0]
 
 
 @pytest.mark.core

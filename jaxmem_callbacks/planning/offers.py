@@ -2,7 +2,7 @@
 
 Enters: a compiler, which traces. Leaves: policies with the bytes and operations that are modelled for them. How much is kept is
 varied for the number of segments that the library chooses; where that is small other numbers are surveyed too, and offered
-first where they promise more than the estimate may be wrong by.
+first where they promise more than the estimate may be wrong by. The lower end may then be cut deeper too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ _FEW = 4
 # Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
 # differences compilers often make the opposite.
 _MARGIN = 0.9
-# So many segments more are looked at where few were chosen: the last one may be cut, and what is behind the last layer.
+# So many segments more are looked at where few were chosen: some cut the last segment, others what follows the last layer.
 _MORE = 3
 # An estimated peak up to this part of that of the lower end is worth one compile where few segments were chosen.
 _DEEPER = 0.95
@@ -65,22 +65,22 @@ class Offered:
         between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
             does less work again than all before it.
         others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
-        deeper: The policy of a given number of segments that keeps nothing besides and is estimated to take notably less than
-            the lower end, and about least; None where there is none.
+        deeper: A given number of segments that is estimated to take notably less than the lower end, and about least; None where
+            there is none.
         segments: How many the loss is cut into; 0 where the step has several losses.
         peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
     """
 
     between: list[Offer] = field(default_factory=list[Offer])
     others: list[Offer] = field(default_factory=list[Offer])
-    deeper: StepPolicy | None = None
+    deeper: OtherCuts | None = None
     segments: int = 0
     peak: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fewer:
-    """A policy of fewer cuts than the library chose.
+class OtherCuts:
+    """A policy of another number of cuts than the library chose.
 
     Attributes:
         policy: It, which keeps nothing besides.
@@ -111,27 +111,24 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     own = curves[0]
     promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
     is_few = full.segments is None and own[0].segments <= _FEW
-    curve_of = _of_other_numbers(compiler, full, own[0].segments + _MORE) if is_few else {}
-    # What is kept is compared with that of other small numbers: of its own the estimates differ by the last segment alone.
-    numbers = {*range(2, _FEW + 1)} - {own[0].segments}
-    for policy, curve in ((each, some) for each, some in curve_of.items() if each.segments in numbers):
-        for offer, is_promising in _compared(policy, curve, own):
+    given = _of_given_numbers(compiler, full, range(2, _FEW + 1)) if is_few else {}
+    for policy, curve in given.items():
+        # The chosen number, given, estimates only the last segment otherwise, and may cut elsewhere for that.
+        for offer, is_promising in _compared(policy, curve, own) if policy.segments != own[0].segments else ():
             (promising if is_promising else unlikely).append(offer)
     between = _unbeaten(promising)
     beaten = [offer for offer in promising if offer not in between]
     others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
-    # A loss that has loops over its layers cannot be cut into two: these make its few segments, and have checkpoints inside.
-    has_loops = replace(full, segments=2) not in curve_of
-    return Offered(
-        between=between,
-        others=others,
-        deeper=None if has_loops else _deeper({policy: curve[0] for policy, curve in curve_of.items()}, own[0]),
-        segments=own[0].segments,
-        peak=own[0].peak,
-    )
+    deeper = None
+    # Where two segments cannot be had, loops and checkpoints of the loss make its few segments, and these hold little at once. A
+    # TPU's compiler holds what the last segment keeps in the chip's own memory.
+    if replace(full, segments=2) in given and compiler.problem.platform != "tpu":
+        more = range(_FEW + 1, own[0].segments + _MORE + 1)
+        deeper = _deeper(given | _of_given_numbers(compiler, full, more), own[0])
+    return Offered(between=between, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak)
 
 
-def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
+def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
     """The policy that keeps half as many cuts and nothing besides, and what may be asked for above it.
 
     Args:
@@ -145,7 +142,7 @@ def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> F
     return None if segments <= _FEW else _with_so_many(compiler, full, segments // 2 + 1)
 
 
-def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
+def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
     """The policy of the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
 
     Where a number is given, the last segment is estimated as JAX would keep it: as many segments lie elsewhere, and the last is
@@ -177,11 +174,11 @@ def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Few
     return replace(half, is_less=half.offered.peak < most)
 
 
-def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> Fewer | None:
+def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
     """A policy with a number of segments; None where the loss cannot be cut so."""
     policy = replace(full, segments=segments)
     try:
-        return Fewer(policy=policy, offered=offers(compiler, policy))
+        return OtherCuts(policy=policy, offered=offers(compiler, policy))
     except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
         return None
 
@@ -192,29 +189,37 @@ def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]
     return [curve for curve in told if len(curve) > 1] or list(told[:1])
 
 
-def _of_other_numbers(compiler: Compiler, full: StepPolicy, most: int) -> dict[StepPolicy, tuple[Share, ...]]:
-    """Given numbers of segments up to ``most``, and what each may keep; the chosen number too, whose cuts may then be others."""
+def _of_given_numbers(
+    compiler: Compiler, full: StepPolicy, numbers: Iterable[int]
+) -> dict[StepPolicy, tuple[Share, ...]]:
+    """Policies of given numbers of segments, as far as the loss can be cut so, and what each may keep."""
     found: dict[StepPolicy, tuple[Share, ...]] = {}
-    for segments in range(2, most + 1):
+    for segments in numbers:
         policy = replace(full, segments=segments)
         # Fewer than its loops and checkpoints make, or more than it has places.
         with contextlib.suppress(PolicyError, LossRefusedError):
             curves = _surveyed(compiler, policy)
-            found |= {policy: curves[0]} if len(curves) == 1 else {}
+            if len(curves) == 1:
+                found[policy] = curves[0]
     return found
 
 
-def _deeper(ends: Mapping[StepPolicy, Share], own: Share) -> StepPolicy | None:
+def _deeper(given: Mapping[StepPolicy, Sequence[Share]], own: Share) -> OtherCuts | None:
     """Of those whose estimated peak is about the least, the one of most segments that does about least work again.
 
     Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own``.
     """
-    least = min((end.peak for end in ends.values()), default=own.peak)
+    least = min(curve[0].peak for curve in given.values())
     if least > _DEEPER * own.peak:
         return None
-    low = {policy: end for policy, end in ends.items() if end.peak <= SLACK * least}
-    alike = min(end.work for end in low.values()) + _ALIKE * own.work
-    return max((policy for policy, end in low.items() if end.work <= alike), key=lambda each: each.segments or 0)
+    low = {policy: curve for policy, curve in given.items() if curve[0].peak <= SLACK * least}
+    alike = min(curve[0].work for curve in low.values()) + _ALIKE * own.work
+    policy = max(
+        (policy for policy, (end, *_) in low.items() if end.work <= alike), key=lambda each: each.segments or 0
+    )
+    between = _unbeaten([_offer(policy, share, share.bytes) for share in low[policy]])
+    end = low[policy][0]
+    return OtherCuts(policy=policy, offered=Offered(between=between, segments=end.segments, peak=end.peak))
 
 
 def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:

@@ -2,7 +2,7 @@
 
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
 shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for. Where the
-compiler needs more than half as many cuts are estimated to take, these are asked for too.
+compiler needs more than half as many cuts are estimated to take, these are asked for too; of few, deeper ones.
 `offers.py` makes the list.
 """
 
@@ -36,7 +36,8 @@ _ENOUGH = 6
 # An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU; and below this part
 # where fewer cuts are estimated to take less than as many, however the last segment is estimated.
 _MUCH_LESS, _LESS = 0.8, 0.9
-# Bytes up to this part of others are no more.
+# Of a lower end that is cut deeper, bytes up to this part of those of the chosen cuts are no more: its last segment too may keep
+# a part of what is dear, so that the points above it take less for as much work.
 _NO_MORE = 1.01
 # A modelled time up to this part of another is no longer.
 _NO_SLOWER = 1.01
@@ -135,18 +136,20 @@ class RematSearch:
             self._full, self._offered = fewer.policy, fewer.offered
 
     def _ask_deeper(self) -> None:
-        """A given number of segments, where few were chosen and it is estimated to take less; the better goes on.
+        """A given number of segments, where few were chosen and it is estimated to take less; it goes on where it is no more.
 
         The cuts that the library chooses rely on fusions in the last segment, which has no checkpoint, and of few segments it is
-        much of the whole. A TPU's compiler holds such in the chip's own memory.
+        much of the whole. What other numbers of segments offer beside them is then given up.
         """
         deeper, full = self._offered.deeper, self.full
-        if deeper is None or full is None or not self._ledger.left or self._compiler.problem.platform == "tpu":
+        if deeper is None or full is None or not self._ledger.left:
             return
-        self._compile([deeper])
-        asked = self.found.get(deeper)
-        if asked is not None and _bytes(asked) <= _NO_MORE * _bytes(full):
-            self._full, self._offered = deeper, offers(self._compiler, deeper)
+        self._compile([deeper.policy])
+        asked = self.found.get(deeper.policy)
+        if asked is None or asked.step_bytes is None or (full.fits and asked.fits is False):
+            return
+        if asked.step_bytes <= _NO_MORE * _bytes(full):
+            self._full, self._offered = deeper.policy, deeper.offered
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.

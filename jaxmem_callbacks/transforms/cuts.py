@@ -89,8 +89,8 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     """
     places = _candidates(land)
     if segments is not None:
-        head = land.last_product if _is_head(land) else land.length
-        before = places[(places <= head) | (places == land.length) | np.isin(places, land.forced)]
+        last = land.last_product if _is_head(land) else land.length
+        before = places[(places <= last) | (places == land.length) | np.isin(places, land.forced)]
         places = before if len(before) > segments else places
     least = len(set(land.forced)) + 1
     if segments is not None and segments < least:
@@ -104,8 +104,8 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
             f"segments={segments}: this loss can be cut into {len(places) - 1} segments at most. Use a smaller number."
         )
         raise ValueError(msg)
-    # For a given number the last segment is taken to hold all that JAX keeps of it: so `RematSearch` asks where a compiler was
-    # seen to fuse less than the number that is chosen here relies on.
+    # For a given number the last segment is taken to hold all that JAX keeps of it: so `RematSearch` asks where a compiler fuses
+    # less than the number that is chosen here relies on, or may do so.
     table = _Table(land, places, unfused=segments is not None)
     route = table.route(int(_smallest(table, segments) * SLACK), segments)
     assert route is not None
