@@ -267,8 +267,9 @@ def test_a_kernel_that_the_target_does_not_have_is_the_compilers_own_refusal():
         compile_for_target(step, (shape(8, 8),), target="h100")
 
 
-def test_the_users_process_sees_nothing_of_the_compilers():
-    needs_compiler("h100")
+@pytest.mark.parametrize(("name", "size"), [("h100", 256), ("v5e:1x1", 4096)])  # a TPU pads to a tile
+def test_the_users_process_sees_nothing_of_the_compilers(name, size):
+    needs_compiler(name)
     code = (
         "import os, sys\n"
         "import jax, jax.numpy as jnp\n"
@@ -276,7 +277,7 @@ def test_the_users_process_sees_nothing_of_the_compilers():
         "jax.devices(); before = dict(os.environ), list(sys.path), seen()\n"
         "from jaxmem_callbacks.programs.targets.compile import compile_for_target\n"
         "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
-        "assert compile_for_target(lambda x: x @ x, (x,), target='h100').memory.argument_bytes == 256\n"
+        f"assert compile_for_target(lambda x: x @ x, (x,), target='{name}').memory.argument_bytes == {size}\n"
         "assert (dict(os.environ), list(sys.path), seen()) == before\n"
     )
     command = [sys.executable, "-c", code]
