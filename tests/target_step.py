@@ -15,6 +15,9 @@ from jaxmem_callbacks.records.errors import TargetError
 
 GIB = 2**30
 LAYERS, BATCH, WIDTH, HIDDEN = 6, 2048, 256, 1024
+keeps_remat = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="a CPU's compiler keeps the remat of layers written out since jax 0.12"
+)
 
 
 def needs_compiler(name):

@@ -20,12 +20,10 @@ from jaxmem_callbacks.planning.explore import explore
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.spending import go_on
+from tests.target_step import keeps_remat
 
 ROWS, WIDTH = 512, 64
 OPTIMIZER = optax.adam(1e-3)
-keeps_remat = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="a CPU's compiler keeps the remat of layers written out since jax 0.12"
-)
 
 
 def unrolled(params: Any, batch: Any) -> Any:
