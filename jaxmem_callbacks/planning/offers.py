@@ -64,6 +64,7 @@ class Offered:
     Attributes:
         between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
             does less work again than all before it.
+        alone: The same with one number of segments only, as if no other had been looked at.
         others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
         deeper: A given number of segments that is estimated to take notably less than the lower end, and about least; None where
             there is none.
@@ -72,6 +73,7 @@ class Offered:
     """
 
     between: list[Offer] = field(default_factory=list[Offer])
+    alone: list[Offer] = field(default_factory=list[Offer])
     others: list[Offer] = field(default_factory=list[Offer])
     deeper: OtherCuts | None = None
     segments: int = 0
@@ -107,9 +109,10 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     curves = _surveyed(compiler, full)
     if len(curves) != 1:
         between = [_offer(full, share, share.bytes) for share in _joined(curves)]
-        return Offered(between=between)
+        return Offered(between=between, alone=between)
     own = curves[0]
     promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
+    alone = _unbeaten(promising)
     is_few = full.segments is None and own[0].segments <= _FEW
     given = _of_given_numbers(compiler, full, range(2, _FEW + 1)) if is_few else {}
     for policy, curve in given.items():
@@ -125,7 +128,9 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     if replace(full, segments=2) in given and compiler.problem.platform != "tpu":
         more = range(_FEW + 1, own[0].segments + _MORE + 1)
         deeper = _deeper(given | _of_given_numbers(compiler, full, more), own[0])
-    return Offered(between=between, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak)
+    return Offered(
+        between=between, alone=alone, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak
+    )
 
 
 def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
@@ -219,7 +224,9 @@ def _deeper(given: Mapping[StepPolicy, Sequence[Share]], own: Share) -> OtherCut
     )
     between = _unbeaten([_offer(policy, share, share.bytes) for share in low[policy]])
     end = low[policy][0]
-    return OtherCuts(policy=policy, offered=Offered(between=between, segments=end.segments, peak=end.peak))
+    return OtherCuts(
+        policy=policy, offered=Offered(between=between, alone=between, segments=end.segments, peak=end.peak)
+    )
 
 
 def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:

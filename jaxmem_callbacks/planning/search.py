@@ -36,9 +36,8 @@ _ENOUGH = 6
 # An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU; and below this part
 # where fewer cuts are estimated to take less than as many, however the last segment is estimated.
 _MUCH_LESS, _LESS = 0.8, 0.9
-# Of a lower end that is cut deeper, bytes up to this part of those of the chosen cuts are no more: its last segment too may keep
-# a part of what is dear, so that the points above it take less for as much work.
-_NO_MORE = 1.01
+# A lower end that is cut deeper computes more again: worth it are bytes below this part of those of the chosen cuts.
+_LESS_BYTES = 0.99
 # A modelled time up to this part of another is no longer.
 _NO_SLOWER = 1.01
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -136,20 +135,21 @@ class RematSearch:
             self._full, self._offered = fewer.policy, fewer.offered
 
     def _ask_deeper(self) -> None:
-        """A given number of segments, where few were chosen and it is estimated to take less; it goes on where it is no more.
+        """A given number of segments, where few were chosen and it is estimated to take less; the better goes on, alone.
 
         The cuts that the library chooses rely on fusions in the last segment, which has no checkpoint, and of few segments it is
-        much of the whole. What other numbers of segments offer beside them is then given up.
+        much of the whole. Where the compiler needs no less for the given number, it fuses as they do, and what is estimated of
+        other numbers without fusions is not worth a compile either.
         """
         deeper, full = self._offered.deeper, self.full
         if deeper is None or full is None or not self._ledger.left:
             return
         self._compile([deeper.policy])
         asked = self.found.get(deeper.policy)
-        if asked is None or asked.step_bytes is None or (full.fits and asked.fits is False):
-            return
-        if asked.step_bytes <= _NO_MORE * _bytes(full):
+        if asked is not None and asked.step_bytes is not None and asked.step_bytes < _LESS_BYTES * _bytes(full):
             self._full, self._offered = deeper.policy, deeper.offered
+        else:
+            self._offered = replace(self._offered, between=self._offered.alone, others=[])
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
