@@ -23,6 +23,12 @@ from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Fou
 from jaxmem_callbacks.transforms.accumulation.weighted import Weighted, is_weighted, ratio, ratios
 from jaxmem_callbacks.transforms.weak_types import is_weak, typed
 
+# What only brings an array elsewhere or into another shape, of whatever dtype it is.
+MOVES = {
+    "broadcast_in_dim", "copy", "dynamic_slice", "gather", "mesh_cast", "name", "reshape", "reshard", "rev", "slice", "squeeze",
+    "stop_gradient", "transpose",
+}  # fmt: skip
+
 KeyOf = Callable[[jax.Array, Any], jax.Array]
 
 
@@ -182,7 +188,8 @@ def _coarsest(jaxpr: Any) -> Any:
         var.aval.dtype
         for eqn in jaxpr.eqns
         for var in eqn.outvars
-        if jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.floating)
+        if eqn.primitive.name not in {*MOVES, "bitcast_convert_type"}  # nothing is rounded there
+        and jnp.issubdtype(getattr(var.aval, "dtype", np.int32), jnp.floating)
     ]
     found += [_coarsest(body) for eqn in jaxpr.eqns for body in subjaxprs(eqn)]
     return min(found, key=lambda dtype: jnp.finfo(dtype).bits, default=np.dtype("float64"))

@@ -4,7 +4,7 @@ A traced gradient call enters; how far one full and one accumulated gradient are
 where the data are. For a loss that is a mean over rows of what each row determines alone they are equal on any data, and so
 is each parameter's part of them: a router's own small gradient would not be seen beside all others'. A part that is nothing
 but rounding, such as that of the bias of attention's keys, is told by how far it moves when the parameters are nudged by a
-few units in their last place.
+few units in their last place. What is computed with 16 bits is compared in float32: that little is hidden by rounding.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
 from jaxmem_callbacks.transforms.accumulation.batch import WHOLE
 from jaxmem_callbacks.transforms.accumulation.sampling import sample
 from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
+from jaxmem_callbacks.transforms.accumulation.widened import in_float32, program_in_float32
 
-# Largest relative difference that rounding explains, by the bits of the coarsest dtype that the loss computes with.
+# Largest relative difference that rounding explains, by the bits of the coarsest dtype that is computed with. Fewer than 32 are
+# those of what cannot be computed otherwise, such as a kernel.
 TOLERANCE = {64: 1e-6, 32: 1e-4, 16: 3e-2, 8: 2e-1}
+_FLOAT32_BITS = 32
 _NUDGES = 3
 # Rounding moves a part of a gradient this many times as far between two programs as between two nudges, at most ...
 _OF_NUDGES = 10.0
@@ -91,6 +94,7 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
         shards: Devices that the step runs on; every microbatch keeps a row for each.
     """
     few = sample(batch, count, program, shards)
+    call, program = _precise(call, batch, program)
     bits = jnp.finfo(coarsest(program))
     tolerance = TOLERANCE.get(bits.bits, TOLERANCE[8])
     told: dict[str, Any] = {}
@@ -141,6 +145,7 @@ def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards:
         shards: Likewise.
     """
     few = sample(batch, count, program, shards)
+    call, program = _precise(call, batch, program)
     unit = float(jnp.finfo(coarsest(program)).eps)
 
     def one(stacked: dict[int, Any]) -> jax.Array:
@@ -166,10 +171,19 @@ def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards:
         return jax.lax.map(one, few.stacked)
 
 
+def _precise(call: GradientCall, batch: Whole, program: Any) -> tuple[GradientCall, Any]:
+    """A gradient, and that of one microbatch as traced, with what has 16 and fewer bits computed in float32."""
+    dtypes = [array.dtype for array in batch.arrays if jnp.issubdtype(array.dtype, jnp.floating)]
+    if min(jnp.finfo(dtype).bits for dtype in [coarsest(program), *dtypes]) >= _FLOAT32_BITS:
+        return call, program
+    return in_float32(call, batch.arrays), program_in_float32(program, [jnp.int32(0), *batch.arrays])
+
+
 def _nudged(array: jax.Array, index: int, number: Any, unit: float) -> jax.Array:
     """An array scaled by up to three units in the last place, each array by its own; as it is for number 0."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return array
+    array = _wide(array)
     way = jnp.where(number % 2 == index % 2, number, -number)
     return array * (1 + unit * way).astype(array.dtype)
 
