@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -98,27 +99,58 @@ def widenings(program):
             yield from widenings(body)
 
 
-def test_a_call_that_cannot_be_widened_keeps_its_dtype():
-    """A callback gets what it was written for, and what it rounds is allowed for."""
+def outside(function):
+    """An elementwise function that only the host computes, in bfloat16 forwards and backwards, and what dtypes it was given."""
     seen = set()
 
     def called(h):
         seen.add(h.dtype)
-        return np.tanh(h.astype(np.float32)).astype(h.dtype)
+        return function(h.astype(np.float32)).astype(h.dtype)
 
     @jax.custom_vjp
-    def outside(h):
+    def computed(h):
         return jax.pure_callback(called, h, h, vmap_method="sequential")
 
-    outside.defvjp(lambda h: (outside(h),) * 2, lambda y, g: (g * (1 - y * y),))
+    computed.defvjp(lambda h: (computed(h), None), lambda _, g: (computed(g),))
+    return computed, seen
+
+
+def test_a_call_that_cannot_be_widened_keeps_its_dtype():
+    """A callback gets what it was written for, and what it rounds is allowed for."""
+    halved, seen = outside(lambda h: h / 2)
 
     def loss(w, x):
-        return (outside(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2).mean()
+        return (jnp.tanh(halved(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))).astype(jnp.float32) ** 2).mean()
 
     step = jm.jit_step(jax.jit(jm.value_and_grad(loss)), FOUR)
     assert jnp.isfinite(step(W, X)[0])
     assert seen == {jnp.dtype("bfloat16")}
     assert "3.0% allowed" in refused(lambda w, x: 32 * loss(w, x) / x.shape[0], W, X)
+
+
+def test_parts_that_are_nothing_but_the_rounding_of_such_a_call():
+    """The bias of attention's keys has no gradient: what comes out moves as far when the parameters are nudged."""
+
+    def added_up(g):
+        return functools.reduce(lambda total, row: total + row, g.reshape(-1, 16))
+
+    @jax.custom_vjp
+    def shifted(h, bias):
+        return h + bias
+
+    def backwards(_, g):
+        like = jax.ShapeDtypeStruct((16,), jnp.bfloat16)
+        return g, jax.pure_callback(added_up, like, g.astype(jnp.bfloat16), vmap_method="sequential").astype(g.dtype)
+
+    shifted.defvjp(lambda h, bias: (shifted(h, bias), None), backwards)
+
+    def loss(p, x):
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ p["queries"], shifted(x @ p["keys"], p["bias"])))
+        return (jnp.tanh(weights @ x) ** 2).mean()
+
+    x = jax.random.normal(KEY, (8, 16, 16))
+    given = {"keys": W / 4, "queries": W[::-1] / 4, "bias": jnp.ones(16)}
+    assert jnp.isfinite(jm.jit_step(jax.jit(jm.grad(loss)), FOUR)(given, x)["bias"]).all()
 
 
 def test_a_solver_that_was_traced_with_its_dtype_keeps_it():
