@@ -29,8 +29,10 @@ _FEW = 4
 _MARGIN = 0.9
 # So many segments more are looked at where few were chosen: some cut the last segment, others what follows the last layer.
 _MORE = 3
-# An estimated peak up to this part of that of the lower end is worth one compile where few segments were chosen.
+# An estimated peak up to this part of that of the lower end is worth one compile where few segments were chosen. So is an equal
+# one at work up to this part: of cuts with equal peaks those are chosen that store least, and these may compute more again.
 _DEEPER = 0.95
+_LESS_WORK = 0.9
 # As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
 _ALIKE = 0.02
 # An estimated peak up to this part of another is hardly above it.
@@ -212,10 +214,12 @@ def _of_given_numbers(
 def _deeper(given: Mapping[StepPolicy, Sequence[Share]], own: Share) -> OtherCuts | None:
     """Of those whose estimated peak is about the least, the one of most segments that does about least work again.
 
-    Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own``.
+    Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own`` in
+    bytes, or in work at no more bytes.
     """
     least = min(curve[0].peak for curve in given.values())
-    if least > _DEEPER * own.peak:
+    less = min((curve[0].work for curve in given.values() if curve[0].peak <= own.peak), default=math.inf)
+    if least > _DEEPER * own.peak and less > _LESS_WORK * own.work:
         return None
     low = {policy: curve for policy, curve in given.items() if curve[0].peak <= SLACK * least}
     alike = min(curve[0].work for curve in low.values()) + _ALIKE * own.work

@@ -15,8 +15,8 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.closing_in import narrowed, next_places
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_enough_cuts, with_half_the_cuts
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
@@ -208,47 +208,47 @@ class RematSearch:
     def close_in(self) -> None:
         """Keep as much as fits: bytes are modelled between compiled points, and every compile narrows the range."""
         problem = self._compiler.problem
+        limit = problem.budget.bytes
         if problem.beside_alone_is_too_much:
             return
         self._ask_fewer()
         self._ask_deeper()
-        full, limit = self.full, problem.budget.bytes
-        if full is None or full.fits is False:
-            self._go_further()
-            if limit is not None and self._is_near(limit):
-                self.fill()  # a compiler may well need less for a step that computes less again
-        if full is None or limit is None or full.fits is not True or full.step_bytes is None:
+        if not _fits(self.full):
+            self._ask_lower(limit)
+        full = self.full
+        if full is None or limit is None or not full.fits or full.step_bytes is None:
             return
         room = limit - problem.resident_bytes
-        offered, reached = self._apart((1 - _FILLED) * room), 0
-
-        def guess(low: int, _high: int | None) -> int:
-            nonlocal reached
-            reached = low
-            return int(np.searchsorted(self._foreseen(offered), room, side="right")) - 1
-
-        def ask(places: Sequence[int]) -> dict[int, bool]:
-            worth = (offered[reached].work - offered[-1].work) > _WORTH * self._compiler.plain.flops
-            worth = worth and self._most_that_fits() < _FILLED * room
-            asked = places[: self._ledger.left] if worth else []
-            self._compile([offered[place].policy for place in asked])
-            kept = {place: self.found.get(offered[place].policy) for place in asked}
-            return {place: bool(candidate is not None and candidate.fits) for place, candidate in kept.items()}
-
-        last_that_fits(0, len(offered), guess, ask)
+        offered = self._worth_asking((1 - _FILLED) * room)
+        kept, between = [offer.bytes / problem.workers for offer in offered], (0, len(offered))
+        while self._most_that_fits() < _FILLED * room:
+            needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
+            places = next_places(kept, needs, room, between=between, most=self._ledger.left)
+            if not places:
+                break
+            self._compile([offered[place].policy for place in places])
+            between = narrowed(between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
         self._ask_others((room - full.step_bytes) / self._corrected(full.step_bytes))
+
+    def _ask_lower(self, limit: int | None) -> None:
+        """Where the lower end does not fit: two levels, then what lies above it and may need less all the same."""
+        self._go_further()
+        if limit is not None and self._is_near(limit):
+            self.fill()  # a compiler may well need less for a step that computes less again
 
     def _go_further(self) -> None:
         """Two levels of checkpoints, where one level makes another program."""
         if self._is_another(self._twice):
             self._compile([self._twice])
 
-    def _apart(self, bytes_: float) -> list[Offer]:
-        """The offers, without those that differ by less from the one before: not worth a compile each."""
+    def _worth_asking(self, bytes_: float) -> list[Offer]:
+        """The offers up to the first behind which nothing is left to win, without those that differ by less than some bytes."""
         between, part = self._offered.between, 1 / self._compiler.problem.workers
+        enough = between[-1].work + _WORTH * self._compiler.plain.flops
+        end = next(place for place, offer in enumerate(between) if offer.work <= enough)
         chosen = [between[0]]
-        for offer in between[1:]:
-            if part * (offer.bytes - chosen[-1].bytes) >= bytes_ or offer is between[-1]:
+        for offer in between[1 : end + 1]:
+            if part * (offer.bytes - chosen[-1].bytes) >= bytes_ or offer is between[end]:
                 chosen.append(offer)
         return chosen
 
@@ -288,6 +288,10 @@ class RematSearch:
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
         answers = self._ledger.compile([(self._compiler, policy) for policy in policies])
         self.found |= {policy: found for policy, found in zip(policies, answers, strict=False) if found is not None}
+
+
+def _fits(candidate: Candidate | None) -> bool:
+    return candidate is not None and candidate.fits is True
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
