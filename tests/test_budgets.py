@@ -53,25 +53,23 @@ ARGUMENTS = [shape(WIDTH, WIDTH) for _ in range(BLOCKS)], shape(ROWS, WIDTH)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("value", [loss, adapted])
-def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(target: str, value: Callable[..., Any]) -> None:
-    on = None if target == "cpu" else needs_compiler(target)
-    plans = {None: jm.plan(step_of(value), *ARGUMENTS, target=on, progress=False)}
-    compiled = [each.step_bytes or 0 for each in plans[None].candidates]
-    for part in (0.04, 0.1, 0.25, 0.45):
-        budget = int(min(compiled) + part * (max(compiled) - min(compiled)))
-        plans[budget] = jm.plan(step_of(value), *ARGUMENTS, target=on, budget=budget, progress=False)
-    every = [each for plan in plans.values() for each in plan.candidates if each.step_bytes]
-    for budget, plan in plans.items():
-        if budget is not None:
-            chosen, best = plan.chosen, min(each.extra_flops for each in every if each.step_bytes <= budget)
-            assert chosen.fits, str(plan)
-            assert chosen.extra_flops <= best + WORTH * chosen.plain_flops, (
-                budget,
-                best / chosen.plain_flops,
-                str(plan),
-            )
-            assert plan.compiles <= 6  # none of them from the frontier's, whose budget is another
+@pytest.mark.parametrize(("value", "parts"), [(loss, (0.05, 0.12, 0.3)), (adapted, (0.3,))])
+def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(
+    target: str, value: Callable[..., Any], parts: tuple[float, ...]
+) -> None:
+    if target != "cpu":
+        needs_compiler(target)
+    planned = functools.partial(jm.plan, step_of(value), *ARGUMENTS, target=target, progress=False)
+    frontier = planned()
+    needs = [each.step_bytes or 0 for each in frontier.candidates]
+    budgets = [int(min(needs) + part * (max(needs) - min(needs))) for part in parts]
+    plans = [planned(budget=budget) for budget in budgets]
+    every = [each for plan in (frontier, *plans) for each in plan.candidates if each.step_bytes]
+    for budget, plan in zip(budgets, plans, strict=True):
+        chosen, best = plan.chosen, min(each.extra_flops for each in every if (each.step_bytes or 0) <= budget)
+        assert chosen.fits, str(plan)
+        assert plan.compiles <= 6
+        assert chosen.extra_flops <= best + NOTABLE * (chosen.plain_flops or 0), (budget, best, str(plan))
 
 
 def asked(kept: list[int], needs: list[int], room: int, most: int) -> tuple[tuple[int, int], int]:
