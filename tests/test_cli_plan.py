@@ -12,9 +12,9 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.cli.plan import lines_to_train
 from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
 from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.planning.space import Space
 from tests import sample_plans as samples
 from tests.target_step import needs_compiler
@@ -23,7 +23,10 @@ from tests.target_step import needs_compiler
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--save", "plan.txt"], "--save plan.txt: expected a name that ends in .yaml or .yml. Type --save plan.yaml."),
+        (
+            ["--save", "plan.txt"],
+            "--save plan.txt: expected a name that ends in .yaml or .yml or .json. Type --save plan.yaml.",
+        ),
         (["--save", "missing/plan.yaml"], "there is no folder missing. Make it first: mkdir -p missing."),
         (["--figure", "plan.xyz"], "--figure plan.xyz: expected a name that ends in .png or .svg or .pdf."),
         (["--budget", "1.5"], "--budget 1.5: expected a size with its unit, such as 72GiB, or a share"),
