@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -250,6 +251,8 @@ def test_a_script_that_goes_elsewhere_takes_neither_files_nor_words_along(
     assert main([*ask, "--save", "plan.yaml", "--figure", "plan.png", "--logdir", "page"]) == 0
     printed = capsys.readouterr()
     assert "Plan of train_step" in printed.out
+    assert 'To train so:\n    step = jm.jit_step(train_step, jm.load_preset("plan.yaml"))\n' in printed.out
+    assert "--save plan.json here, jm.MemoryMonitor(plan='plan.json') there." in samples.sentences(printed.out)
     assert "Traceback" not in printed.err
     assert "_StopScript" not in printed.err, "how a step called in a thread is stopped is nobody's concern"
     assert {each.name for each in tmp_path.iterdir()} >= {"plan.yaml", "plan.png", "page", "elsewhere"}
@@ -305,12 +308,19 @@ def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
 
 
 @pytest.mark.core
-def test_the_lines_to_paste_place_a_sharded_state() -> None:
+@pytest.mark.parametrize("saved", [None, "plan.yaml", "plan.json"])
+def test_the_lines_to_paste_place_a_sharded_state(saved: str | None, tmp_path: Path) -> None:
     plan = planned(jm.StepPolicy(sharding="fsdp"), mesh={"fsdp": 8}, device_count=8)
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    lines = lines_to_train(plan, None if saved is None else tmp_path / saved)
     names: dict[str, Any] = {"jm": jm, "jax": jax, "state": {"w": jax.numpy.ones((512, 512))}}
     names["train_step"] = lambda state: {"w": state["w"] + 1}
     try:
-        exec("\n".join(lines_to_train(plan, None)), names)  # noqa: S102 - lines of ours that people run
+        exec("\n".join(lines), names)  # noqa: S102 - lines of ours that people run
         assert names["step"](names["state"])["w"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
     finally:
         jax.set_mesh(None)
+        if "monitor" in names:
+            names["monitor"].close()
+    assert ("monitor" in names) is (saved == "plan.json")

@@ -84,6 +84,7 @@ def test_a_plan_of_another_process_is_shown_beside_what_is_measured(
 ) -> None:
     assert "-> full, keep " in planned, "a policy that the run has to repeat"
     assert 'plan = jm.load_plan("plan.json")\n    step = jm.jit_step(train_step, plan.policy)\n' in planned
+    assert "--save plan.json here" not in planned
     done = run_python("train.py", "64", "tanh", "plan.json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
