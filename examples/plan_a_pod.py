@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--budget", help="such as 70GiB; without it all that a program can use there")
     parser.add_argument("--model", type=int, nargs=2, default=(4096, 32), metavar=("WIDTH", "LAYERS"))
     parser.add_argument("--rows", type=int, default=4, help=f"sequences of {LENGTH} tokens on each device")
-    parser.add_argument("--json", type=Path, help="file for every figure")
+    parser.add_argument("--json", type=Path, help="file for the whole plan, which jm.load_plan reads on the pod")
     parser.add_argument("--logdir", help="folder where TensorBoard finds the plan")
     args = parser.parse_args()
     try:

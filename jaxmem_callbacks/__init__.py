@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.environment import apply_environment as apply_environment
     from jaxmem_callbacks.answers.plan import Plan as Plan
+    from jaxmem_callbacks.answers.plan import load_plan as load_plan
     from jaxmem_callbacks.answers.plan import plan as plan
     from jaxmem_callbacks.answers.simulation import simulate_allocator as simulate_allocator
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
@@ -61,6 +62,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "jit_step": ("programs.steps.step", "jit_step"),
     "linen": ("integrations.flax_linen", None),
     "list_presets": ("config.presets", "list_presets"),
+    "load_plan": ("answers.plan", "load_plan"),
     "load_preset": ("config.presets", "load_preset"),
     "make_mesh": ("transforms.sharding.mesh", "make_mesh"),
     "nnx": ("integrations.flax_nnx", None),
@@ -94,6 +96,7 @@ __all__ = [
     "jit_step",
     "linen",
     "list_presets",
+    "load_plan",
     "load_preset",
     "make_mesh",
     "nnx",

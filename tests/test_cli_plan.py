@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.cli.plan import lines_to_train
 from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
 from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.planning.space import Space
 from tests import sample_plans as samples
 from tests.target_step import needs_compiler
@@ -23,7 +24,10 @@ from tests.target_step import needs_compiler
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--save", "plan.txt"], "--save plan.txt: expected a name that ends in .yaml or .yml. Type --save plan.yaml."),
+        (
+            ["--save", "plan.txt"],
+            "--save plan.txt: expected a name that ends in .yaml or .yml or .json. Type --save plan.yaml.",
+        ),
         (["--save", "missing/plan.yaml"], "there is no folder missing. Make it first: mkdir -p missing."),
         (["--figure", "plan.xyz"], "--figure plan.xyz: expected a name that ends in .png or .svg or .pdf."),
         (["--budget", "1.5"], "--budget 1.5: expected a size with its unit, such as 72GiB, or a share"),
@@ -247,6 +251,8 @@ def test_a_script_that_goes_elsewhere_takes_neither_files_nor_words_along(
     assert main([*ask, "--save", "plan.yaml", "--figure", "plan.png", "--logdir", "page"]) == 0
     printed = capsys.readouterr()
     assert "Plan of train_step" in printed.out
+    assert 'To train so:\n    step = jm.jit_step(train_step, jm.load_preset("plan.yaml"))\n' in printed.out
+    assert "--save plan.json here, jm.MemoryMonitor(plan='plan.json') there." in samples.sentences(printed.out)
     assert "Traceback" not in printed.err
     assert "_StopScript" not in printed.err, "how a step called in a thread is stopped is nobody's concern"
     assert {each.name for each in tmp_path.iterdir()} >= {"plan.yaml", "plan.png", "page", "elsewhere"}
@@ -302,12 +308,19 @@ def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
 
 
 @pytest.mark.core
-def test_the_lines_to_paste_place_a_sharded_state() -> None:
+@pytest.mark.parametrize("saved", [None, "plan.yaml", "plan.json"])
+def test_the_lines_to_paste_place_a_sharded_state(saved: str | None, tmp_path: Path) -> None:
     plan = planned(jm.StepPolicy(sharding="fsdp"), mesh={"fsdp": 8}, device_count=8)
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    lines = lines_to_train(plan, None if saved is None else tmp_path / saved)
     names: dict[str, Any] = {"jm": jm, "jax": jax, "state": {"w": jax.numpy.ones((512, 512))}}
     names["train_step"] = lambda state: {"w": state["w"] + 1}
     try:
-        exec("\n".join(lines_to_train(plan, None)), names)  # noqa: S102 - lines of ours that people run
+        exec("\n".join(lines), names)  # noqa: S102 - lines of ours that people run
         assert names["step"](names["state"])["w"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
     finally:
         jax.set_mesh(None)
+        if "monitor" in names:
+            names["monitor"].close()
+    assert ("monitor" in names) is (saved == "plan.json")

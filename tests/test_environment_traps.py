@@ -13,7 +13,7 @@ from jax._src import xla_bridge
 from jaxlib import xla_client
 
 from jaxmem_callbacks.config.presets import list_presets, load_preset
-from jaxmem_callbacks.environment.choosing import choose, wanted_variables
+from jaxmem_callbacks.environment.choosing import choose, require_applied, wanted_variables
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.traps import findings, settings_findings
 from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names, version_numbers
@@ -312,6 +312,18 @@ def test_too_late_says_that_what_started_it_is_unknown_and_what_to_type():
     assert "jm.apply_environment(jm.load_preset('donate', 'gpu_shared'))" in str(caught.value)
     assert f"{PREALLOCATE}=true python" in str(caught.value)
     assert f"{NEW}=0.4" not in str(caught.value)
+
+
+def test_a_preset_of_a_file_is_named_by_the_file_and_not_by_its_stem(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("environment: {fraction: 0.8}")
+    call = f"jm.load_preset('donate', {str(mine)!r})"
+    assert load_preset("donate", mine) == load_preset("donate", str(mine))
+    for ask in (lambda preset: choose(preset, seen(started=True)), require_applied):
+        with pytest.raises(EnvironmentSettingError) as caught:
+            ask(load_preset("donate", mine, monitor={"window_s": 2.0}))
+        assert f"jm.apply_environment({call})" in str(caught.value)
+    assert f"To do without it: {call}.policy for a step, .monitor for a monitor" in str(caught.value)
 
 
 def test_a_preset_without_environment_is_refused():

@@ -37,6 +37,7 @@ PUBLIC = [
     "jit_step",
     "linen",
     "list_presets",
+    "load_plan",
     "load_preset",
     "make_mesh",
     "nnx",

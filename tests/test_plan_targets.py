@@ -23,7 +23,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.config.presets import parse_preset
+from jaxmem_callbacks.readers.plans import plan_from
 from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
+from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 from tests.sample_plans import sentences
 from tests.target_step import needs_compiler
@@ -61,6 +64,10 @@ def test_the_frontier_is_the_targets_own(plan: jm.Plan) -> None:
     assert all(each.modelled_s and each.modelled_s > 0 for each in plan.candidates)
     memory = jm.step_memory(jm.jit_step(train_step), *abstract(), target=plan.record.target)
     assert (chosen.step_bytes, chosen.temp_bytes) == (memory.step_bytes, memory.temp_bytes)
+
+
+def test_what_is_written_of_it_is_the_whole_plan(plan: jm.Plan) -> None:
+    assert plan_from(json.loads(plan.to_json())) == plan.record
 
 
 def test_every_candidate_tells_what_makes_its_peak(plan: jm.Plan) -> None:
@@ -233,12 +240,15 @@ def test_a_budget_above_what_jax_takes_says_what_to_set_and_one_above_the_card_i
     assert plan.chosen.fits is True
     assert "more than the 59.3 GiB that JAX's allocator takes of h100_sxm unless told" in sentences(plan)
     assert "Start with XLA_CLIENT_MEM_FRACTION=0.8 or more." in sentences(plan)
+    preset = parse_preset(plan.to_yaml())
+    assert (preset.environment, preset.policy) == (EnvironmentSettings(fraction=0.8), plan.policy)
     plan = jm.plan(train_step, *abstract(), target="h100_sxm", budget="200GiB", resident="90GiB")
     assert plan.chosen.fits is False
     assert plan.record.over_bytes == plan.chosen.need_bytes - plan.record.budget_bytes
     assert "all that h100_sxm has, which is less than the 200 GiB asked for" in sentences(plan)
     small = jm.plan(train_step, *abstract(), target="h100_sxm", budget="1GiB")
     assert "XLA_CLIENT_MEM_FRACTION" not in sentences(small)
+    assert "environment" not in small.to_yaml()
 
 
 def test_several_devices_without_shardings_get_one_searched() -> None:

@@ -69,6 +69,9 @@ def plans(state: State, batch: Batch) -> jm.Plan:
     assert_type(plan.frontier, tuple[Candidate, ...])
     assert_type(plan.to_tensorboard("runs/plan"), Path)
     assert_type(plan.figure(), Figure)
+    assert_type(jm.load_plan("plan.json"), jm.Plan)
+    jm.MemoryMonitor(plan="plan.json").close()
+    jm.load_plan(8)  # pyright: ignore[reportArgumentType]
     plan.peak.buffers  # pyright: ignore[reportOptionalMemberAccess]
     jm.plan(train_step, state, batch, target=8)  # pyright: ignore[reportArgumentType]
     jm.plan(train_step, state, batch, search=["remat"])  # pyright: ignore[reportArgumentType]

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxmem_callbacks.config.dump import preset_to_yaml
+from jaxmem_callbacks.environment.variables import FRACTION
 from jaxmem_callbacks.planning.ledger import Progress
 from jaxmem_callbacks.planning.plan import make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
 from jaxmem_callbacks.planning.spending import Ask
+from jaxmem_callbacks.readers.plans import read_plan
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.plan_progress import plan_progress
 from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text
@@ -86,6 +89,26 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         return Plan(make_plan(train_step, args, kwargs, ask, told))
 
 
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan that ``jaxmem plan SCRIPT --save plan.json`` or ``plan.to_json()`` wrote, in this process or another.
+
+        plan = jm.load_plan("plan.json")
+        step = jm.jit_step(train_step, plan.policy)
+        with jm.MemoryMonitor(logdir="runs/a", plan=plan) as monitor:
+            ...
+
+    Args:
+        path: A file of one plan as JSON.
+
+    Returns:
+        The plan, as `jm.plan` gave it.
+
+    Raises:
+        RunFileError: nothing there, or no plan, such as a preset.
+    """
+    return Plan(read_plan(Path(path)))
+
+
 @final
 class Plan:
     """What was compiled, and which policy to use.
@@ -145,7 +168,9 @@ class Plan:
     def to_yaml(self) -> str:
         """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``.
 
-        A preset says no devices: for several its description has the mesh, to be set before the step is made.
+        Where the choice needs more of a GPU than JAX's allocator takes unless told, it has the share as its environment, for
+        ``jm.apply_environment`` above the first use of JAX. A preset says no devices: for several its description has the mesh,
+        to be set before the step is made.
 
         Raises:
             PlanError: nothing fits; a preset could not carry that refusal, and would be run.
@@ -161,10 +186,13 @@ class Plan:
             f"{budget} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
             f"program {record.fingerprint})."
         )
-        return preset_to_yaml(Preset(name="plan", description=text, policy=chosen.policy))
+        if record.fraction is not None:
+            text += f" It needs {FRACTION}={record.fraction:g} or more, which jm.apply_environment sets."
+        environment = EnvironmentSettings(fraction=record.fraction)
+        return preset_to_yaml(Preset(name="plan", description=text, policy=chosen.policy, environment=environment))
 
     def to_json(self) -> str:
-        """Every figure, bytes as integers."""
+        """The whole plan, every figure, bytes as integers: save it, and `jm.load_plan` or a monitor reads it elsewhere."""
         return plan_json(self.record)
 
     def to_tensorboard(self, logdir: str | os.PathLike[str]) -> Path:

@@ -73,14 +73,14 @@ class MemoryMonitor:
             (docs/faults.md). None writes no files but the report of an out-of-memory failure that passes the monitor's
             ``with`` (docs/oom.md).
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
-        plan: What `jm.plan` gave for the step: the monitor writes its figure and table once at the start, says when it is
-            stale, and shows predicted beside compiled bytes.
+        plan: What `jm.plan` gave for the step, or the path of the JSON that a plan made elsewhere was saved to: the monitor
+            writes its figure and table once at the start, says when it is stale, and shows predicted beside compiled bytes.
         probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
             which is read at every ``every_steps``-th call.
 
     Raises:
         TypeError: a preset, plan or writer that is none.
-        ValueError: settings out of range, or a ``logdir`` that is no local folder.
+        ValueError: settings out of range, a ``logdir`` that is no local folder, or a path at which there is no plan.
 
     Example:
         >>> with MemoryMonitor() as monitor:

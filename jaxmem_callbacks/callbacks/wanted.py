@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.readers.plans import read_plan
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
@@ -66,15 +67,21 @@ def _loaded(preset: Any) -> Any:
 
 
 def plan_of(plan: Any) -> PlanRecord | None:
-    """The record of a plan, from what `jm.plan` gave or from the record itself.
+    """The record of a plan, from what `jm.plan` gave, from the file that a plan was saved to, or from the record itself.
 
     Raises:
-        TypeError: neither.
+        TypeError: none of these.
+        RunFileError: a path at which there is no plan.
     """
+    if isinstance(plan, str | os.PathLike):
+        return read_plan(Path(cast("str | os.PathLike[str]", plan)))
     record = getattr(plan, "record", plan)
     if record is None or isinstance(record, PlanRecord):
         return record
-    msg = f"MemoryMonitor got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned."
+    msg = (
+        f"MemoryMonitor got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned, or the file that "
+        "`jaxmem plan SCRIPT --save plan.json` wrote: jm.MemoryMonitor(plan='plan.json')."
+    )
     raise TypeError(msg)
 
 

@@ -22,12 +22,14 @@ from jaxmem_callbacks.cli.script import (
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
 from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
+from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import MIB
@@ -38,7 +40,11 @@ if TYPE_CHECKING:
 
 # A device has less; a number above it that has no unit is of no such unit.
 _MOST_GIB = 4096
-_PRESETS, _PICTURES = (".yaml", ".yml"), (".png", ".svg", ".pdf")
+_FOR_THE_MONITOR = (
+    "The whole plan, for the run's monitor: --save plan.json here, jm.MemoryMonitor(plan='plan.json') there. It shows what "
+    "was planned beside what is measured, and says where the run is not what was planned."
+)
+_SAVED, _PICTURES = (".yaml", ".yml", WHOLE), (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXES",
         help="axes to divide a step over, data=2,fsdp=-1; else chosen by the number of devices",
     )
-    parser.add_argument("--save", metavar="FILE", type=Path, help="write the chosen policy as a preset, FILE.yaml")
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        type=Path,
+        help="write the plan: FILE.yaml, the chosen policy as a preset for jm.load_preset, or FILE.json, the whole of it for "
+        "jm.load_plan and jm.MemoryMonitor(plan=...), which then says where the run is not what was planned",
+    )
     parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
     parser.add_argument("--logdir", metavar="DIR", help="write the plan for TensorBoard, as a run of its own")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -132,7 +144,7 @@ def _write(made: Plan, places: _Places, *, unfit: bool) -> None:
     if places.save is not None and unfit:
         sys.stderr.write(f"jaxmem: nothing fits, so {places.save} was not written.\n")
     elif places.save is not None:
-        places.save.write_text(made.to_yaml(), "utf-8")
+        places.save.write_text(f"{made.to_json()}\n" if places.save.suffix == WHOLE else made.to_yaml(), "utf-8")
     if places.figure is not None:
         made.figure().savefig(places.figure, dpi=150)
     if places.logdir is not None:
@@ -245,7 +257,7 @@ def _require_places(args: argparse.Namespace) -> None:
     Raises:
         PlanError: which is the command line's exit code 2.
     """
-    for option, path, endings in (("--save", args.save, _PRESETS), ("--figure", args.figure, _PICTURES)):
+    for option, path, endings in (("--save", args.save, _SAVED), ("--figure", args.figure, _PICTURES)):
         if path is None:
             continue
         if path.suffix not in endings:
@@ -317,40 +329,8 @@ def _text(plan: Plan, saved: Path | None, seen: Seen) -> str:
     if plan.peak is not None:
         by = [f"By the compiler for {plan.chosen.placed_by}:"] if plan.chosen.placed_elsewhere is not None else []
         lines += ["", *by, str(plan.peak)]
-    if plan.chosen.fits is not False and plan.policy != StepPolicy():
+    if plan.chosen.fits is not False and (plan.policy != StepPolicy() or saved is not None):
         lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved, seen))]
+        if saved is None or saved.suffix != WHOLE:
+            lines += ["", *wrapped([_FOR_THE_MONITOR])]
     return "\n".join(lines)
-
-
-def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> list[str]:
-    """The lines to paste, after what to write instead of gradient functions in a script that does not know this library.
-
-    Args:
-        plan: What was found.
-        saved: Where its policy was written as a preset.
-        seen: What of such a script took part.
-    """
-    if seen is not None and seen.instead:
-        changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
-        own = dataclasses.replace(seen, instead={})
-        return [
-            "import jaxmem_callbacks as jm",
-            f"# in the step: {', '.join(changes)}",
-            *lines_to_train(plan, saved, own),
-        ]
-    said = ", ".join(
-        f"{field.name}={getattr(plan.policy, field.name)!r}"
-        for field in dataclasses.fields(StepPolicy)
-        if getattr(plan.policy, field.name) != field.default
-    )
-    policy = f'jm.load_preset("{saved}")' if saved is not None else f"jm.StepPolicy({said})"
-    step = plan.record.step if plan.record.step.isidentifier() else ""
-    step = (step if seen is None or seen.step is None else seen.step) or "train_step"
-    if not plan.record.mesh or plan.policy.sharding is None:
-        return [f"step = jm.jit_step({step}, {policy})"]
-    return [
-        f"policy = {policy}",
-        f"jax.set_mesh(jm.make_mesh({dict(plan.record.mesh)}))",
-        "state = jax.device_put(state, jm.infer_shardings(state, jax.sharding.get_mesh(), policy))  # each that is updated",
-        f"step = jm.jit_step({step}, policy)",
-    ]

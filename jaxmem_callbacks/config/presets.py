@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ class Part:
         name: The shipped name or the file's stem; empty for overrides.
         values: Section -> field -> value, and the description; only what was said.
         keys: Where each key stands.
+        source: What was given to ``load_preset``; empty for overrides and texts.
     """
 
     name: str
     values: Mapping[str, Any]
     keys: Mapping[KeyPath, Place]
+    source: str = ""
 
 
 def load_preset(*names_or_paths: str | os.PathLike[str], **overrides: Any) -> Preset:
@@ -105,6 +107,7 @@ def compose(parts: list[Part]) -> Preset:
         environment=environment,
         recovery=RecoverySettings(**merged["recovery"]),
         said=tuple(f"{section}.{key}" for section in SECTIONS for key in sorted(merged[section])),
+        sources=tuple(part.source for part in parts if part.source),
     )
 
 
@@ -114,9 +117,9 @@ def _load_part(name_or_path: Any) -> Part:
         expected = "Expected: a shipped name, a path, or policy={...}, monitor={...} and environment={...} as keyword arguments."
         raise preset_error([Problem(place=Place(source="load_preset"), given=given, expected=expected)])
     path = os.fspath(name_or_path)
-    if isinstance(name_or_path, str) and not _is_path(path):
-        return _shipped_part(path)
-    return _text_part(read_text(path), path, name=Path(path).stem)
+    is_name = isinstance(name_or_path, str) and not _is_path(path)
+    part = _shipped_part(path) if is_name else _text_part(read_text(path), path, name=Path(path).stem)
+    return replace(part, source=path)
 
 
 def _is_path(text: str) -> bool:

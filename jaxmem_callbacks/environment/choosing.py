@@ -71,7 +71,8 @@ def require_applied(preset: Any) -> None:
     if missing:
         msg = (
             f"The preset {preset.name} has an environment that this process does not have: {', '.join(missing)}.\n"
-            f"    Type above the first use of JAX: jm.apply_environment({_call(preset)})"
+            f"    Type above the first use of JAX: jm.apply_environment({_call(preset)})\n"
+            f"    To do without it: {_call(preset)}.policy for a step, .monitor for a monitor"
         )
         raise EnvironmentSettingError(msg)
 
@@ -186,4 +187,4 @@ def _call(preset: Preset) -> str:
 
 
 def _parts(preset: Preset) -> list[str]:
-    return [repr(part) for part in preset.name.split("+") if part]
+    return [repr(part) for part in preset.sources or preset.name.split("+") if part]

@@ -23,7 +23,7 @@ class Budget:
         bytes: On one device, at most what it has; None where there is no limit (an attached CPU).
         limit_bytes: All that a program could use there as JAX is set up, or None.
         reason: Where both come from, one sentence.
-        device_bytes: All that the device has; None where that is not known, or is the limit.
+        device_bytes: All that the device has, where JAX's allocator takes a share of it that it can be told; else None.
     """
 
     bytes: int | None
@@ -31,10 +31,22 @@ class Budget:
     reason: str
     device_bytes: int | None = None
 
-    def share_for(self, need: int) -> float | None:
-        """The share of the device that JAX's allocator must be told to take for so many bytes; None where it need not be told."""
-        if self.device_bytes is None or self.limit_bytes is None or need <= self.limit_bytes:
+    @property
+    def untold_bytes(self) -> int | None:
+        """What JAX's allocator takes wherever nobody tells it a share, and as this process is set up; None where it takes all."""
+        if self.device_bytes is None or self.limit_bytes is None:
             return None
+        return min(self.limit_bytes, int(self.device_bytes * DEFAULT_FRACTION))
+
+    def share_for(self, need: int) -> float | None:
+        """The share of the device that JAX's allocator must be told to take for so many bytes; None where it need not be told.
+
+        What this process was told is said again where it is enough, since another share would contradict it.
+        """
+        if self.device_bytes is None or self.untold_bytes is None or need <= self.untold_bytes:
+            return None
+        if self.limit_bytes is not None and need <= self.limit_bytes:
+            return _gpu_share()[0]
         return min(math.ceil(100 * need / self.device_bytes) / 100, 1.0)
 
 
@@ -51,7 +63,7 @@ def budget_for(asked: str | float | None, target: Target | None) -> Budget:
     """
     usable, reason = _usable(target)
     if asked is None:
-        return Budget(bytes=usable, limit_bytes=usable, reason=reason)
+        return Budget(bytes=usable, limit_bytes=usable, reason=reason, device_bytes=_whole(target))
     size = parse_budget(asked)
     if not isinstance(size, float):
         whole = _whole(target) or usable
@@ -63,7 +75,8 @@ def budget_for(asked: str | float | None, target: Target | None) -> Budget:
     if usable is None:
         msg = f"budget={asked!r} is a share, and the whole is unknown: {reason} Type bytes instead, such as '12GiB'."
         raise PlanError(msg)
-    return Budget(bytes=int(usable * size), limit_bytes=usable, reason=f"{size:.0%} of the usable memory: {reason}")
+    reason = f"{size:.0%} of the usable memory: {reason}"
+    return Budget(bytes=int(usable * size), limit_bytes=usable, reason=reason, device_bytes=_whole(target))
 
 
 def parse_budget(asked: str | float) -> int | float:

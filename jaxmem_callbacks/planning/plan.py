@@ -139,15 +139,19 @@ def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:
     return ledger.replace(best, replace(best.candidate, placed_elsewhere=peak, placed_by=name))
 
 
+def _share_of(best: Entry) -> float | None:
+    """The share of a GPU that JAX's allocator must be told to take for the choice; None where it need not be told."""
+    need = best.candidate.need_bytes
+    return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
+
+
 def _note_share(ledger: Ledger, best: Entry) -> None:
     """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
-    problem, candidate = best.compiler.problem, best.candidate
-    limits, need = problem.budget, candidate.need_bytes
-    share = limits.share_for(need) if need is not None and candidate.fits else None
+    problem, share = best.compiler.problem, _share_of(best)
     if share is not None and problem.target is not None:
         ledger.note(
-            f"It needs more than the {format_bytes(limits.limit_bytes)} that JAX's allocator takes of {problem.target.name} "
-            f"unless told otherwise. Start with {FRACTION}={share:g} or more."
+            f"It needs more than the {format_bytes(problem.budget.untold_bytes)} that JAX's allocator takes of "
+            f"{problem.target.name} unless told otherwise. Start with {FRACTION}={share:g} or more."
         )
 
 
@@ -240,6 +244,7 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         fingerprint=compiler.plain.operations,
         device_kind=kind_here() if hardware is None else hardware.device_kind,
         process_flags=flags_now(),
+        fraction=_share_of(best),
         notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
 

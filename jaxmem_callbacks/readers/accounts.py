@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.readers.decoding import record_from
+from jaxmem_callbacks.readers.plans import plan_from
 from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.errors import RunFileError
@@ -59,7 +60,7 @@ def account_from(data: Any, where: str) -> Account:
         if "account" in fields:
             return record_from(Account, fields["account"], "account")
         if "candidates" in fields:
-            return _of_plan(record_from(PlanRecord, fields), where)
+            return _of_plan(plan_from(fields), where)
     except ValueError as error:
         if isinstance(error, RunFileError):
             raise

@@ -157,6 +157,8 @@ class PlanRecord:
         fingerprint: Identifies the plain step's operations, shapes and dtypes.
         device_kind: What one device is, as JAX calls it; empty where that is not known.
         process_flags: Flags of XLA's compilers in the process that planned; None where nobody looked.
+        fraction: Share of an absent GPU that JAX's allocator must be told to take for the choice; None where what it takes
+            untold is enough, and where nobody knows.
         notes: Further remarks, one sentence each.
     """
 
@@ -183,6 +185,7 @@ class PlanRecord:
     fingerprint: str = ""
     device_kind: str = ""
     process_flags: Mapping[str, str] | None = None
+    fraction: float | None = None
     notes: tuple[str, ...] = ()
 
     @property

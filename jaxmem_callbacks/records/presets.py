@@ -23,6 +23,7 @@ class Preset:
         environment: What XLA's client is told before it starts, by ``jm.apply_environment``.
         recovery: What ``jm.Recovery`` does when memory runs out.
         said: Dotted keys that the YAML spelled out (``policy.remat``); the others are defaults.
+        sources: The parts as ``jm.load_preset`` was given them, names and paths; empty where it was not asked.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Preset:
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
     said: tuple[str, ...] = ()
+    sources: tuple[str, ...] = field(default=(), compare=False)
 
 
 def policy_of(policy_or_preset: StepPolicy | Preset) -> StepPolicy:

@@ -40,7 +40,10 @@ def record_of(plan: Any) -> PlanRecord | None:
     record = getattr(plan, "record", None)
     if plan is None or isinstance(record, PlanRecord):
         return record
-    msg = f"Recovery got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned."
+    msg = (
+        f"Recovery got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned, or "
+        "jm.load_plan('plan.json')."
+    )
     raise TypeError(msg)
 
 

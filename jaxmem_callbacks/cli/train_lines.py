@@ -1,0 +1,76 @@
+"""A plan enters, and where it was saved; the lines that train so, to paste into the script, leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.records.policies import StepPolicy
+
+if TYPE_CHECKING:
+    from jaxmem_callbacks.answers.plan import Plan
+
+WHOLE = ".json"  # the ending of a file with a whole plan; others are presets
+
+
+def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> list[str]:
+    """The lines to paste, after what to write instead of gradient functions in a script that does not know this library.
+
+    Args:
+        plan: What was found.
+        saved: Where it was written, whole or as a preset.
+        seen: What of such a script took part.
+    """
+    lines: list[str] = []
+    if seen is not None and seen.instead:
+        changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
+        lines = ["import jaxmem_callbacks as jm", f"# in the step: {', '.join(changes)}"]
+    step = plan.record.step if plan.record.step.isidentifier() else ""
+    step = (step if seen is None or seen.step is None else seen.step) or "train_step"
+    if saved is not None and saved.suffix == WHOLE:
+        return [*lines, *_by_whole_plan(plan, saved, step)]
+    return [*lines, *_by_policy(plan, saved, step)]
+
+
+def _by_whole_plan(plan: Plan, saved: Path, step: str) -> list[str]:
+    return [
+        *_started(plan),
+        f'plan = jm.load_plan("{saved}")',
+        *_placed(plan, "plan.policy"),
+        f"step = jm.jit_step({step}, plan.policy)",
+        "monitor = jm.MemoryMonitor(plan=plan)  # and monitor(i, metrics) after each step",
+    ]
+
+
+def _by_policy(plan: Plan, saved: Path | None, step: str) -> list[str]:
+    policy = f"jm.StepPolicy({_said(plan.policy)})" if saved is None else f'jm.load_preset("{saved}")'
+    before, placed = _started(plan), _placed(plan, "policy")
+    if before and saved is not None:  # the preset says it
+        before, placed = [], ["jm.apply_environment(policy)  # above the first use of JAX", *placed]
+    if not placed:
+        return [*before, f"step = jm.jit_step({step}, {policy})"]
+    return [*before, f"policy = {policy}", *placed, f"step = jm.jit_step({step}, policy)"]
+
+
+def _said(policy: StepPolicy) -> str:
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(StepPolicy)}
+    default = StepPolicy()
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
+
+
+def _started(plan: Plan) -> list[str]:
+    """Where the choice needs more of a GPU than JAX's allocator takes unless told."""
+    share = plan.record.fraction
+    return [] if share is None else [f"# start with {FRACTION}={share:g} or more"]
+
+
+def _placed(plan: Plan, policy: str) -> list[str]:
+    if not plan.record.mesh or plan.policy.sharding is None:
+        return []
+    return [
+        f"jax.set_mesh(jm.make_mesh({dict(plan.record.mesh)}))",
+        f"state = jax.device_put(state, jm.infer_shardings(state, jax.sharding.get_mesh(), {policy}))  # each that is updated",
+    ]
