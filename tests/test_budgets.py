@@ -72,10 +72,10 @@ def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(
         assert chosen.extra_flops <= best + NOTABLE * (chosen.plain_flops or 0), (budget, best, str(plan))
 
 
-def asked(kept: list[int], needs: list[int], room: int, most: int) -> tuple[tuple[int, int], int]:
+def asked(kept: list[int], needs: list[int], room: int, most: int, knee: int) -> tuple[tuple[int, int], int]:
     """What is open in the end, and how many were asked."""
     known, between, left = {0: needs[0]}, (0, len(kept)), most
-    while places := next_places(kept, known, room, between=between, most=left):
+    while places := next_places(kept, known, room, between=between, knee=knee, most=left):
         assert len(set(places)) == len(places) <= left
         assert all(between[0] < place < between[1] for place in places)
         known |= {place: needs[place] for place in places}
@@ -94,7 +94,7 @@ SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(
 def test_needs_that_are_flat_and_then_rise_are_found_by_few(kept: list[int], flat: int, more: int, most: int) -> None:
     needs = [max(flat, size) for size in kept]
     room = needs[0] + more
-    (low, _), count = asked(kept, needs, room, most)
+    (low, _), count = asked(kept, needs, room, most, len(kept) - 1)
     assert low == max(place for place, need in enumerate(needs) if need <= room)
     assert count <= most
 
@@ -103,6 +103,6 @@ def test_needs_that_are_flat_and_then_rise_are_found_by_few(kept: list[int], fla
 @given(SIZES, st.lists(st.integers(0, 100), min_size=40, max_size=40), st.integers(0, 3000))
 def test_any_needs_that_rise_are_found_in_the_end(kept: list[int], rises: list[int], more: int) -> None:
     needs = [1000 + sum(rises[:n]) for n in range(len(kept))]
-    (low, high), _ = asked(kept, needs, 1000 + more, 1000)
+    (low, high), _ = asked(kept, needs, 1000 + more, 1000, len(kept) // 2)
     assert low == max(place for place, need in enumerate(needs) if need <= 1000 + more)
     assert high == low + 1

@@ -17,6 +17,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.records.errors import ScriptError
+from tests.target_step import needs_compiler
 from tests.unedited_scripts import SCRIPTS, TWO, written
 
 INSTEAD = {
@@ -168,3 +169,43 @@ def test_gradients_are_those_of_each_framework(tmp_path: Path, *, has_aux: bool,
             assert len(seen.instead) == 1
             assert len(theirs) == len(ours)
             assert all((a == b).all() for a, b in zip(theirs, ours, strict=True))
+
+
+ATTENTION = """
+import jax, jax.numpy as jnp
+
+def loss(weights, x):
+    heads = (x @ weights).reshape(2, 64, 4, 64)
+    return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn").astype(jnp.float32).sum()
+
+@jax.jit
+def train_step(weights, x):
+    return weights - jax.grad(loss)(weights, x)
+
+weights = jnp.ones((256, 256), jnp.bfloat16)
+weights = train_step(weights, jnp.ones((128, 256), jnp.bfloat16))
+raise SystemExit("went on")
+"""
+INSTEAD_OF_CUDNN = (
+    "it asks for a cuDNN kernel, and cuDNN is not there to choose one. Use jax.nn.dot_product_attention(..., "
+    "implementation='xla') for the estimate."
+)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_a_step_with_a_kernel_of_cudnn_is_refused_with_what_to_write(command: str, tmp_path: Path, capsys: Any) -> None:
+    needs_compiler("h100_sxm")
+    assert main([command, written(tmp_path, ATTENTION), "--target", "h100_sxm"]) == 2
+    refused = capsys.readouterr().err
+    assert refused == f"jaxmem: train_step cannot be compiled for an absent cuda: {INSTEAD_OF_CUDNN}\n"
+
+
+@pytest.mark.parametrize("text", [ATTENTION, ATTENTION.replace("@jax.jit", "")], ids=["the step", "before any step"])
+def test_a_script_that_fails_for_want_of_cudnn_shows_where_and_says_what_to_write(
+    text: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["plan", written(tmp_path, text)]) == 1
+    error = capsys.readouterr().err
+    assert 'implementation="cudnn")' in error, "the script's own line"
+    assert f"failed before its first step: {INSTEAD_OF_CUDNN} Its own traceback is above." in error

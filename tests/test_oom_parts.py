@@ -197,6 +197,18 @@ def ranked(forecasts, holders=()):
     return [remedy.what.partition(":")[0].partition(" (")[0] for remedy in found if remedy.saves_bytes is not None]
 
 
+def test_a_remedy_that_computes_hardly_anything_again_is_not_told_as_free():
+    failing = Failing(name="train_step", known_by="", step=jm.jit_step(lambda state, batch: (state, batch)))
+    asked = {"cause": "capacity", "lacking_bytes": 3 * GIB, "platform": "cpu"}
+    for extra, costs in (
+        (0.2, "20.0% more operations"),
+        (0.0003, "<0.1% more operations"),
+        (0.0, "no more operations"),
+    ):
+        told, *_ = remedies(failing, forecasts_of(("remat", 4, extra, {"remat": "full"})), (), **asked)
+        assert told.costs == costs
+
+
 def test_remedies_that_save_enough_are_ranked_by_what_they_cost():
     kept = Holder(
         name="kept", known_by=VARIABLE, kind="", type_text="float32[1]", count=9, bytes=4 * GIB, devices=(), site=""

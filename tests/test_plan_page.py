@@ -22,6 +22,7 @@ from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.writers.label_places import Box, place_labels
+from jaxmem_callbacks.writers.plan_page import plan_page
 from jaxmem_callbacks.writers.plan_run import require_own_folder
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests import sample_plans as samples
@@ -86,6 +87,21 @@ def test_the_figure_says_what_the_plan_says() -> None:
     ]
     assert hollow == [pytest.approx(76.7, rel=1e-3)]
     assert "hollow: the compiler itself recomputes there (estimated)" in legend
+
+
+def test_what_computes_hardly_anything_again_is_nowhere_shown_as_free() -> None:
+    plain, recomputing = (
+        dataclasses.replace(samples.candidate(size, 0), flops=10**6 + extra, extra_flops=extra, compiler_remat=extra)
+        for size, extra in ((134, 0), (90, 400))
+    )
+    recomputing = dataclasses.replace(recomputing, policy=jm.StepPolicy(remat="full", keep=1.0))
+    plan = jm.Plan(samples.record([plain, recomputing], 1, 100 * MIB))
+    assert [row.split()[-3] for row in str(plan).splitlines() if "MiB  " in row] == ["+0.0%", "+<0.1%"]
+    assert "<td>+&lt;0.1%</td>" in plan._repr_html_()
+    figure = plan.figure()
+    assert figure.axes[0].get_title().endswith("90.0 MiB, +<0.1%")
+    tables = [each for each in plan_page(plan.record, plan.frontier, step=0, time_s=0.0) if isinstance(each, Table)]
+    assert [sum("+<0.1%" in row for row in table.rows) for table in tables] == [1, 1]
 
 
 def test_the_figure_of_a_plan_in_which_nothing_fits() -> None:

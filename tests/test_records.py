@@ -14,7 +14,7 @@ from jaxmem_callbacks.records.errors import JaxmemError, PolicyError, did_you_me
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
 from jaxmem_callbacks.records.presets import Preset, policy_of
 from jaxmem_callbacks.records.programs import ProgramMemory
-from jaxmem_callbacks.records.units import GIB, MIB, format_bytes, parse_bytes
+from jaxmem_callbacks.records.units import GIB, MIB, format_bytes, format_extra, parse_bytes
 
 
 def program(**figures: int) -> ProgramMemory:
@@ -65,6 +65,12 @@ def test_a_printed_size_is_the_size_to_one_decimal(count):
 def test_unknown_bytes_are_unknown_and_not_zero():
     assert format_bytes(None) == "unknown"
     assert [format_bytes(count) for count in (0, 1536, 102400, 3 * 2**40)] == ["0 B", "1.5 KiB", "100 KiB", "3.0 TiB"]
+
+
+def test_work_that_is_done_again_never_reads_as_none():
+    shares = (0.098, 0.0006, 0.0004, 1e-9, 0, -0.02)
+    assert [format_extra(share) for share in shares] == ["+9.8%", "+0.1%", "+<0.1%", "+<0.1%", "+0.0%", "-2.0%"]
+    assert [format_extra(share, signed=False) for share in shares[:4]] == ["9.8%", "0.1%", "<0.1%", "<0.1%"]
 
 
 @given(st.sampled_from([(name, word) for name, words in REMAT_SYNONYMS.items() for word in (name, *words)]))

@@ -78,7 +78,15 @@ def test_every_name_resolves_and_knows_its_memory():
         ("v6e-1", r"that is 1 chip: `v6e:1x1`\."),
         ("v5p-200000", r"^Unknown target 'v5p-200000'\. (Did you mean `v5p`\? )?Expected one of: "),
         ("v5p-7", r"Unknown target 'v5p-7'\. Did you mean `v5p`\?"),
-        ("v5e-21", r"^Unknown target 'v5e-21'\. Expected one of: "),
+        ("v5e-21", r"^Unknown target 'v5e-21'\. Did you mean `v5e`\? Expected one of: "),
+        ("tpu-v5e-8", r"that is 8 chips: `v5e:2x4`\."),
+        ("tpu-v5p", r"Did you mean `v5p`\? "),
+        ("TPU v5 lite", r"Did you mean `v5e`\? "),
+        ("h100_80gb", r"Did you mean `h100_sxm`\? "),
+        ("a100_80gb_sxm", r"Did you mean `a100_sxm_80`\? "),
+        ("NVIDIA A100 40GB:4", r"Did you mean `a100_sxm_40`\? "),
+        ("Tesla V100-SXM2-32GB", r"^Unknown target 'Tesla V100-SXM2-32GB'\. Expected one of: "),
+        ("NVIDIA GeForce RTX 4080", r"^Unknown target 'NVIDIA GeForce RTX 4080'\. Expected one of: "),
         ("rtx4080", r"^Unknown target 'rtx4080'\. Expected one of: "),
         ("rtx_409", r"Did you mean `rtx4090`\? "),
         ("cpu:8", r"Unknown target 'cpu:8'"),
@@ -92,6 +100,15 @@ def test_every_name_resolves_and_knows_its_memory():
 def test_wrong_names_say_what_to_type(text, message):
     with pytest.raises(TargetError, match=message):
         resolve_target(text, require_installed=False)
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in target_names() if resolve_target(each, require_installed=False).device_kind]
+)
+def test_the_makers_name_of_a_gpu_is_answered_with_ours_and_not_taken_for_it(name):
+    kind = resolve_target(name, require_installed=False).device_kind
+    with pytest.raises(TargetError, match=rf"Did you mean `{name}`\?"):
+        resolve_target(kind, require_installed=False)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,12 @@ def name_template(name: str) -> Any:
 
 
 def name_equation(template: Any, var: Any, named: Any, like: Any) -> Any:
-    """An equation that names ``var`` as ``named``, where ``like`` stands: in the same mesh and under the same settings."""
-    return template.replace(invars=[var], outvars=[named], ctx=like.ctx)
+    """An equation that names ``var`` as ``named``, where ``like`` stands: in the same mesh, under the same settings and scope.
+
+    JAX rounds what a checkpoint keeps by an equation that has the scope and source line of the one that names it, and by these
+    the compiled program tells what it stores.
+    """
+    return template.replace(invars=[var], outvars=[named], ctx=like.ctx, source_info=like.source_info)
 
 
 def scan_arity(eqn: Any) -> tuple[int, int]:

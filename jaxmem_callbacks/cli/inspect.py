@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxmemError: as `reach_step` and `jm.step_memory`; the command line turns it into exit code 2.
     """
-    if args.target is not None:
-        resolve_target(args.target)  # before the script runs, which may load data for minutes
+    # Before the script runs, which may load data for minutes.
+    target = None if args.target is None else resolve_target(args.target)
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
-        with own_output, as_written(args.script, step=args.step) as seen:
+        with own_output, as_written(args.script, step=args.step, target=target) as seen:
             reached = reach_step(args.script, args.script_args, step=args.step, seen=seen)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")

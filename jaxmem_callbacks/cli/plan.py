@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     budget = None if args.budget is None else _budget(args.budget)
     _require_sizes(args.resident)
     try:
-        with as_written(args.script, step=args.step) as seen:
+        with as_written(args.script, step=args.step, target=target) as seen:
             made = _made(args, search, budget, mesh, seen)
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxmem_callbacks.cli.stand_ins import AT_ONCE, GRADIENTS, Seen, StandIns
 from jaxmem_callbacks.cli.watched import Watching
+from jaxmem_callbacks.programs.targets.target import Target
 
 # What makes a step of this library.
 _OWN_STEPS = {"jit_step", "apply_policy"}
@@ -36,13 +37,14 @@ def is_unedited(script: pathlib.Path) -> bool:
 
 
 @contextmanager
-def as_written(script: str, *, step: str | None = None) -> Generator[Seen]:
+def as_written(script: str, *, step: str | None = None, target: Target | None = None) -> Generator[Seen]:
     """Inside, an unedited script's step is announced to `first_calls_seen_by`, and its gradients obey the policy of a step.
 
     Args:
         script: As typed: ``train.py``, or ``train.py:name``, whose step need not be found. One that makes a step of this
             library is left alone.
         step: The name of the jitted function that is the step; None for the first that takes a gradient.
+        target: What the step is to be compiled for; None for the attached devices.
     """
     seen = Seen()
     file, _, name = script.rpartition(":")
@@ -51,7 +53,7 @@ def as_written(script: str, *, step: str | None = None) -> Generator[Seen]:
         yield seen
         return
     gradients = StandIns(seen, is_told=is_found_by_name or step is not None)
-    watching = Watching(seen, gradients, step)
+    watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
     before: list[tuple[types.ModuleType, str, Any]] = []
     try:
         for place in (*GRADIENTS, *AT_ONCE, *(() if is_found_by_name else _JITS)):

@@ -16,6 +16,7 @@ from jaxmem_callbacks.cli.callers import Caller, caller_of
 from jaxmem_callbacks.cli.stand_ins import Seen, StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
+from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
 
 # A function whose trace fails is traced again at its next call, so many times.
 _TRIES = 3
@@ -28,10 +29,11 @@ class Watching:
         seen: Told what is called.
         gradients: Knows where gradients are taken.
         step: The name of the step; None for what takes a gradient.
+        elsewhere: Whether it is to be compiled for hardware that is not here.
     """
 
-    def __init__(self, seen: Seen, gradients: StandIns, step: str | None) -> None:
-        self.seen, self.gradients, self.step = seen, gradients, step
+    def __init__(self, seen: Seen, gradients: StandIns, step: str | None, *, elsewhere: bool) -> None:
+        self.seen, self.gradients, self.step, self.elsewhere = seen, gradients, step, elsewhere
 
     def instead_of(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """A jit whose functions are watched where the user's own files make them."""
@@ -138,11 +140,16 @@ class Watched:
         return self._is_step and kind in self._known
 
     def _is_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """See whether it takes a gradient. A trace that fails is left to the call itself, which fails as the user knows it."""
+        """See whether it takes a gradient. A trace that fails is left to the call itself, which fails as the user knows it.
+
+        One that fails for want of cuDNN is its step all the same where that is compiled elsewhere, and is refused there.
+        """
         with self._watching.gradients.within(is_own=True) as here:
             try:
                 getattr(self.watched_jit, "trace", self.watched_jit.lower)(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - whatever the user's own step raises
+                if self._watching.elsewhere and here.takes_gradient and asks_for_cudnn(error):
+                    return True
                 self._tries -= 1
                 self._refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
                 return False

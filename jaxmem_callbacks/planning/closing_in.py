@@ -13,18 +13,19 @@ import numpy as np
 
 
 def next_places(
-    kept: Sequence[float], needs: Mapping[int, int], room: float, *, between: tuple[int, int], most: int
+    kept: Sequence[float], needs: Mapping[int, int], room: float, *, between: tuple[int, int], knee: int, most: int
 ) -> list[int]:
     """The places to compile next: the last that fits for sure if needs rise so, and the last that may.
 
     Two compilers run at a time. So where the two are the same, the one behind it is asked too; and of an odd number of asks the
-    first is the last place alone, since what it needs tells more than any estimate. A single ask lies in the middle of the two.
+    first is the one that may alone, since what it needs tells more than any estimate. A single ask lies in the middle of the two.
 
     Args:
         kept: float[places], ascending: bytes that each keeps on a device, as modelled.
         needs: Bytes that the step needs at some places, one at or before the first of ``between`` among them.
         room: Bytes that it may need.
         between: The last place that is known to fit, and the first that is known not to, or the number of places.
+        knee: Behind this place there is little left to win: it is the one that may fit, as long as nothing above tells otherwise.
         most: How many may be asked.
     """
     (low, high), known = between, sorted(needs)
@@ -34,10 +35,12 @@ def next_places(
     line = np.interp(sizes, sizes[known], [needs[place] for place in known])
     above = line + np.maximum(sizes - sizes[last], 0)
     sure = _last_within(above, room, low, high)
-    may = high - 1
+    may = min(knee, high - 1) if knee > low else high - 1
     if high not in needs and most % 2 and most > 1:
         return [may]
-    if high in needs:
+    if high not in needs:
+        may = max(may, sure)
+    else:
         may = max(_last_within(needs[high] - (sizes[high] - sizes), room, low, high), sure)
     if most == 1:
         return [(sure + may + 1) // 2]

@@ -25,6 +25,8 @@ from jaxmem_callbacks.records.policies import StepPolicy
 
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
+# Behind what wins all but this share of what keeping more can win, there is little left.
+_LITTLE = 0.05
 # A budget that is filled to this share is full: what is left of it is not worth another compile either.
 _FILLED = 0.98
 # The needs of policies between the ends lie less than this below those of the ends.
@@ -221,9 +223,11 @@ class RematSearch:
         room = limit - problem.resident_bytes
         offered = self._worth_asking((1 - _FILLED) * room)
         kept, between = [offer.bytes / problem.workers for offer in offered], (0, len(offered))
+        little = offered[-1].work + _LITTLE * (offered[0].work - offered[-1].work)
+        knee = next(place for place, offer in enumerate(offered) if offer.work <= little)
         while self._most_that_fits() < _FILLED * room:
             needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
-            places = next_places(kept, needs, room, between=between, most=self._ledger.left)
+            places = next_places(kept, needs, room, between=between, knee=knee, most=self._ledger.left)
             if not places:
                 break
             self._compile([offered[place].policy for place in places])

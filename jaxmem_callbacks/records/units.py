@@ -1,4 +1,7 @@
-"""Bytes as people write and read them. Inside the library a size is an int; only this file turns it into text or back."""
+"""Bytes and shares of work as people write and read them.
+
+Inside the library a size is an int and a share a float; only this file turns them into text or back.
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,9 @@ def format_bytes(count: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"  # noqa: PLR2004
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_extra(share: float, *, signed: bool = True) -> str:
+    """Extra work as a share of what is done anyway: ``+9.8%``. What is more than nothing never reads as nothing: ``+<0.1%``."""
+    text = f"{share:+.1%}" if signed else f"{share:.1%}"
+    return text.replace("0.0", "<0.1") if share > 0 and text.lstrip("+") == "0.0%" else text

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from jaxmem_callbacks._compat.jaxprs import consts_of, open_jaxpr
 from jaxmem_callbacks.records.errors import LossRefusedError
@@ -83,13 +83,13 @@ def inlined(closed: Any, *, hoist_constants: bool = True, every_jit: bool = Fals
     return flat
 
 
-def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> list[Any]:
+def _inline(jaxpr: Any, known: dict[Any, Any], call: Any, flat: Equations) -> list[Any]:
     """Append ``jaxpr``'s equations to ``flat`` and return its results.
 
     Args:
         jaxpr: An open jaxpr.
         known: Its variables that already have another name.
-        scope: Name stack of the call being inlined, or None at the top, whose variables keep their names.
+        call: Scope and source line of the call being inlined, or None at the top, whose variables keep their names.
         flat: What is being built; constants of inlined jaxprs are added to it.
     """
 
@@ -98,23 +98,31 @@ def _inline(jaxpr: Any, known: dict[Any, Any], scope: Any, flat: Equations) -> l
 
     for eqn in jaxpr.eqns:
         invars = [look(atom) for atom in eqn.invars]
-        stack = eqn.source_info.name_stack if scope is None else scope + eqn.source_info.name_stack
+        source = eqn.source_info if call is None else _seen_from(call, eqn.source_info)
         if _is_inlined(eqn, flat) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
             inner = eqn.params["jaxpr"]
             body = open_jaxpr(inner)
             fresh = {var: new_variable(var) for var in body.constvars}
             flat.invars.extend(fresh.values())
             flat.consts.extend(consts_of(inner))
-            results = _inline(body, fresh | dict(zip(body.invars, invars, strict=True)), stack, flat)
+            results = _inline(body, fresh | dict(zip(body.invars, invars, strict=True)), source, flat)
             known.update(zip(eqn.outvars, results, strict=True))
-        elif scope is None:
+        elif call is None:
             flat.eqns.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
         else:
             outvars = [new_variable(var) for var in eqn.outvars]
             known.update(zip(eqn.outvars, outvars, strict=True))
-            source = eqn.source_info.replace(name_stack=stack)
             flat.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
     return [look(atom) for atom in jaxpr.outvars]
+
+
+def _seen_from(call: Any, source: Any) -> Any:
+    """Where an equation of an inlined jit stands: in the call's scope, and on the call's line where it is no line of the user's.
+
+    JAX traces a library's jitted function, such as `jnp.take`, once for all that call it: its equations know no caller.
+    """
+    seen = source.replace(name_stack=call.name_stack + source.name_stack)
+    return seen if source_info_util.summarize(source) else seen.replace(traceback=call.traceback)
 
 
 def _is_inlined(eqn: Any, flat: Equations) -> bool:

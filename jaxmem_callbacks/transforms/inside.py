@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, name_equation, name_template, scan_arity
-from jaxmem_callbacks.transforms.equations import flatten, is_variable, new_variable, side_effects
+from jaxmem_callbacks.transforms.equations import flatten, is_variable, new_variable, side_effects, variables
 from jaxmem_callbacks.transforms.flops import equation_flops
 from jaxmem_callbacks.transforms.work import collective_work
 
@@ -233,7 +233,8 @@ def named(eqns: Sequence[Any], kept: Mapping[Any, str]) -> tuple[list[Any], dict
     outside = {key for key in kept if not isinstance(key, Inside)}
     inputs = {var: new_variable(var) for var in kept if var in outside and var not in made}
     templates = {name: name_template(name) for name in dict.fromkeys(kept.values())}
-    found = [name_equation(templates[kept[var]], var, name, eqns[0]) for var, name in inputs.items()]
+    readers = {var: eqn for eqn in reversed(eqns) for var in variables(eqn.invars)}  # the first of each
+    found = [name_equation(templates[kept[var]], var, name, readers.get(var, eqns[0])) for var, name in inputs.items()]
     more, names = _Naming(kept, templates).named(eqns, {var: var for var in made}, inputs)
     return [*found, *more], names
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
-from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.records.units import format_bytes, format_extra
 from jaxmem_callbacks.writers.html_text import escape
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
@@ -114,9 +114,9 @@ def extra_share(candidate: Candidate, record: PlanRecord) -> float | None:
 
 
 def extra_text(candidate: Candidate, record: PlanRecord) -> str:
-    """The share as text, such as ``+9.8%``; what a refused program's compiler would compute again comes on top."""
+    """The share as text, such as ``+9.8%`` or ``+<0.1%``; what a refused program's compiler would compute again comes on top."""
     share = extra_share(candidate, record)
-    text = f"{candidate.extra_flops:+}" if share is None else f"{share:+.1%}"
+    text = f"{candidate.extra_flops:+}" if share is None else format_extra(share)
     return f"{text} or more" if candidate.refusal else text
 
 

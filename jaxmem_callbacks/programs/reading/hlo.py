@@ -39,6 +39,8 @@ _PASSING = {
     "copy-done",
     "slice-done",
 }
+# What a checkpoint keeps is rounded to its own precision by JAX: the name of that says nothing of what is kept.
+_ROUNDED = "/reduce_precision"
 # How a TPU's compiler joins what it fetched in parts, in place.
 _JOINING = 'custom_call_target="ConcatBitcast"'
 _OURS = str(pathlib.Path(__file__).parents[2])
@@ -77,20 +79,36 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
-    """A parsed module: instructions by name, by computation its root, parameters and caller, and the entry computation's name."""
+    """A parsed module.
+
+    Attributes:
+        instructions: By name.
+        roots: By computation.
+        parameters: Names of a computation's parameters, by it and their number.
+        callers: By computation, the loop, call or conditional that runs it.
+        fusions: By fused computation, its fusion.
+        entry: Name of the entry computation.
+    """
 
     instructions: dict[str, Instruction]
     roots: dict[str, Instruction]
     parameters: dict[tuple[str, int], str]
     callers: dict[str, Instruction] = field(default_factory=dict)
+    fusions: dict[str, Instruction] = field(default_factory=dict)
     entry: str = ""
 
     def origin(self, name: str, index: tuple[int, ...] = ()) -> Instruction | None:
         """The instruction that says best what a buffer holds.
 
         A fusion that writes into a larger buffer (how `scan` stacks residuals) is followed to the value written, since
-        that is what the user saved; an instruction that only passes a buffer on is followed to its operand.
+        that is what the user saved; an instruction that only passes a buffer on is followed to its operand, and what a
+        checkpoint rounds and keeps to what computed it.
         """
+        found = self._told(name, index)
+        return self._rounded(found) or found
+
+    def _told(self, name: str, index: tuple[int, ...]) -> Instruction | None:
+        """The same as `origin`, rounding taken for a computation."""
         found = self.instructions.get(name)
         if found is None or found.calls is None:
             return self._maker(found)
@@ -148,6 +166,27 @@ class Module:
             found = following
         return found
 
+    def _rounded(self, found: Instruction | None) -> Instruction | None:
+        """What computed the value that ``found`` rounds; None where it rounds nothing, or nothing with a name."""
+        if found is None or not _is_rounding(found):
+            return None
+        for _ in range(16):
+            if found.opcode == "parameter":
+                fusion = self.fusions.get(found.computation)
+                following = self._given(found) if fusion is None else self._argument(fusion, found)
+            elif found.calls:
+                following = self.roots.get(found.calls)
+            elif found.opcode == "get-tuple-element" and found.element is not None:
+                following = self._told(found.operands[0], (found.element,))
+            elif found.operands and (_is_rounding(found) or found.opcode in _PASSING):
+                following = self.instructions.get(found.operands[0])
+            else:
+                return None
+            if following is None or (following.op_name and not _is_rounding(following)):
+                return following if following and "/" in (following.op_name or "") else None
+            found = following
+        return None
+
     def _given(self, parameter: Instruction) -> Instruction | None:
         """What a call gives for a parameter of the computation that it runs; None for loops, branches and the program itself."""
         caller = self.callers.get(parameter.computation)
@@ -164,6 +203,10 @@ class Module:
 def _dull(found: Instruction) -> bool:
     """Whether an instruction's name says only how a value is stacked by a loop, or nothing."""
     return found.op_name is None or "dynamic_update" in found.op_name
+
+
+def _is_rounding(found: Instruction) -> bool:
+    return found.op_name is not None and found.op_name.endswith(_ROUNDED)
 
 
 def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
@@ -218,7 +261,10 @@ def parse_module(text: str) -> Module:
         if found.opcode == "parameter":
             parameters[computation, int(found.operands[0])] = found.name
     callers = {called: each for each in instructions.values() for called in each.called}
-    return Module(instructions=instructions, roots=roots, parameters=parameters, callers=callers, entry=entry)
+    fusions = {each.calls: each for each in instructions.values() if each.calls}
+    return Module(
+        instructions=instructions, roots=roots, parameters=parameters, callers=callers, fusions=fusions, entry=entry
+    )
 
 
 def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: str) -> Instruction:

@@ -24,6 +24,11 @@ from jaxmem_callbacks.records.errors import CompileError
 # A sharding as JSON: mesh axes with sizes (none: one device), the partition spec, and the memory kind where
 # it is not the device's own.
 ShardingText = dict[str, Any]
+#: What is wrong with a step that asks for cuDNN where there is none, and what to write instead.
+NO_CUDNN = (
+    "it asks for a cuDNN kernel, and cuDNN is not there to choose one",
+    "Use jax.nn.dot_product_attention(..., implementation='xla') for the estimate.",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +121,14 @@ def refusing_cudnn(name: str, platform: str) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "cudnn" in str(error).lower():
+        if asks_for_cudnn(error):
             raise _refusal(name, platform, error, "") from error
         raise
+
+
+def asks_for_cudnn(error: Exception) -> bool:
+    """Whether a trace or a script failed because a kernel of cuDNN was asked for where there is none."""
+    return isinstance(error, RuntimeError) and "cudnn" in str(error).lower()
 
 
 def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
@@ -261,8 +271,7 @@ def _refusal(name: str, platform: str, error: Exception, callbacks: str) -> Comp
         what = f"it calls back to Python ({callbacks}), which has no counterpart on hardware that is absent"
         instead = "Take jax.debug.print, io_callback and pure_callback out of the step that is planned."
     elif "cudnn" in text.lower():
-        what = "it asks for a cuDNN kernel, and cuDNN is not there to choose one"
-        instead = "Use jax.nn.dot_product_attention(..., implementation='xla') for the estimate."
+        what, instead = NO_CUDNN
     elif "No supported GPU" in text:
         what = "it has a Pallas kernel for GPU, which asks for the attached GPU while it is lowered"
         instead = "Plan it on a machine with that GPU, or use the kernel's reference implementation for the estimate."

@@ -114,6 +114,8 @@ _ALIASES = {
     "attached": "cpu",
 }
 
+_BRANDS = {"nvidia", "geforce", "tesla", "google", "cloud", "gpu", "tpu"}
+
 
 def target_names() -> tuple[str, ...]:
     """Every name that `resolve_target` knows, TPU kinds first, without aliases."""
@@ -169,7 +171,7 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
         return Target(name="cpu", platform="cpu", device_count=1)
     else:
         msg = (
-            f"Unknown target {text!r}.{_slice_meant(word) or _meant(kind)} Expected one of: {', '.join(target_names())}; "
+            f"Unknown target {text!r}.{_slice_meant(word) or _meant(word)} Expected one of: {', '.join(target_names())}; "
             "with a topology or a count where it has several devices, such as 'v5e:2x2' or 'h100_sxm:8'."
         )
         raise TargetError(msg)
@@ -233,10 +235,28 @@ def _slice_of(kind: str, chips: int) -> str:
 
 
 def _meant(word: str) -> str:
-    """A misspelt name's hint, by its canonical name, which the list shows; another number is another GPU, not a mistake."""
-    names = [name for name in (*target_names(), *_ALIASES) if not _is_another_number(word, name)]
-    near = difflib.get_close_matches(word, names, n=1, cutoff=_ALIKE)
-    return f" Did you mean `{_ALIASES.get(near[0], near[0])}`?" if near else ""
+    """A misspelt name's hint, by its canonical name, which the list shows; another number is another GPU, not a mistake.
+
+    A name in which all words of one of ours stand is that one, such as the maker's: ``nvidia_h100_80gb_hbm3``, ``tpu_v5p``.
+    """
+    names = (*target_names(), *_ALIASES)
+    within = [name for name in names if _words(name) <= _words(word)]
+    if within:
+        near = max(within, key=lambda name: len(_words(name)))
+    else:
+        others = [name for name in names if not _is_another_number(word, name)]
+        near = next(iter(difflib.get_close_matches(_unbranded(word), others, n=1, cutoff=_ALIKE)), "")
+    return near and f" Did you mean `{_ALIASES.get(near, near)}`?"
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name; a size of memory is its number, as our names have it."""
+    return {re.sub(r"^(\d+)gi?b?$", r"\1", each) for each in re.split(r"[\s_]+", name)}
+
+
+def _unbranded(word: str) -> str:
+    """A name without its maker's or its kind's, which many others begin with too."""
+    return "_".join(each for each in re.split(r"[\s_]+", word) if each not in _BRANDS)
 
 
 def _is_another_number(word: str, name: str) -> bool:
@@ -247,7 +267,7 @@ def _is_another_number(word: str, name: str) -> bool:
 
 def _slice_meant(word: str) -> str:
     """The topology that an accelerator type of Google Cloud stands for, such as ``v5p_64``; empty for other words."""
-    kind, _, said = word.rpartition("_")
+    kind, _, said = _unbranded(word).rpartition("_")
     kind = _ALIASES.get(kind, kind)
     if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9]\d{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
         return ""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import Cause, Holder, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
-from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.records.units import format_bytes, format_extra
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.holders import VARIABLE
 from jaxmem_callbacks.recovery.texts.log_words import host_tries
@@ -24,7 +24,6 @@ from jaxmem_callbacks.recovery.verdicts.failing import Failing
 
 _WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
 _MOST_HOLDERS = 3
-_SHOWN = 0.0005  # what one decimal of a percentage can show
 _ORDER = {"donation": 0, "remat": 1, "microbatches": 2, "rows": 4}  # of those that add as many operations
 _HOLDER = 3
 
@@ -122,7 +121,13 @@ def _words(each: Forecast) -> tuple[str, str]:
     if each.kind == "rows":
         return f"Half the batch: {each.rows} rows", "another batch size, and so another training"
     share = each.extra_share
-    more = "" if share is None else f"{share:.1%} more operations" if share >= _SHOWN else "no more operations"
+    more = (
+        ""
+        if share is None
+        else f"{format_extra(share, signed=False)} more operations"
+        if share > 0
+        else "no more operations"
+    )
     if each.kind == "microbatches":
         check = (
             "; jm.jit_step compares the loss at its first call and refuses one whose gradient would be another"
