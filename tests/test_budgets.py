@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.closing_in import narrowed, next_places
+from jaxmem_callbacks.planning.closing_in import Room, narrowed
 from tests.target_step import keeps_remat, needs_compiler, shape
 
 TARGETS = [
@@ -75,7 +76,8 @@ def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(
 def asked(kept: list[int], needs: list[int], room: int, most: int, knee: int) -> tuple[tuple[int, int], int]:
     """What is open in the end, and how many were asked."""
     known, between, left = {0: needs[0]}, (0, len(kept)), most
-    while places := next_places(kept, known, room, between=between, knee=knee, most=left):
+    open_ = Room(bytes=room, kept=np.array(kept, np.float64), knee=knee)
+    while places := open_.next_places(known, between, left):
         assert len(set(places)) == len(places) <= left
         assert all(between[0] < place < between[1] for place in places)
         known |= {place: needs[place] for place in places}

@@ -7,44 +7,57 @@ lies below the line from one to the other, and above the line down from the uppe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 
-def next_places(
-    kept: Sequence[float], needs: Mapping[int, int], room: float, *, between: tuple[int, int], knee: int, most: int
-) -> list[int]:
-    """The places to compile next: the last that fits for sure if needs rise so, and the last that may.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What is to be filled, and with what.
 
-    Two compilers run at a time. So where the two are the same, the one behind it is asked too; and of an odd number of asks the
-    first is the one that may alone, since what it needs tells more than any estimate. A single ask lies in the middle of the two.
-
-    Args:
-        kept: float[places], ascending: bytes that each keeps on a device, as modelled.
-        needs: Bytes that the step needs at some places, one at or before the first of ``between`` among them.
-        room: Bytes that it may need.
-        between: The last place that is known to fit, and the first that is known not to, or the number of places.
-        knee: Behind this place there is little left to win: it is the one that may fit, as long as nothing above tells otherwise.
-        most: How many may be asked.
+    Attributes:
+        bytes: What a step may need.
+        kept: float64[places], ascending: bytes that each policy keeps on a device, as modelled.
+        knee: Behind this place there is little left to win.
     """
-    (low, high), known = between, sorted(needs)
-    if high - low < 2 or most < 1:  # noqa: PLR2004 - nothing lies between neighbours
-        return []
-    sizes, last = np.asarray(kept, np.float64), known[-1]
-    line = np.interp(sizes, sizes[known], [needs[place] for place in known])
-    above = line + np.maximum(sizes - sizes[last], 0)
-    sure = _last_within(above, room, low, high)
-    may = min(knee, high - 1) if knee > low else high - 1
-    if high not in needs and most % 2 and most > 1:
-        return [may]
-    if high not in needs:
+
+    bytes: float
+    kept: np.ndarray
+    knee: int
+
+    def next_places(self, needs: Mapping[int, int], between: tuple[int, int], most: int) -> list[int]:
+        """The places to compile next: the last that fits for sure if needs rise as said above, and the last that may.
+
+        Two compilers run at a time. So where the two are the same, the one behind it is asked too; and of an odd number of asks
+        the first is the one that may alone, since what it needs tells more than any estimate. A single ask lies in the middle.
+
+        Args:
+            needs: Bytes that the step needs at some places, the first among them.
+            between: The last place that is known to fit, and the first that is known not to, or the number of places.
+            most: How many may be asked.
+        """
+        (low, high), known = between, sorted(needs)
+        if high - low < 2 or most < 1:  # noqa: PLR2004 - nothing lies between neighbours
+            return []
+        line = np.interp(self.kept, self.kept[known], [needs[place] for place in known])
+        sure = self._last(line + np.maximum(self.kept - self.kept[known[-1]], 0), between)
+        if high in needs:
+            may = self._last(needs[high] - (self.kept[high] - self.kept), between)
+        else:
+            may = min(self.knee, high - 1) if self.knee > low else high - 1
+            if most % 2 and most > 1:
+                return [may]
         may = max(may, sure)
-    else:
-        may = max(_last_within(needs[high] - (sizes[high] - sizes), room, low, high), sure)
-    if most == 1:
-        return [(sure + may + 1) // 2]
-    return [sure, may] if may > sure else [place for place in (sure, sure + 1) if place < high]
+        if most == 1:
+            return [(sure + may + 1) // 2]
+        return [sure, may] if may > sure else [place for place in (sure, sure + 1) if place < high]
+
+    def _last(self, needs: np.ndarray, between: tuple[int, int]) -> int:
+        """The last place between both whose needs are within the room; at least the first."""
+        places = np.arange(between[0] + 1, between[1])
+        return int(places[needs[places] <= self.bytes].max(initial=between[0] + 1))
 
 
 def narrowed(between: tuple[int, int], fits: Mapping[int, bool]) -> tuple[int, int]:
@@ -52,9 +65,3 @@ def narrowed(between: tuple[int, int], fits: Mapping[int, bool]) -> tuple[int, i
     low, high = between
     high = min([high, *(place for place, yes in fits.items() if not yes)])
     return max([low, *(place for place, yes in fits.items() if yes and place < high)]), high
-
-
-def _last_within(needs: np.ndarray, room: float, low: int, high: int) -> int:
-    """The last place between both whose needs are within a room; at least the one behind ``low``."""
-    places = np.arange(low + 1, high)
-    return int(places[needs[low + 1 : high] <= room].max(initial=low + 1))

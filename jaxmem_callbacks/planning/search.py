@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.closing_in import narrowed, next_places
+from jaxmem_callbacks.planning.closing_in import Room, narrowed
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_enough_cuts, with_half_the_cuts
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
@@ -220,19 +220,22 @@ class RematSearch:
         full = self.full
         if full is None or limit is None or not full.fits or full.step_bytes is None:
             return
-        room = limit - problem.resident_bytes
-        offered = self._worth_asking((1 - _FILLED) * room)
-        kept, between = [offer.bytes / problem.workers for offer in offered], (0, len(offered))
+        offered = self._worth_asking((1 - _FILLED) * (limit - problem.resident_bytes))
         little = offered[-1].work + _LITTLE * (offered[0].work - offered[-1].work)
-        knee = next(place for place, offer in enumerate(offered) if offer.work <= little)
-        while self._most_that_fits() < _FILLED * room:
+        room = Room(
+            bytes=limit - problem.resident_bytes,
+            kept=np.array([offer.bytes / problem.workers for offer in offered]),
+            knee=next(place for place, offer in enumerate(offered) if offer.work <= little),
+        )
+        between = (0, len(offered))
+        while self._most_that_fits() < _FILLED * room.bytes:
             needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
-            places = next_places(kept, needs, room, between=between, knee=knee, most=self._ledger.left)
+            places = room.next_places(needs, between, self._ledger.left)
             if not places:
                 break
             self._compile([offered[place].policy for place in places])
             between = narrowed(between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
-        self._ask_others((room - full.step_bytes) / self._corrected(full.step_bytes))
+        self._ask_others((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
     def _ask_lower(self, limit: int | None) -> None:
         """Where the lower end does not fit: two levels, then what lies above it and may need less all the same."""
