@@ -21,6 +21,7 @@ from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.chunks import sizes
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 from tests.comparisons import assert_close, checkpoints, stored_bytes
+from tests.target_step import keeps_remat, needs_compiler
 
 pytestmark = pytest.mark.core
 
@@ -92,6 +93,42 @@ def test_the_compiler_needs_fewer_bytes() -> None:
         for levels in (1, 2)
     ]
     assert temp[1] < 0.6 * temp[0]
+
+
+def hidden(weights: Any, x: Any) -> Any:
+    """Blocks that each keep several times what they hand on."""
+    for w in weights:
+        x = x + jnp.sin(jax.nn.gelu(x @ w))
+    return (x**2).mean()
+
+
+def nested_by_hand(weights: Any, x: Any, each: int) -> Any:
+    """A checkpoint around every block, and one around every group of them, as one writes it."""
+    block = jax.checkpoint(lambda x, w: x + jnp.sin(jax.nn.gelu(x @ w)))
+    for start in range(0, len(weights), each):
+        x = jax.checkpoint(lambda x, some: functools.reduce(block, some, x))(x, weights[start : start + each])
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param("cpu", marks=keeps_remat), pytest.param("h100_sxm", marks=pytest.mark.targets)]
+)
+def test_blocks_written_out_need_no_more_than_nested_checkpoints_by_hand(target: str) -> None:
+    """With cuts that were chosen for two levels: those of one level are too far apart, since all of them are alive at once."""
+    if target != "cpu":
+        needs_compiler(target)
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 36
+    args = weights, jax.ShapeDtypeStruct((4 * ROWS, WIDTH), jnp.float32)
+
+    def needs(gradient: Any) -> tuple[int, float]:
+        memory = jm.step_memory(jax.jit(gradient), *args, target=target)
+        return memory.step_bytes, jaxpr_flops(jax.make_jaxpr(gradient)(*args))
+
+    once, twice = (needs(jax.grad(jm.remat(hidden, levels=levels))) for levels in (1, 2))
+    hand = [needs(jax.grad(functools.partial(nested_by_hand, each=each))) for each in (5, 6, 7)]
+    assert twice[0] < 0.9 * once[0]
+    assert twice[0] <= 1.02 * min(bytes_ for bytes_, _ in hand)
+    assert twice[1] <= min(flops for _, flops in hand)
 
 
 @pytest.mark.parametrize("levels", [0, 3, True])

@@ -239,7 +239,10 @@ class RematSearch:
 
     def _ask_lower(self, limit: int | None) -> None:
         """Where the lower end does not fit: two levels, then what lies above it and may need less all the same."""
-        self._go_further()
+        deeper = self._offered.deeper
+        # Where deeper cuts took no less, the most is alive elsewhere, and deeper ones still would find it there.
+        if deeper is None or deeper.policy not in self.found:
+            self._go_further()
         if limit is not None and self._is_near(limit):
             self.fill()  # a compiler may well need less for a step that computes less again
 

@@ -19,6 +19,9 @@ from jaxmem_callbacks.transforms.equations import variables
 # More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
 _MOST_CANDIDATES = 256
 _BISECTIONS = 24
+# Limits on what a segment holds that are tried for two levels.
+_LIMITS = 12
+_NOTABLY_LESS = 0.95
 # An estimated peak this much above the smallest is as good, if it stores less: the last bytes would be bought with cuts
 # inside the head, whose products are the dearest to compute again.
 SLACK = 1.02
@@ -110,6 +113,50 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     route = table.route(int(_smallest(table, segments) * SLACK), segments)
     assert route is not None
     return [int(places[index]) for index in route]
+
+
+def choose_two_levels(land: Landscape, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Cuts for two levels of checkpoints, and those of them that bound groups, which have a checkpoint of their own.
+
+    While a group is differentiated its own cuts are alive, and of the groups before it those that bound them. So segments may be
+    shorter than where all cuts are alive at once, and which are best depends on the groups: those of several limits on what a
+    single segment holds are tried.
+
+    Args:
+        land: What lives where.
+        cuts: Those of one level, ascending, without the ends.
+
+    Returns:
+        Positions of all cuts, and of the bounds, each ascending without the ends; as given and none where two levels are not
+        estimated to take notably less.
+    """
+    places = _candidates(land)
+    table = _Table(land, places, unfused=True)
+    here = np.searchsorted(places, [0, *cuts, land.length])
+    most, least = int(table.own[here[:-1], here[1:]].max()), int(table.own[table.allowed].min(initial=0))
+    found = [(_grouped(land, cuts), list(cuts))]
+    for limit in np.linspace(least, most, _LIMITS).tolist():
+        route = table.cheapest(int(limit))
+        if route is not None:
+            fine = [int(places[index]) for index in route]
+            found.append((_grouped(land, fine), fine))
+    (peak, bounds), fine = min(found, key=lambda each: (each[0][0], len(each[1])))
+    return (fine, bounds) if peak <= _NOTABLY_LESS * max(segment_peaks(land, cuts)) else (list(cuts), [])
+
+
+def _grouped(land: Landscape, cuts: Sequence[int]) -> tuple[int, list[int]]:
+    """The smallest estimated peak of groups of given segments, and the bounds of these groups."""
+    table = _Table(land, np.array([0, *cuts, land.length]), unfused=True)
+    count = len(table.places)
+    here = np.arange(count - 1)
+    stored, own = table.stored[here, here + 1], table.own[here, here + 1]
+    before = np.cumsum(stored) - stored
+    for start in range(count - 1):
+        table.own[start, start + 1 :] = np.maximum.accumulate((before - before[start] + own)[start:])
+    peak = _smallest(table, None)
+    route = table.route(int(peak * SLACK), None)
+    assert route is not None
+    return peak, [int(table.places[index]) for index in route]
 
 
 def _is_head(land: Landscape) -> bool:
@@ -279,6 +326,18 @@ class _Table:
         cost[0] = 0
         for end in range(1, count):
             candidate = self._extended(cost, end, budget)
+            before[end] = int(np.argmin(candidate))
+            cost[end] = candidate[before[end]]
+        return self._walk(lambda end, _: int(before[end]), int(cost[-1]), None)
+
+    def cheapest(self, limit: int) -> list[int] | None:
+        """Indices of the cut places that store least with no segment holding more than ``limit``, what was stored aside."""
+        count = len(self.places)
+        cost = np.full(count, np.iinfo(np.int64).max // 4)
+        before, cost[0] = np.full(count, -1), 0
+        fits = self.allowed & (self.own <= limit)
+        for end in range(1, count):
+            candidate = np.where(fits[:end, end], cost[:end] + self.stored[:end, end], np.iinfo(np.int64).max // 4)
             before[end] = int(np.argmin(candidate))
             cost[end] = candidate[before[end]]
         return self._walk(lambda end, _: int(before[end]), int(cost[-1]), None)

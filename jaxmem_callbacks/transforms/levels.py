@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -147,15 +148,22 @@ def _said_by(one: Any, source: Any, depth: int) -> Any:
     return one.replace(params=params, source_info=source)
 
 
-def grouped(flat: Equations, jaxpr: Any) -> Any:
-    """A function that is cut into segments, with about the root of their number of checkpoints around groups of them."""
+def grouped(flat: Equations, jaxpr: Any, groups: Sequence[int] = ()) -> Any:
+    """A function that is cut into segments, with checkpoints around groups of them.
+
+    Args:
+        flat: The function.
+        jaxpr: It, cut.
+        groups: After how many of the segments each group but the last ends; about the root of their number is a group without.
+    """
     eqns = list(jaxpr.eqns)
     ends = [place for place, eqn in enumerate(eqns, 1) if has_own_checkpoint(eqn)]
     if len(ends) < _FEWEST:
         return jaxpr
     # Segments hold about equal bytes already, so groups of equally many do too.
     each = math.ceil(len(ends) / round(math.sqrt(len(ends))))
-    bounds = sorted({0, *ends[each - 1 :: each], len(eqns)})
+    after = [ends[count - 1] for count in groups] or ends[each - 1 :: each]
+    bounds = sorted({0, *after, len(eqns)})
     template, sharing, nothing = checkpoint_template(None, prevent_cse=True), Sharing(), Sunk({}, {})
     found: list[Any] = []
     for (start, end), results in zip(

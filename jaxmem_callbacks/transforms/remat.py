@@ -25,6 +25,7 @@ from jaxmem_callbacks.transforms.cuts import (
     Landscape,
     alive,
     choose_cuts,
+    choose_two_levels,
     head_position,
     lives_of,
     segment_peaks,
@@ -266,6 +267,9 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
     places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1 and not told.copies
+    bounds: list[int] = []
+    if twice and places and not land.forced and policy.segments is None:
+        places, bounds = choose_two_levels(land, places)
     if policy.levels > 1 and told.copies:
         told.notes.setdefault(_ONE_LEVEL)
     told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
@@ -282,7 +286,8 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
     )
     peaks = functools.partial(segment_peaks, land, places)
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
-    return grouped(flat, jaxpr) if twice else jaxpr
+    groups = [places.index(bound) + 1 for bound in bounds]
+    return grouped(flat, jaxpr, groups) if twice else jaxpr
 
 
 def _is_worth_opening(eqn: Any, kept: int, residuals: np.ndarray) -> bool:
