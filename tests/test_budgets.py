@@ -22,6 +22,8 @@ TARGETS = [
     pytest.param("cpu", marks=[pytest.mark.core, keeps_remat]),
 ]
 BLOCKS, ROWS, WIDTH = 6, 1024, 128
+# Of the plain step's bytes, what the least step takes at most.
+LEAST = 0.75
 # As many operations, as a share of the plain step's, are no notable difference.
 NOTABLE = 0.015
 
@@ -63,6 +65,7 @@ def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(
     planned = functools.partial(jm.plan, step_of(value), *ARGUMENTS, target=target, progress=False)
     frontier = planned()
     needs = [each.step_bytes or 0 for each in frontier.candidates]
+    assert min(needs) < LEAST * max(each.step_bytes or 0 for each in frontier.candidates if each.policy.remat == "none")
     budgets = [int(min(needs) + part * (max(needs) - min(needs))) for part in parts]
     plans = [planned(budget=budget) for budget in budgets]
     every = [each for plan in (frontier, *plans) for each in plan.candidates if each.step_bytes]

@@ -241,10 +241,10 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
         return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made)
     resident = set(sunk.origins)
     residuals = residual_bytes(flat.eqns, resident)
-    enough = int(residuals.sum() * _SMALL_SHARE)
     mapped = [index for index, eqn in enumerate(flat.eqns) if _is_worth_opening(eqn, int(residuals[index]), residuals)]
     for index in mapped:
         flat.eqns[index] = _with_cut_body(flat.eqns[index], policy, keep, told)
+    enough = int(residuals.sum() * _SMALL_SHARE)
     residuals = residual_bytes(flat.eqns, resident) if mapped else residuals
     loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
     own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
@@ -264,12 +264,8 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
         scans = {index: flat.eqns[index] for index in loops}
         together = steps_together(scans, policy.offloaded, lambda chosen: smallest_peak(land_with(chosen)))
     land = land_with(together)
-    # One checkpoint around all that a single equation hides would recompute it and save nothing.
-    places = _places(land, policy, opaque=sum(eqn.primitive.name in _OPAQUE for eqn in flat.eqns) == 1)
     twice = policy.levels > 1 and not told.copies
-    bounds: list[int] = []
-    if twice and places and not land.forced and policy.segments is None:
-        places, bounds = choose_two_levels(land, places)
+    places, groups = _places(land, policy, flat.eqns, twice=twice)
     if policy.levels > 1 and told.copies:
         told.notes.setdefault(_ONE_LEVEL)
     told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
@@ -286,7 +282,6 @@ def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _T
     )
     peaks = functools.partial(segment_peaks, land, places)
     jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
-    groups = [places.index(bound) + 1 for bound in bounds]
     return grouped(flat, jaxpr, groups) if twice else jaxpr
 
 
@@ -369,13 +364,19 @@ def _with_loops(land: Landscape, eqns: Sequence[Any], together: Mapping[int, int
     return replace(land, held=np.vstack(rows), stored=stored, residuals=residuals)
 
 
-def _places(land: Landscape, policy: StepPolicy, *, opaque: bool) -> list[int]:
+def _places(land: Landscape, policy: StepPolicy, eqns: Sequence[Any], *, twice: bool) -> tuple[list[int], list[int]]:
+    """Where to cut, and after how many segments each group of two levels ends; no groups where these are left to `grouped`."""
     try:
         places = choose_cuts(land, policy.segments)
     except ValueError as error:
         raise PolicyError(str(error)) from None
+    # One checkpoint around all that a single equation hides would recompute it and save nothing.
+    opaque = sum(eqn.primitive.name in _OPAQUE for eqn in eqns) == 1
     if not places and policy.segments is None and not opaque:
         # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
         with contextlib.suppress(ValueError):
             places = choose_cuts(land, 2)
-    return places
+    if not (twice and places) or land.forced or policy.segments is not None:
+        return places, []
+    places, bounds = choose_two_levels(land, places)
+    return places, [places.index(bound) + 1 for bound in bounds]
