@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,50 @@ def test_a_script_that_fails_for_want_of_cudnn_shows_where_and_says_what_to_writ
     error = capsys.readouterr().err
     assert 'implementation="cudnn")' in error, "the script's own line"
     assert f"failed before its first step: {INSTEAD_OF_CUDNN} Its own traceback is above." in error
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (
+            "jax.distributed.initialize()",
+            "jax.distributed.initialize() found no cluster here, and a plan needs none. Put",
+        ),
+        (
+            "jax.make_mesh((4096,), ('data',))",
+            "its mesh has more devices than are here, and a plan needs none of them. Put",
+        ),
+    ],
+)
+def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(line: str, why: str, tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        f"""
+        import jax, jax.numpy as jnp
+
+        def step(w, x):
+            value, gradient = jax.value_and_grad(lambda w, x: (jnp.tanh(x @ w) ** 2).mean())(w, x)
+            return w - gradient, value
+
+        def planned():
+            return step, (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32))
+
+        if __name__ == "__main__":
+            {line}
+    """,
+    )
+    # In a process of its own: a cluster is looked for before anything of JAX is used.
+    ran = [
+        subprocess.run(
+            [sys.executable, "-m", "jaxmem_callbacks.cli.main", "plan", name],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for name in (script, f"{script}:planned")
+    ]
+    assert ran[0].returncode == 1, ran[0].stderr
+    assert f"failed before its first step: {why}" in ran[0].stderr
+    assert "Type jaxmem plan SCRIPT.py:function" in ran[0].stderr
+    assert ran[1].returncode == 0, ran[1].stderr
+    assert ran[1].stdout.startswith("Plan of step for attached")

@@ -15,10 +15,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmem_callbacks.cli.advice import advice
 from jaxmem_callbacks.cli.stand_ins import Seen
 from jaxmem_callbacks.cli.unedited import is_unedited
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
-from jaxmem_callbacks.programs.targets.exporting import NO_CUDNN, asks_for_cudnn
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 
 LINE_TO_ADD = (
@@ -288,6 +288,6 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         while place is not None and place.tb_frame.f_code.co_filename != str(path):
             place = place.tb_next
         traceback.print_exception(error.with_traceback(place))  # none of the script's: it does not parse, say
-        why = f": {'. '.join(NO_CUDNN)} Its" if asks_for_cudnn(error) else "; its"
-        msg = f"{path} failed before its first step{why} own traceback is above."
+        told = advice(error)
+        msg = f"{path} failed before its first step{f': {told}. Its' if told else '; its'} own traceback is above."
         raise ScriptFailedError(msg) from error
