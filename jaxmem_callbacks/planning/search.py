@@ -228,7 +228,8 @@ class RematSearch:
             knee=next(place for place, offer in enumerate(offered) if offer.work <= little),
         )
         between = (0, len(offered))
-        while self._most_that_fits() < _FILLED * room.bytes:
+        # A full budget is asked too until something is kept: at the lower end that may take no byte more.
+        while between[0] == 0 or self._most_that_fits() < _FILLED * room.bytes:
             needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
             places = room.next_places(needs, between, self._ledger.left)
             if not places:
