@@ -92,8 +92,7 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
     """
     places = _candidates(land)
     if segments is not None:
-        last = land.last_product if _is_head(land) else land.length
-        before = places[(places <= last) | (places == land.length) | np.isin(places, land.forced)]
+        before = _before_the_head(land, places)
         places = before if len(before) > segments else places
     least = len(set(land.forced)) + 1
     if segments is not None and segments < least:
@@ -130,7 +129,7 @@ def choose_two_levels(land: Landscape, cuts: Sequence[int]) -> tuple[list[int], 
         Positions of all cuts, and of the bounds, each ascending without the ends; as given and none where two levels are not
         estimated to take notably less.
     """
-    places = _candidates(land)
+    places = np.union1d(_before_the_head(land, _candidates(land)), cuts)
     table = _Table(land, places, unfused=True)
     here = np.searchsorted(places, [0, *cuts, land.length])
     most, least = int(table.own[here[:-1], here[1:]].max()), int(table.own[table.allowed].min(initial=0))
@@ -163,6 +162,12 @@ def _is_head(land: Landscape) -> bool:
     """Whether the last product makes more than is alive before it, as logits are; other layers hand on as much as they got."""
     last = land.last_product
     return last < land.length and bool(land.made[last] > alive(land.spans, land.length)[last])
+
+
+def _before_the_head(land: Landscape, places: np.ndarray) -> np.ndarray:
+    """The places behind which no head is computed again, the end and the forced ones."""
+    last = land.last_product if _is_head(land) else land.length
+    return places[(places <= last) | (places == land.length) | np.isin(places, land.forced)]
 
 
 def smallest_peak(land: Landscape) -> int:
