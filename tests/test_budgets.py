@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.closing_in import Room, narrowed
+from jaxmem_callbacks.planning.boundary import closer
+from jaxmem_callbacks.planning.closing_in import Room
 from tests.target_step import keeps_remat, needs_compiler, shape
 
 TARGETS = [
@@ -85,7 +86,8 @@ def asked(kept: list[int], needs: list[int], room: int, most: int, knee: int) ->
         assert all(between[0] < place < between[1] for place in places)
         known |= {place: needs[place] for place in places}
         left -= len(places)
-        between = narrowed(between, {place: needs[place] <= room for place in places})
+        low, high = closer(*between, {place: needs[place] <= room for place in places})
+        between = low, len(kept) if high is None else high
     return between, most - left
 
 

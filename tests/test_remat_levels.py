@@ -131,6 +131,22 @@ def test_blocks_written_out_need_no_more_than_nested_checkpoints_by_hand(target:
     assert twice[1] <= min(flops for _, flops in hand)
 
 
+def test_what_reports_between_blocks_changes_no_group(capfd: Any) -> None:
+    def reporting(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = x + jnp.sin(jax.nn.gelu(x @ w))
+            jax.debug.print("mean {}", x.mean())
+        return (x**2).mean()
+
+    weights, x = arguments(24)
+    cheaper = jm.remat(reporting, levels=2)
+    got = jax.jit(jax.grad(cheaper))(weights, x)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("mean") == len(weights)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(hidden))(weights, x), rtol=1e-4, atol=1e-6)
+    assert stored_bytes(cheaper, weights, x) < stored_bytes(jm.remat(reporting), weights, x)
+
+
 @pytest.mark.parametrize("levels", [0, 3, True])
 def test_other_numbers_of_levels_are_refused(levels: Any) -> None:
     with pytest.raises(PolicyError, match=r"levels=.*: expected 1 or 2"):

@@ -35,7 +35,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
         answers = ask([each for each in sorted({place, second}) if high is None or each < high])
         if not answers:
             break
-        before, (low, high) = (low, high), _closer(low, high, answers)
+        before, (low, high) = (low, high), closer(low, high, answers)
         side = (high == before[1]) - (low == before[0])  # 1: only the lower end moved, -1: only the upper one
         slow = high is not None and before[1] is not None and (high - low) * _SLOW > before[1] - before[0]
         halve = slow and (place != guessed or side == moved)
@@ -44,7 +44,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
     return low, high
 
 
-def _closer(low: int, high: int | None, answers: Mapping[int, bool]) -> tuple[int, int | None]:
+def closer(low: int, high: int | None, answers: Mapping[int, bool]) -> tuple[int, int | None]:
     """What is open once some places were asked; bytes need not grow from place to place, so the first that fails is the end."""
     for each, fits in sorted(answers.items()):
         if fits and (high is None or each < high):

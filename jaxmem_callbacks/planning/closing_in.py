@@ -58,10 +58,3 @@ class Room:
         """The last place between both whose needs are within the room; at least the first."""
         places = np.arange(between[0] + 1, between[1])
         return int(places[needs[places] <= self.bytes].max(initial=between[0] + 1))
-
-
-def narrowed(between: tuple[int, int], fits: Mapping[int, bool]) -> tuple[int, int]:
-    """What is still open once some places were asked; needs may fall from place to place, so the first that fails is the end."""
-    low, high = between
-    high = min([high, *(place for place, yes in fits.items() if not yes)])
-    return max([low, *(place for place, yes in fits.items() if yes and place < high)]), high

@@ -15,8 +15,9 @@ from typing import Any, final
 
 import numpy as np
 
+from jaxmem_callbacks.planning.boundary import closer
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.closing_in import Room, narrowed
+from jaxmem_callbacks.planning.closing_in import Room
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_enough_cuts, with_half_the_cuts
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
@@ -235,7 +236,8 @@ class RematSearch:
             if not places:
                 break
             self._compile([offered[place].policy for place in places])
-            between = narrowed(between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
+            low, high = closer(*between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
+            between = low, len(offered) if high is None else high
         self._ask_others((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
     def _ask_lower(self, limit: int | None) -> None:

@@ -135,7 +135,7 @@ def choose_two_levels(land: Landscape, cuts: Sequence[int]) -> tuple[list[int], 
     most, least = int(table.own[here[:-1], here[1:]].max()), int(table.own[table.allowed].min(initial=0))
     found = [(_grouped(land, cuts), list(cuts))]
     for limit in np.linspace(least, most, _LIMITS).tolist():
-        route = table.cheapest(int(limit))
+        route = table.route(int(limit), None, alone=True)
         if route is not None:
             fine = [int(places[index]) for index in route]
             found.append((_grouped(land, fine), fine))
@@ -321,8 +321,14 @@ class _Table:
         """A budget under which every allowed route is possible."""
         return int(self.own.max(initial=0) + 2 * self.stored.max(initial=0) * len(self.places) + 1)
 
-    def route(self, budget: int, segments: int | None) -> list[int] | None:
-        """Indices of the cut places that store least with no segment's peak over ``budget``; None where there are none."""
+    def route(self, budget: int, segments: int | None, *, alone: bool = False) -> list[int] | None:
+        """Indices of the cut places that store least with no segment's peak over ``budget``; None where there are none.
+
+        Args:
+            budget: Bytes.
+            segments: How many; None for as many as are best.
+            alone: Whether a segment's peak is what it holds itself, what was stored before it left aside.
+        """
         if segments is not None:
             return self._route_of(budget, segments)
         count = len(self.places)
@@ -330,19 +336,7 @@ class _Table:
         before = np.full(count, -1)
         cost[0] = 0
         for end in range(1, count):
-            candidate = self._extended(cost, end, budget)
-            before[end] = int(np.argmin(candidate))
-            cost[end] = candidate[before[end]]
-        return self._walk(lambda end, _: int(before[end]), int(cost[-1]), None)
-
-    def cheapest(self, limit: int) -> list[int] | None:
-        """Indices of the cut places that store least with no segment holding more than ``limit``, what was stored aside."""
-        count = len(self.places)
-        cost = np.full(count, np.iinfo(np.int64).max // 4)
-        before, cost[0] = np.full(count, -1), 0
-        fits = self.allowed & (self.own <= limit)
-        for end in range(1, count):
-            candidate = np.where(fits[:end, end], cost[:end] + self.stored[:end, end], np.iinfo(np.int64).max // 4)
+            candidate = self._extended(cost, end, budget, alone=alone)
             before[end] = int(np.argmin(candidate))
             cost[end] = candidate[before[end]]
         return self._walk(lambda end, _: int(before[end]), int(cost[-1]), None)
@@ -363,9 +357,9 @@ class _Table:
             cost = after
         return self._walk(lambda end, layer: int(layers[layer][end]), int(cost[-1]), segments)
 
-    def _extended(self, cost: np.ndarray, end: int, budget: int) -> np.ndarray:
+    def _extended(self, cost: np.ndarray, end: int, budget: int, *, alone: bool = False) -> np.ndarray:
         """Stored bytes of the routes to each start, lengthened by the segment from there to ``end``."""
-        peak = cost[:end] + self.own[:end, end]
+        peak = self.own[:end, end] if alone else cost[:end] + self.own[:end, end]
         fits = self.allowed[:end, end] & (peak <= budget)
         return np.where(fits, cost[:end] + self.stored[:end, end], np.iinfo(np.int64).max // 4)
 

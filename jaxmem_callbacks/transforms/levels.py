@@ -162,7 +162,8 @@ def grouped(flat: Equations, jaxpr: Any, groups: Sequence[int] = ()) -> Any:
         return jaxpr
     # Segments hold about equal bytes already, so groups of equally many do too.
     each = math.ceil(len(ends) / round(math.sqrt(len(ends))))
-    after = [ends[count - 1] for count in groups] or ends[each - 1 :: each]
+    # A segment of reports alone has no checkpoint.
+    after = [ends[count - 1] for count in groups if count <= len(ends)] or ends[each - 1 :: each]
     bounds = sorted({0, *after, len(eqns)})
     template, sharing, nothing = checkpoint_template(None, prevent_cse=True), Sharing(), Sunk({}, {})
     found: list[Any] = []
