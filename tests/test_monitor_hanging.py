@@ -7,7 +7,11 @@ import os
 import shutil
 import threading
 import time
+import weakref
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -51,9 +55,34 @@ def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.Mo
     writer.go.set()
 
 
+def test_the_last_action_runs_wherever_the_thread_stands(monkeypatch: pytest.MonkeyPatch):
+    """The thread takes a millisecond a line, and is stopped at each of them."""
+    monkeypatch.setattr(ticker, "PATIENCE_S", 0.3)
+
+    class Looked:
+        def look(self) -> None:
+            """Nothing: the thread is at its own lines."""
+
+    def slowly(frame: FrameType, event: str, _: object) -> Any:
+        time.sleep(0.001 if event == "line" else 0)
+        return slowly if frame.f_code.co_filename == ticker.__file__ else None
+
+    looked, ran = Looked(), []
+    threading.settrace(slowly)
+    try:
+        for each in range(60):
+            ticking = ticker.Ticker(0.0, weakref.WeakMethod(looked.look))
+            ticking.start()
+            time.sleep(0.0005 * each)
+            assert ticking.stop(partial(ran.append, each)), each
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]  # what it was
+    assert ran == list(range(60))
+
+
 def test_one_that_still_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd):
     """A busy machine makes the last look long, which is no reason to lose it. For ever is not waited either."""
-    monkeypatch.setattr(ticker, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(ticker, "PATIENCE_S", 0.4)
 
     class Working(Writer):
         def __init__(self, work_s: float) -> None:
@@ -66,15 +95,18 @@ def test_one_that_still_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch, 
                 sum(range(1_000))
             self.done = True
 
-    slow, endless = Working(0.5), Working(60)
+    slow, endless = Working(0.9), Working(60)
+    done = []
     for writer in (slow, endless):
         monitor = jm.MemoryMonitor(FAST, writer=writer)
         monitor(0)
         monitor.close()
-    assert slow.done
-    assert not endless.done
+        done.append(writer.done)
+    assert done == [True, False]
     endless.done = True
-    (line,) = told(capfd)
+    lines = told(capfd)
+    assert len(lines) == 1, lines
+    line = lines[0]
     assert line.startswith("jaxmem: writer 1 (Working) hangs and is left behind")
 
 

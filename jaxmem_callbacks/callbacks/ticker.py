@@ -62,13 +62,14 @@ class Ticker:
                 return True
             if self._worked_s() - before_s < _WORKS * self._patience_s:
                 break
+        if done.is_set():  # meanwhile: a thread that has ended does not work
+            return True
         self._patience_s, self._rounds = SHORT_S, 1
         return False
 
     def stop(self, last: Callable[[], None]) -> bool:
         """Run a last action and end the thread; False when it did not end in time and is left behind."""
-        self._stopping = True
-        return self.run(last)
+        return self.run(functools.partial(self._end, last))
 
     @property
     def ident(self) -> int | None:
@@ -107,6 +108,13 @@ class Ticker:
         """After a fork, in both processes."""
         if self._held:
             self._busy.release()
+
+    def _end(self, last: Callable[[], None]) -> None:
+        """On the thread, which would end without the last action if another told it to stop before it had that one."""
+        try:
+            last()
+        finally:
+            self._stopping = True
 
     def _answer(self, asked: Callable[[], None], done: threading.Event) -> None:
         try:
