@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,9 +14,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.modelled import host_bytes, modelled_seconds
-from jaxmem_callbacks.planning.offloading import offloading_policies, with_offload
+from jaxmem_callbacks.planning.offers import offers
+from jaxmem_callbacks.planning.offloading import POLICIES, offloading_policies, with_offload
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.speeds import Speed
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from tests.comparisons import assert_close, stored_bytes
@@ -254,9 +260,55 @@ def test_of_several_batches_the_most_rows_come_first() -> None:
     assert with_offload(candidate(fits=False, seconds=1.0, rows=32), [fewer, more])[0] is more
 
 
+def attending(weights: Any, x: Any) -> tuple[Any, Any]:
+    """Each layer's context is few bytes of many operations, and all else of it the contrary."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            out = jax.nn.softmax((x @ w[0]) @ (x @ w[1]).T) @ (x @ w[2])
+            return x + jnp.tanh(jnp.tanh(out @ w[0]) @ w[1]), None
+
+        return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
+
+    value, gradients = jm.value_and_grad(loss)(weights, x)
+    return weights - gradients, value
+
+
+def tried_on(
+    step: Any, target: str, *args: Any, policy: jm.StepPolicy | None = None
+) -> tuple[Compiler, list[jm.StepPolicy]]:
+    """Traced for this machine, with the speed of a target."""
+    there, budget = replace(resolve_target("cpu"), name=target), Budget(bytes=None, limit_bytes=None, reason="no limit")
+    problem = Problem(
+        train_step=step, args=args, kwargs={}, target=there, budget=budget, base=policy or jm.StepPolicy()
+    )
+    compiler = Compiler(problem)
+    return compiler, offloading_policies(compiler)
+
+
 def test_policies_worth_trying_say_what_they_move() -> None:
-    tried = offloading_policies(jm.StepPolicy(sharding="fsdp", microbatches=2))
+    _, tried = tried_on(train_step, "cpu", *arguments(), policy=jm.StepPolicy(microbatches=2))
     assert {(each.keep, each.offload) for each in tried} == {
         (0.0, ("cuts",)), (1.0, ("cuts",)), (1.0, ("kept",)), (1.0, ("cuts", "kept")),
     }  # fmt: skip
-    assert {(each.sharding, each.microbatches, each.remat) for each in tried} == {("fsdp", 2, "full")}
+    assert len(tried) == POLICIES
+    assert {(each.microbatches, each.remat) for each in tried} == {(2, "full")}
+
+
+def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again() -> None:
+    rows, width = 4096, 64
+    shapes = jax.ShapeDtypeStruct((LAYERS, 3, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
+    compiler, tried = tried_on(attending, "t4", *shapes)
+    (share,) = {each.keep for each in tried if "kept" in each.offload}
+    assert 0 < share < 1
+
+    def seconds(keep: float) -> float:
+        moved = jm.StepPolicy(remat="full", keep=keep, offload=("kept",) if keep else ())
+        return compiler.facts(moved).modelled_s or np.inf
+
+    others = [offer.policy.keep for offer in offers(compiler, jm.StepPolicy(remat="full")).alone]
+    assert len(others) > 10
+    assert seconds(share) == min(map(seconds, others))
+    # An H100 computes a product of 64 columns again long before it is back; and of a tpu7x nobody says how long it takes.
+    for target, step in (("h100_sxm", train_step), ("tpu7x", attending)):
+        assert {each.keep for each in tried_on(step, target, *shapes)[1]} == {0.0, 1.0}

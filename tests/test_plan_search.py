@@ -89,6 +89,24 @@ def test_two_levels_are_used_where_one_does_not_reach_so_far() -> None:
     assert "Under full, 2 levels all 768 rows fit that were allowed." in sentences(plan)
 
 
+def test_room_beside_the_most_rows_is_filled_with_what_is_dear() -> None:
+    def tall(weights: Any, batch: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return h + jnp.tanh(jnp.tanh(jnp.tanh(h @ w) @ w) @ w) @ w, None
+
+        return weights - jm.grad(lambda w, h: jnp.square(jax.lax.scan(layer, h, w)[0]).mean())(weights, batch)
+
+    arguments = jax.ShapeDtypeStruct((6, 16, 16), jnp.float32), jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    plan = jm.plan(tall, *arguments, budget="1MiB", search={"batch": {"multiple_of": 768}}, progress=False)
+    assert "Under full 768 rows fit and 1536 do not, both compiled." in sentences(plan)
+    (full,) = [
+        each for each in plan.candidates if each.batch_rows == 768 and each.policy == jm.StepPolicy(remat="full")
+    ]
+    assert (full.fits, plan.chosen.fits, plan.chosen.batch_rows) == (True, True, 768)
+    assert plan.chosen.extra_flops < 0.75 * full.extra_flops
+    assert plan.policy.keep > 0
+
+
 def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:
     search = {"batch": {"multiple_of": 64, "at_most": 1100}, "microbatches": [4]}
     plan = jm.plan(train_step, *abstract(), budget="1500KiB", search=search)

@@ -48,7 +48,8 @@ def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat:
 def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
     """Compile policies under which values wait in host memory, one placement of the state after the other."""
     for compiler in compilers:
-        ledger.compile([(compiler, policy) for policy in offloading_policies(compiler.problem.base)])
+        if ledger.left:
+            ledger.compile([(compiler, policy) for policy in offloading_policies(compiler)])
 
 
 def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:

@@ -18,10 +18,11 @@ from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.explore import explore, offload
 from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.offloading import offloading_policies
+from jaxmem_callbacks.planning.offloading import POLICIES, cuts_moved
 from jaxmem_callbacks.planning.own_step import traced_with_rows
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import Rows, with_rows
+from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.planning.space import BatchSizes, Space
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.records.errors import PlanError
@@ -65,11 +66,14 @@ class LargestBatch:
         self._found: dict[tuple[int, StepPolicy], Candidate] = {}
 
     def run(self, space: Space) -> None:
-        """The largest batch under what needs few bytes, then under what may need fewer, then under the step as it is."""
+        """The largest batch under what needs few bytes, then under what may need fewer; what does least of so many rows; plain.
+
+        A row more may take many bytes, so that beside the most rows there is room for values that are kept.
+        """
         plain = self._problem.base
         roomy = replace(plain, remat="full" if space.remat else "none", microbatches=max(self._counts, default=1))
         further = [replace(roomy, levels=2)] if space.remat else []
-        further += offloading_policies(roomy)[:1] if space.offload else ()
+        further += [cuts_moved(roomy)] if space.offload else []
         with self._share(1 if roomy == plain else 2):
             reached = self._largest(roomy)
         for index, policy in enumerate(further):
@@ -79,12 +83,22 @@ class LargestBatch:
         if roomy == plain:
             return
         if reached is not None and reached == self._most:
-            compiler, moving = self._compiler(reached), offloading_policies(plain) if space.offload else ()
-            with self._ledger.within(self._ledger.left - len(moving)):
+            compiler = self._compiler(reached)
+            with self._ledger.within(self._ledger.left - (POLICIES if space.offload else 0)):
                 explore(compiler, self._counts, self._ledger, remat=space.remat, frontier=False)
-            offload([compiler] if moving else (), self._ledger)
-        else:
-            self._largest(plain)
+            offload([compiler] if space.offload else (), self._ledger)
+            return
+        if space.remat and reached:
+            with self._share(2):
+                self._keep_more(roomy, reached)
+        self._largest(plain)
+
+    def _keep_more(self, roomy: StepPolicy, reached: int) -> None:
+        """Of the most rows, the step that computes least again; nothing to compile where the roomy one does not fit."""
+        found = self._found.get((reached, roomy))
+        search = RematSearch(self._compiler(reached), self._ledger, replace(roomy, remat="none"))
+        if found is not None and found.fits and search.ends(plain=False):
+            search.close_in()
 
     def _share(self, parts: int) -> AbstractContextManager[None]:
         """One part of the compiles that are left."""

@@ -1,6 +1,6 @@
 """Which policies offload, and when one of them is to be used: where its modelled time beats computing again.
 
-Enters: a policy, or compiled candidates. Leaves: policies to compile, or the candidate to use. Operations cannot tell here,
+Enters: a compiler, or compiled candidates. Leaves: policies to compile, or the candidate to use. Operations cannot tell here,
 since offloading costs none; bytes over the host's link against the time of what is not computed again can.
 """
 
@@ -9,22 +9,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.offers import offers
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 
+_BOTH = (OFFLOAD_CUTS, OFFLOAD_KEPT)
+POLICIES = 4
 
-def offloading_policies(base: StepPolicy) -> tuple[StepPolicy, ...]:
-    """Policies with offload worth compiling, those that compute most again and move least first.
+
+def cuts_moved(base: StepPolicy) -> StepPolicy:
+    """The policy that offloads and needs fewest bytes: cuts wait in host memory, and nothing else is kept.
 
     Args:
-        base: What else they say: sharding, microbatches, donation. Its remat is not looked at.
+        base: What else it says: sharding, microbatches, donation. Its remat is not looked at.
     """
-    full = replace(base, remat="full", segments=None, levels=1, keep=0.0, save=(), offload=(OFFLOAD_CUTS,))
-    everything = replace(full, keep=1.0)
-    return (full, everything, replace(everything, offload=(OFFLOAD_KEPT,)), replace(everything, offload=_BOTH))
+    return replace(base, remat="full", segments=None, levels=1, keep=0.0, save=(), offload=(OFFLOAD_CUTS,))
 
 
-_BOTH = (OFFLOAD_CUTS, OFFLOAD_KEPT)
+def offloading_policies(compiler: Compiler) -> list[StepPolicy]:
+    """At most `POLICIES` that are worth compiling, those that compute most again and move least first.
+
+    What is kept on the device is all that is dear to compute again, since it costs no time. What is kept on the host is as much
+    of it as comes back sooner than it is computed again, as modelled; where nothing does or nobody knows, all of it, for the
+    sake of bytes.
+
+    Args:
+        compiler: Traces the step under a policy; its own says what else they say.
+    """
+    full = cuts_moved(compiler.problem.base)
+    moved = replace(full, keep=_share_worth_moving(compiler, replace(full, offload=())))
+    kept = replace(full, keep=1.0)
+    return [full, kept, replace(moved, offload=(OFFLOAD_KEPT,)), replace(moved, offload=_BOTH)]
+
+
+def _share_worth_moving(compiler: Compiler, full: StepPolicy) -> float:
+    """The share of what loops could keep that takes least time where it waits in host memory; 1 where none is worth its way.
+
+    What a second computes again is told by the two ends, of which one computes hardly anything again.
+    """
+    problem = compiler.problem
+    if problem.speed is None or problem.speed.host is None:
+        return 1.0
+    try:
+        offered = offers(compiler, full).alone
+        first, last = (compiler.facts(offer.policy).modelled_s or 0.0 for offer in (offered[0], offered[-1]))
+    except (PolicyError, LossRefusedError):  # told where such a policy is lowered
+        return 1.0
+    seconds = max(first - last, 0.0) / max(offered[0].work - offered[-1].work, 1.0)
+    there_and_back = 2 / (problem.speed.host * problem.workers)
+    best = min(offered, key=lambda offer: seconds * offer.work + there_and_back * offer.bytes)
+    return best.policy.keep or 1.0
 
 
 def with_offload(best: Candidate, offloading: Sequence[Candidate]) -> tuple[Candidate, str | None]:
