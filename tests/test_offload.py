@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.modelled import host_bytes, modelled_seconds
 from jaxmem_callbacks.planning.offers import offers
-from jaxmem_callbacks.planning.offloading import POLICIES, offloading_policies, with_offload
+from jaxmem_callbacks.planning.offloading import MOST_POLICIES, offloading_policies, with_offload
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.speeds import Speed
 from jaxmem_callbacks.programs.targets.target import resolve_target
@@ -196,6 +196,43 @@ def test_a_gpus_compiler_needs_fewer_bytes_by_what_is_offloaded() -> None:
     assert plan.chosen.policy.offload == ("cuts",) or (plan.chosen.modelled_s or 0) <= min(
         each.modelled_s or 0 for each in plan.candidates if each.fits and each.host_bytes
     )
+    bounded = jm.plan(
+        train_step, *args, target="h100_sxm", budget=here.step_bytes + 2**20, progress=False,
+        search={"offload": True, "batch": {"multiple_of": rows, "at_most": rows}},
+    )  # fmt: skip
+    assert {each.batch_rows for each in bounded.candidates} == {bounded.chosen.batch_rows} == {rows}
+    assert sum(each.host_bytes > 0 for each in bounded.candidates) == MOST_POLICIES, "tried at the most rows too"
+
+
+@pytest.mark.targets
+@pytest.mark.timeout(300)
+def test_offload_goes_with_microbatches_and_what_comes_nearest_may_offload() -> None:
+    needs_compiler("h100_sxm")
+    rows, width = 8192, 64
+    args = jax.ShapeDtypeStruct((LAYERS, 3, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
+    search = {"offload": True, "microbatches": [2]}
+    nothing = jm.plan(train_step, *args, target="h100_sxm", budget=2**20, search=search, progress=False)
+    least = min(nothing.candidates, key=lambda each: each.step_bytes)
+    assert (least.policy.microbatches, bool(least.policy.offload), least.host_bytes > 0) == (2, True, True)
+    assert nothing.chosen == least, "by how much it does not fit is told of what comes nearest"
+    fits = jm.plan(train_step, *args, target="h100_sxm", budget=least.step_bytes, search=search, progress=False)
+    assert (fits.chosen.fits, fits.policy) == (True, least.policy)
+
+
+@pytest.mark.targets
+@pytest.mark.timeout(300)
+def test_a_compiler_moves_the_part_that_is_worth_its_way() -> None:
+    needs_compiler("t4")
+    rows, width, layers = 4096, 64, 4
+    args = jax.ShapeDtypeStruct((layers, 3, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
+    plan = jm.plan(attending, *args, target="t4", budget="1GiB", search={"offload": True}, progress=False)
+    (part,) = [each for each in plan.candidates if each.policy.offload == ("kept",)]
+    (full,) = [each for each in plan.candidates if each.policy == jm.StepPolicy(remat="full")]
+    assert 0 < part.policy.keep < 1
+    contexts = layers * rows * width * 4
+    assert contexts <= part.host_bytes < 1.2 * contexts
+    assert part.extra_flops < 0.6 * full.extra_flops
+    assert part.modelled_s < full.modelled_s
 
 
 def test_time_counts_the_way_to_the_host_and_back() -> None:
@@ -235,7 +272,9 @@ def test_offload_is_used_where_it_is_faster_or_all_that_fits() -> None:
     assert why is not None
     assert "sooner" in why
     too_much = candidate(fits=False, seconds=1.0)
-    best, why = with_offload(too_much, [slower])
+    nearer = replace(candidate(fits=False, seconds=9.0, host=1), step_bytes=4)
+    assert with_offload(too_much, [nearer, too_much]) == (nearer, None), "nothing fits: what comes nearest"
+    best, why = with_offload(too_much, [slower, nearer])
     assert best is slower
     assert why is not None
     assert "nothing else fits" in why
@@ -283,7 +322,7 @@ def tried_on(
         train_step=step, args=args, kwargs={}, target=there, budget=budget, base=policy or jm.StepPolicy()
     )
     compiler = Compiler(problem)
-    return compiler, offloading_policies(compiler)
+    return compiler, offloading_policies(compiler, problem.base)
 
 
 def test_policies_worth_trying_say_what_they_move() -> None:
@@ -291,7 +330,7 @@ def test_policies_worth_trying_say_what_they_move() -> None:
     assert {(each.keep, each.offload) for each in tried} == {
         (0.0, ("cuts",)), (1.0, ("cuts",)), (1.0, ("kept",)), (1.0, ("cuts", "kept")),
     }  # fmt: skip
-    assert len(tried) == POLICIES
+    assert len(tried) == MOST_POLICIES
     assert {(each.microbatches, each.remat) for each in tried} == {(2, "full")}
 
 
@@ -309,6 +348,11 @@ def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again() -> No
     others = [offer.policy.keep for offer in offers(compiler, jm.StepPolicy(remat="full")).alone]
     assert len(others) > 10
     assert seconds(share) == min(map(seconds, others))
+    memory = jm.StepPolicy(remat="full", keep=share, offload=("kept",))
+    traced = host_bytes(compiler.facts(memory).traced.jaxpr)
+    assert 0 < traced < 0.1 * host_bytes(compiler.facts(replace(memory, keep=1.0)).traced.jaxpr), (
+        "the contexts, hardly more"
+    )
     # An H100 computes a product of 64 columns again long before it is back; and of a tpu7x nobody says how long it takes.
     for target, step in (("h100_sxm", train_step), ("tpu7x", attending)):
         assert {each.keep for each in tried_on(step, target, *shapes)[1]} == {0.0, 1.0}

@@ -14,7 +14,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.budget import Budget
+from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.explore import offload
+from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.own_step import OPTIONS
+from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compiling_here
 from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
 from tests.searched_steps import abstract, forward, train_step
@@ -210,9 +215,12 @@ def test_a_loss_without_loops_is_told_once_that_nothing_is_offloaded() -> None:
     def step(weights: Any, x: Any) -> Any:
         return weights - jm.grad(loss)(weights, x)
 
-    plan = jm.plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), search={"offload": True}, budget=1)
-    (told,) = (note for note in plan.record.notes if "no loop that stores" in note)
+    budget, ledger = Budget(bytes=1, limit_bytes=1, reason="asked for"), Ledger(None, 16)
+    args = jnp.ones((8, 8)), jnp.ones((4, 8))
+    offload([Compiler(Problem(train_step=step, args=args, kwargs={}, target=None, budget=budget))], ledger)
+    (told,) = (note for note in ledger.notes if "no loop that stores" in note)
     assert told.count("offload cuts") > 1
+    assert ledger.left == 16
 
 
 @pytest.mark.core

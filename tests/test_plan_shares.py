@@ -16,11 +16,11 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.explore import explore, offload
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.spending import go_on
-from tests.target_step import keeps_remat
+from tests.target_step import keeps_remat, needs_compiler
 
 ROWS, WIDTH = 512, 64
 OPTIMIZER = optax.adam(1e-3)
@@ -105,18 +105,35 @@ def test_a_search_that_was_cut_off_goes_on() -> None:
     assert len(ledger.entries) == ledger.asked <= 6
 
 
-@keeps_remat
+@pytest.mark.targets
 def test_what_is_asked_besides_takes_nothing_from_what_fits() -> None:
     """Offload of layers written out is refused before any compile; what was put aside for it is used."""
+    needs_compiler("h100_sxm")
     step, given = step_of(unrolled), arguments(3, stacked=False)
-    search = {"sharding": True, "offload": True}
-    plan = jm.plan(step, *given, budget="730KiB", progress=False, search=search)
+    search = {"sharding": ["zero1", "fsdp"], "offload": True}
+    plan = jm.plan(step, *given, target="h100_sxm:2", budget="6.6MiB", progress=False, search=search)
     assert plan.chosen.fits, str(plan)
     assert 0 < plan.policy.keep < 1, "the budget was closed in on"
     told = [note for note in plan.record.notes if "has no loop" in note]
     assert told
     assert len(told) == len({note.partition(" not compiled: ")[2] for note in told}), "once, with all whom it concerns"
     assert not any("are the most that one plan takes" in note for note in plan.record.notes)
+
+
+@pytest.mark.core
+def test_a_cpu_spends_no_compile_on_offload_and_an_absent_compile_is_told() -> None:
+    """A CPU's memory is its host's. What offload would be compiled where no compile is left stands among what was cut off."""
+    step, given = step_of(scanned), arguments(3, stacked=True)
+    plan = jm.plan(step, *given, progress=False, search={"offload": True})
+    assert "Offload was not tried: a CPU's device memory is its host's." in plan.record.notes
+    assert not any(each.policy.offload for each in plan.candidates)
+    ledger = Ledger(None, 2)
+    budget = Budget(bytes=None, limit_bytes=None, reason="no limit")
+    compiler = Compiler(Problem(train_step=step, args=given, kwargs={}, target=None, budget=budget))
+    explore(compiler, (), ledger, remat=True, frontier=True)
+    offload([compiler], ledger)
+    ledger.note_cut()
+    assert [note for note in ledger.notes if "full, offload cuts" in note], ledger.notes
 
 
 @keeps_remat

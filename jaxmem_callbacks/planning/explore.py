@@ -12,8 +12,8 @@ from dataclasses import replace
 from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.ledger import MOST_OF_REMAT, Entry, Ledger
-from jaxmem_callbacks.planning.offloading import offloading_policies
-from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.planning.offloading import cuts_moved, offloading_policies
+from jaxmem_callbacks.planning.search import RematSearch, rank
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 
@@ -46,10 +46,19 @@ def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat:
 
 
 def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
-    """Compile policies under which values wait in host memory, one placement of the state after the other."""
+    """Compile policies under which values wait in host memory, one placement of the state after the other.
+
+    Each over as many microbatches as the best that was compiled of it. Where no compile is left, the first stands for all. What
+    one placement refuses, such as for want of a loop, the others do too.
+    """
     for compiler in compilers:
-        if ledger.left:
-            ledger.compile([(compiler, policy) for policy in offloading_policies(compiler)])
+        known = [entry.candidate for entry in ledger.entries if entry.compiler is compiler]
+        count = min(known, key=rank).policy.microbatches if known else 1
+        base = replace(compiler.problem.base, microbatches=count)
+        policies = offloading_policies(compiler, base) if ledger.left else [cuts_moved(base)]
+        asked = [(compiler, policy) for policy in policies]
+        if not any(ledger.compile(asked)) and not set(asked) & set(ledger.cut):
+            break
 
 
 def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:

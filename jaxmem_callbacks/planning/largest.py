@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.boundary import last_that_fits
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.explore import explore, offload
 from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.offloading import POLICIES, cuts_moved
+from jaxmem_callbacks.planning.offloading import MOST_POLICIES, cuts_moved
 from jaxmem_callbacks.planning.own_step import traced_with_rows
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import Rows, with_rows
@@ -66,9 +66,10 @@ class LargestBatch:
         self._found: dict[tuple[int, StepPolicy], Candidate] = {}
 
     def run(self, space: Space) -> None:
-        """The largest batch under what needs few bytes, then under what may need fewer; what does least of so many rows; plain.
+        """The largest batch under what needs few bytes, then under what may need fewer; the cheapest step on so many rows.
 
-        A row more may take many bytes, so that beside the most rows there is room for values that are kept.
+        A row more may take many bytes, so that beside the most rows there is room for values that are kept: that is the answer,
+        and comes before the largest batch of the step as it is, which only shows what it buys.
         """
         plain = self._problem.base
         roomy = replace(plain, remat="full" if space.remat else "none", microbatches=max(self._counts, default=1))
@@ -84,7 +85,7 @@ class LargestBatch:
             return
         if reached is not None and reached == self._most:
             compiler = self._compiler(reached)
-            with self._ledger.within(self._ledger.left - (POLICIES if space.offload else 0)):
+            with self._ledger.within(self._ledger.left - (MOST_POLICIES if space.offload else 0)):
                 explore(compiler, self._counts, self._ledger, remat=space.remat, frontier=False)
             offload([compiler] if space.offload else (), self._ledger)
             return
@@ -96,8 +97,10 @@ class LargestBatch:
     def _keep_more(self, roomy: StepPolicy, reached: int) -> None:
         """Of the most rows, the step that computes least again; nothing to compile where the roomy one does not fit."""
         found = self._found.get((reached, roomy))
+        if found is None or not found.fits:
+            return
         search = RematSearch(self._compiler(reached), self._ledger, replace(roomy, remat="none"))
-        if found is not None and found.fits and search.ends(plain=False):
+        if search.ends(plain=False):
             search.close_in()
 
     def _share(self, parts: int) -> AbstractContextManager[None]:

@@ -109,11 +109,9 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
         PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
     """
     curves = _surveyed(compiler, full)
+    own, promising, unlikely = curves[0], _own(full, curves), list[Offer]()
     if len(curves) != 1:
-        between = [_offer(full, share, share.bytes) for share in _joined(curves)]
-        return Offered(between=between, alone=between)
-    own = curves[0]
-    promising, unlikely = [_offer(full, share, share.bytes) for share in own], []
+        return Offered(between=promising, alone=promising)
     alone = _unbeaten(promising)
     is_few = full.segments is None and own[0].segments <= _FEW
     given = _of_given_numbers(compiler, full, range(2, _FEW + 1)) if is_few else {}
@@ -133,6 +131,19 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     return Offered(
         between=between, alone=alone, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak
     )
+
+
+def own_offers(compiler: Compiler, full: StepPolicy) -> list[Offer]:
+    """What may be kept with the cuts that the library chooses, ascending in bytes: of `offers` what one trace tells.
+
+    Raises:
+        PolicyError, LossRefusedError: as `offers`.
+    """
+    return _own(full, _surveyed(compiler, full))
+
+
+def _own(full: StepPolicy, curves: Sequence[tuple[Share, ...]]) -> list[Offer]:
+    return [_offer(full, share, share.bytes) for share in (curves[0] if len(curves) == 1 else _joined(curves))]
 
 
 def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:

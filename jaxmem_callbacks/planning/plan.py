@@ -19,7 +19,7 @@ from jaxmem_callbacks.planning.ledger import MOST, MOST_OF_REMAT, Entry, Ledger,
 from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.rows import find_rows
-from jaxmem_callbacks.planning.space import parse_search
+from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
 from jaxmem_callbacks.programs.memory_text import large_constants
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
@@ -89,14 +89,14 @@ def make_plan(
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
     divided = is_divided(problem, traced, space, ask.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
-    planned = Planned(problem=problem, traced=traced, space=space, ask=ask, resident=resident)
     ledger, compared = Ledger(progress, MOST), False
+    planned = Planned(problem=problem, traced=traced, space=_of_use(space, problem, ledger), ask=ask, resident=resident)
     try:
         with interrupts_heard() as ledger.check:
             counts = _counts(planned, ledger)
             compared = _compared(planned, counts, ledger)
             counts = () if compared is None else counts
-            if not (divided or counts or space.offload or space.batch is not None):
+            if not (divided or counts or planned.space.offload or space.batch is not None):
                 ledger.allow(MOST_OF_REMAT)
             with ledger.within(ledger.most - bool(traced.undonated)):
                 spend(planned, counts, ledger, divided=divided)
@@ -116,6 +116,14 @@ def make_plan(
     for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
         ledger.note(words)
     return _record(ledger, best, reason)
+
+
+def _of_use(space: Space, problem: Problem, ledger: Ledger) -> Space:
+    """What is asked for, without what moves nothing on this platform: it would take compiles from what may help."""
+    if not space.offload or problem.platform != "cpu":
+        return space
+    ledger.note("Offload was not tried: a CPU's device memory is its host's.")
+    return replace(space, offload=False)
 
 
 def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:

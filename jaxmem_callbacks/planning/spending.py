@@ -17,7 +17,7 @@ from jaxmem_callbacks.planning.explore import explore, fill_frontiers, offload
 from jaxmem_callbacks.planning.largest import LargestBatch
 from jaxmem_callbacks.planning.layouts import layouts
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
-from jaxmem_callbacks.planning.offloading import POLICIES, with_offload
+from jaxmem_callbacks.planning.offloading import MOST_POLICIES, with_offload
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import find_rows
 from jaxmem_callbacks.planning.search import choose, rank
@@ -64,7 +64,7 @@ def spend(planned: Planned, counts: Sequence[int], ledger: Ledger, *, divided: b
     ways = list(layouts(problem, traced, space, ask.mesh, ledger)) if divided else [problem]
     programs = parse_beside(ask.beside)
     cut = list[Compiler]()
-    moving = POLICIES if space.offload and space.batch is None else 0
+    moving = MOST_POLICIES if space.offload and space.batch is None else 0
     try:
         with ledger.within(ledger.left - moving):
             for index, way in enumerate(ways):
