@@ -6,7 +6,8 @@ Each row is one whole AdamW step: its bytes by the target's own compiler, its op
 recomputes by itself, and the seconds it took. "ours" is what a plan compiles unasked; "ours as dots" is our step that keeps as
 much as it may without more operations than the policy `dots` by hand has. Of both, the least bytes at equal FLOPs are told.
 results/plan_bench_jax_<version>.json is written row by row; a run goes on where the last one stopped, and measures again only
-what was made with other versions or another source.
+what was made with other versions or another source. A row for which nothing had to be compiled again, since all its programs are
+those of the row before, keeps the seconds that they took.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ NONE, OURS = "none", "ours"
 MATCHED = f"{OURS} as "
 AT_ONCE = 2
 EQUAL = 1.001  # operations are called equal up to here
+_COMPILED = "compiled"  # whether anything was, for `kept_seconds` alone
+_MADE_WITH = ("model", "target", "policy", "versions", "source", "library")
+_SECONDS = ("seconds", "compile_seconds")
 
 Row = dict[str, Any]
 
@@ -112,7 +116,12 @@ def step_row(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
     compiled = compile_for_target(
         step, arguments, target=target, donate_argnames=case.donate_argnames, keep_hlo=False, timeout_s=timeout_s
     )
-    row: Row = {"step_bytes": compiled.needed_bytes, "fits": compiled.fits, "flops": flops}
+    row: Row = {
+        "step_bytes": compiled.needed_bytes,
+        "fits": compiled.fits,
+        "flops": flops,
+        _COMPILED: not compiled.cached,
+    }
     if compiled.memory is None:
         return row | {"refusal": (compiled.refusal or "").partition("\n")[0]}
     return row | {
@@ -140,7 +149,7 @@ def plan_row(case: PlanCase, target: str) -> Row:
         }
         for candidate in plan.candidates
     ]
-    return {"compiles": plan.compiles, "candidates": candidates}
+    return {"compiles": plan.compiles, "candidates": candidates, _COMPILED: plan.record.compiled}
 
 
 def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float, segments: int | None = None) -> Row:
@@ -197,6 +206,18 @@ def measured(case: PlanCase, policy: str, target: str, timeout_s: float, ours: R
     except (CompileError, LossRefusedError, PlanError, PolicyError) as error:
         row = {"error": str(error)[:500]}
     return row | {"seconds": round(time.perf_counter() - begun, 1)}
+
+
+def kept_seconds(row: Row, before: Row) -> Row:
+    """A row as it is written: with its own seconds, or those of the row before where it has the same figures uncompiled."""
+    has_compiled = row.pop(_COMPILED, True)
+    return row if has_compiled or _figures(row) != _figures(before) else row | before
+
+
+def _figures(row: Row) -> Row:
+    """All that does not depend on how busy the machine was, nor on what a row was made with."""
+    candidates = [{k: v for k, v in each.items() if k not in _SECONDS} for each in row.get("candidates", [])]
+    return {k: v for k, v in row.items() if k not in {*_SECONDS, *_MADE_WITH}} | {"candidates": candidates}
 
 
 def closest(candidates: Sequence[Row], hand: Row) -> tuple[float, float]:
@@ -305,8 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, target, policy = job
         if time.monotonic() > end:
             return False
-        ours = table.of(model, target, OURS)
-        row = row_key(*job) | measured(FAMILIES[model](), policy, target, options.timeout_seconds, ours)
+        ours, before = table.of(model, target, OURS), table.of(*job)
+        row = measured(FAMILIES[model](), policy, target, options.timeout_seconds, ours)
+        row = kept_seconds(row, before) | row_key(*job)
         table.add(row)
         print(f"{model} {target} {policy}: {row['seconds']} s", flush=True)
         return True

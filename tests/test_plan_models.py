@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.plan_bench import Table, closest, matched_row, planned_segments, row_key, stale, summed_up, told
+from benchmarks.plan_bench import (
+    Table,
+    closest,
+    kept_seconds,
+    matched_row,
+    planned_segments,
+    row_key,
+    stale,
+    summed_up,
+    told,
+)
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from benchmarks.sources import row_hashes
@@ -243,3 +253,20 @@ def test_ours_is_matched_with_the_segments_of_the_plan_between_its_ends(tmp_path
     assert planned_segments(table.of("vit", "v5e", "ours")) is None, "not planned yet"
     row = matched_row(tiny("linen_transformer"), "names", "cpu", 300, segments=2)
     assert row["segments"] == 2
+
+
+def test_a_row_that_compiled_nothing_keeps_the_seconds_of_the_one_that_did() -> None:
+    """The disk cache answers in no time, and a table of seconds is of compiles."""
+
+    def row(seconds: float, *, compiled: int, step_bytes: int = 8) -> dict[str, Any]:
+        return {
+            "candidates": [{"step_bytes": step_bytes, "compile_seconds": seconds}],
+            "seconds": seconds,
+            "compiled": compiled,
+        }
+
+    before = {"model": "vit", "library": "old"} | kept_seconds(row(60.0, compiled=6), {})
+    assert "compiled" not in before
+    assert kept_seconds(row(1.0, compiled=0), before) == before
+    for other in (row(1.0, compiled=1), row(1.0, compiled=0, step_bytes=9)):
+        assert kept_seconds(other, before)["seconds"] == 1.0
