@@ -93,6 +93,14 @@ def test_figures_of_the_pod_are_those_of_the_file():
         assert (size, extra) == (f"{gib:.3g}", f"{share:.1f}"), words
     assert f"{plan['budget_bytes'] / 2**30:.1f} GiB" in text
     assert f"It took {plan['compiles']} compiles." in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    fsdp = sorted(row for words, row in rows.items() if words.startswith("`fsdp`, `full"))
+    (zero1,) = (row for words, row in rows.items() if words.startswith("`zero1`, `full, keep"))
+    (least, (chosen, extra)), budget = (fsdp[0], fsdp[-1]), plan["budget_bytes"] / 2**30
+    assert (
+        f"{chosen:.1f} of {budget:.1f} GiB at {extra:.1f} % more FLOPs with `fsdp`, {least[0]:.1f} GiB at {least[1]:.1f} % more, "
+        f"and {zero1[0]:.1f} GiB at {zero1[1]:.1f} % more with `zero1`" in readme
+    )
 
 
 def test_figures_of_peers_are_those_of_the_files():

@@ -113,7 +113,8 @@ def test_up_to_a_bound_the_cheapest_step_of_those_rows() -> None:
     obeys(plan)
     assert plan.chosen.batch_rows == 1088 // 64 * 64 == 1088
     assert plan.chosen.extra_share < 0.05
-    assert "all 1088 rows fit that were allowed" not in sentences(plan) or plan.policy.microbatches == 4
+    assert "Under full, 4 microbatches all 1088 rows fit that were allowed." in sentences(plan)
+    assert (plan.policy.remat, plan.policy.microbatches) == ("none", 4)
 
 
 def test_the_batch_search_needs_a_limit_a_batch_and_a_size_that_divides() -> None:
