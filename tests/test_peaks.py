@@ -19,6 +19,7 @@ from jaxmem_callbacks.programs.reading.flow import Flow, pass_of_name
 from jaxmem_callbacks.programs.reading.groups import Argument, Arguments, Groups
 from jaxmem_callbacks.programs.reading.hlo import parse_module, user_source
 from jaxmem_callbacks.programs.reading.shapes import element_count, padded_bytes, unpadded_bytes
+from jaxmem_callbacks.programs.targets import worker_main
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.kinds import kind_of_path
@@ -325,4 +326,7 @@ def test_what_calls_our_command_is_no_line_of_the_users():
     assert user_source([jax_file, step, *command]) == ":".join(map(str, jax_file))
     assert user_source([step, *command]) is None
     assert user_source([step, ("/u/train.py", 7), *command]) == "/u/train.py:7"
+    elsewhere = ("/other/jaxmem_callbacks/programs/targets/worker_main.py", 87)
+    assert user_source([elsewhere]) is None, "by another installation, and read from the cache"
+    assert Path(worker_main.__file__).as_posix().endswith(elsewhere[0].removeprefix("/other"))
     assert user_source([step, ("/u/climate/train.py", 7)]) == "/u/climate/train.py:7", "called by no command"

@@ -110,7 +110,7 @@ def test_what_is_asked_besides_takes_nothing_from_what_fits() -> None:
     """Offload of layers written out is refused before any compile; what was put aside for it is used."""
     needs_compiler("h100_sxm")
     step, given = step_of(unrolled), arguments(3, stacked=False)
-    search = {"sharding": ["zero1", "fsdp"], "offload": True}
+    search = {"sharding": ["fsdp"], "offload": True}
     plan = jm.plan(step, *given, target="h100_sxm:2", budget="6.6MiB", progress=False, search=search)
     assert plan.chosen.fits, str(plan)
     assert 0 < plan.policy.keep < 1, "the budget was closed in on"

@@ -45,6 +45,8 @@ _ROUNDED = "/reduce_precision"
 _JOINING = 'custom_call_target="ConcatBitcast"'
 _OURS = str(pathlib.Path(__file__).parents[2])
 _COMMAND = str(pathlib.Path(_OURS) / "cli" / "_").removesuffix("_")
+# Where a program is compiled for a target. What another installation compiled is read from the same cache.
+_WORKER = "/jaxmem_callbacks/programs/targets/worker_main.py"
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
@@ -218,7 +220,7 @@ def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
     for file, line in frames:
         if file.startswith(_COMMAND):
             break
-        if file.startswith((_OURS, "<")):
+        if file.startswith((_OURS, "<")) or file.endswith(_WORKER):
             continue
         if not any(part in file for part in _LIBRARIES):
             return f"{file}:{line}"
