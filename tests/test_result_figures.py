@@ -333,3 +333,17 @@ def test_figures_of_the_analytic_part_are_those_of_the_file():
         f"{llama['cut_loss_with_gradients_traced_s']:.1f} s besides"
     )
     assert told in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_readme_tells_a_million_steps_and_the_lowering_as_the_files_do():
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    real = result("million_steps")["real"]
+    grown, events = real["resident_growth_bytes"] / MIB, real["file_bytes"]["events"] / 1e3
+    pace = round(real["steps"] / real["seconds"], -3)
+    assert (
+        f"resident memory grew by {grown:.1f} MiB, the event file has {events:.0f} kB, {real['dropped_stamps']:,} stamps"
+        in readme
+    )
+    assert f"stamps that the ring lost at {pace:,.0f} steps a second are counted" in readme
+    loop, llama = (row["cut_over_plain"] for row in result("lowering")["rows"])
+    assert f"{loop:.2f} for layers in a Python loop, {llama:.2f} for an unrolled Flax model" in readme
