@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.explore import offload
+from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.modelled import host_bytes, modelled_seconds
 from jaxmem_callbacks.planning.offers import offers
 from jaxmem_callbacks.planning.offloading import MOST_POLICIES, offloading_policies, with_offload
@@ -221,6 +224,49 @@ def test_offload_goes_with_microbatches_and_what_comes_nearest_may_offload() -> 
 
 @pytest.mark.targets
 @pytest.mark.timeout(300)
+def test_a_placement_whose_compiles_all_fail_keeps_no_other_from_being_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, none = needs_compiler("h100_sxm"), Budget(bytes=None, limit_bytes=None, reason="no limit")
+
+    def compiler(width: int) -> Compiler:
+        args = (
+            jax.ShapeDtypeStruct((LAYERS, 3, width, width), "float32"),
+            jax.ShapeDtypeStruct((8192, width), "float32"),
+        )
+        return Compiler(Problem(train_step=train_step, args=args, kwargs={}, target=target, budget=none))
+
+    failing, other, ledger = compiler(48), compiler(128), Ledger(None, MOST_POLICIES + 1)
+
+    def placements() -> Iterator[Compiler]:
+        with monkeypatch.context() as patch:
+            patch.setenv("JAXMEM_COMPILE_TIMEOUT_S", "0.01")
+            yield failing
+        yield other
+
+    offload(placements(), ledger)
+    assert sum("was ended after 0.01 s" in str(error) for error in ledger.failed) == MOST_POLICIES
+    assert [(each.compiler is other, each.candidate.policy.keep) for each in ledger.entries] == [(True, 0)]
+
+
+@pytest.mark.core
+def test_what_one_placement_refuses_is_not_asked_of_the_others() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        return weights - jm.grad(unrolled)(weights, x)
+
+    (first, _), (other, _) = tried_on(step, "cpu", *arguments()), tried_on(step, "cpu", *arguments())
+    ledger, asked = Ledger(None, 16), list[Compiler]()
+
+    def placements() -> Iterator[Compiler]:
+        for each in (first, other):
+            asked.append(each)
+            yield each
+
+    offload(placements(), ledger)
+    assert asked == [first]
+    assert ledger.left == 16
+
+
+@pytest.mark.targets
+@pytest.mark.timeout(300)
 def test_a_compiler_moves_the_part_that_is_worth_its_way() -> None:
     needs_compiler("t4")
     rows, width, layers = 4096, 64, 4
@@ -299,17 +345,18 @@ def test_of_several_batches_the_most_rows_come_first() -> None:
     assert with_offload(candidate(fits=False, seconds=1.0, rows=32), [fewer, more])[0] is more
 
 
-def attending(weights: Any, x: Any) -> tuple[Any, Any]:
+def attention(weights: Any, x: Any) -> Any:
     """Each layer's context is few bytes of many operations, and all else of it the contrary."""
 
-    def loss(weights: Any, x: Any) -> Any:
-        def layer(x: Any, w: Any) -> tuple[Any, None]:
-            out = jax.nn.softmax((x @ w[0]) @ (x @ w[1]).T) @ (x @ w[2])
-            return x + jnp.tanh(jnp.tanh(out @ w[0]) @ w[1]), None
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        out = jax.nn.softmax((x @ w[0]) @ (x @ w[1]).T) @ (x @ w[2])
+        return x + jnp.tanh(jnp.tanh(out @ w[0]) @ w[1]), None
 
-        return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
+    return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
 
-    value, gradients = jm.value_and_grad(loss)(weights, x)
+
+def attending(weights: Any, x: Any) -> tuple[Any, Any]:
+    value, gradients = jm.value_and_grad(attention)(weights, x)
     return weights - gradients, value
 
 
@@ -334,10 +381,11 @@ def test_policies_worth_trying_say_what_they_move() -> None:
     assert {(each.microbatches, each.remat) for each in tried} == {(2, "full")}
 
 
-def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again() -> None:
+@pytest.mark.parametrize("step", [attending])
+def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again(step: Any) -> None:
     rows, width = 4096, 64
     shapes = jax.ShapeDtypeStruct((LAYERS, 3, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
-    compiler, tried = tried_on(attending, "t4", *shapes)
+    compiler, tried = tried_on(step, "t4", *shapes)
     (share,) = {each.keep for each in tried if "kept" in each.offload}
     assert 0 < share < 1
 

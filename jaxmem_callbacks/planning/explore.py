@@ -49,7 +49,7 @@ def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
     """Compile policies under which values wait in host memory, one placement of the state after the other.
 
     Each over as many microbatches as the best that was compiled of it. Where no compile is left, the first stands for all. What
-    one placement refuses, such as for want of a loop, the others do too.
+    is refused of one placement before any compiler sees it, such as for want of a loop, is refused of the others too.
     """
     for compiler in compilers:
         known = [entry.candidate for entry in ledger.entries if entry.compiler is compiler]
@@ -57,7 +57,8 @@ def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
         base = replace(compiler.problem.base, microbatches=count)
         policies = offloading_policies(compiler, base) if ledger.left else [cuts_moved(base)]
         asked = [(compiler, policy) for policy in policies]
-        if not any(ledger.compile(asked)) and not set(asked) & set(ledger.cut):
+        ledger.compile(asked)
+        if ledger.refused.issuperset(asked):
             break
 
 

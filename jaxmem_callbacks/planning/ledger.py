@@ -41,6 +41,7 @@ class Ledger:
 
     Attributes:
         check: Called where progress is told: raises what would end the plan.
+        refused: What failed before any compiler saw it.
     """
 
     def __init__(self, progress: Progress | None, most: int) -> None:
@@ -53,6 +54,7 @@ class Ledger:
         self.beside = self.beside_compiled = 0  # programs beside the step, and those that the cache did not know
         self.entries: list[Entry] = []
         self.failed: list[Exception] = []
+        self.refused: set[tuple[Compiler, StepPolicy]] = set()
         self._known: dict[tuple[Compiler, StepPolicy], Candidate | None] = {}
         self._cut: dict[tuple[Compiler, StepPolicy], None] = {}
         self._notes: dict[str, list[str]] = {}
@@ -153,9 +155,11 @@ class Ledger:
         except (CompileError, PolicyError, LossRefusedError) as error:
             self._known[compiler, policy] = None
             self.failed.append(error)
-            seen = isinstance(error, CompileError)  # else refused before any compiler saw it
-            self.asked -= not seen
-            self.compiled += seen
+            if isinstance(error, CompileError):
+                self.compiled += 1
+            else:
+                self.asked -= 1
+                self.refused.add((compiler, policy))
             self._notes.setdefault(str(error), []).append(compiler.title(policy))
 
 

@@ -55,9 +55,7 @@ def _share_worth_moving(compiler: Compiler, full: StepPolicy) -> float:
     try:
         there = compiler.facts(replace(everything, offload=(OFFLOAD_KEPT,))).modelled_s
         here, again = compiler.facts(everything).modelled_s, compiler.facts(full).modelled_s
-        if (
-            there is None or here is None or again is None
-        ):  # nobody says how fast the device, or the way to its host, is
+        if there is None or here is None or again is None:  # nobody says how fast the device or its host's link is
             return 1.0
         offered = own_offers(compiler, full)
     except (PolicyError, LossRefusedError):  # such as that there is no loop; told where such a policy is lowered
