@@ -39,7 +39,7 @@ types: python ## pyright, strict on the package
 	@$(ENVIRONMENT) run project,test,lint pyright
 
 mutants: python ## delete the lines that keep the promises, one by one; each must turn a test red
-	@$(ENVIRONMENT) run project,test python tools/mutants.py $(ARGS)
+	@$(ENVIRONMENT) run project,test,targets python tools/mutants.py $(ARGS)
 
 check-wheel: python ## the wheel in clean environments: every Python found, every extra, from the sdist too; downloads, many minutes
 	@$(ENVIRONMENT) run project,test python -m tools.check_wheel $(ARGS)

@@ -360,6 +360,20 @@ def attending(weights: Any, x: Any) -> tuple[Any, Any]:
     return weights - gradients, value
 
 
+def attending_twice(weights: Any, x: Any) -> tuple[Any, Any]:
+    """Two losses, each with contexts that are worth their way."""
+    weights, value = attending(weights, x)
+    other, gradients = jm.value_and_grad(attention)(weights, x[: len(x) // 2])
+    return weights - gradients, value + other
+
+
+def attending_once(weights: Any, x: Any) -> tuple[Any, Any]:
+    """Two losses, of which the second keeps nothing at the share that the first one wants."""
+    weights, value = attending(weights, x)
+    other, gradients = jm.value_and_grad(looped)(weights, x)
+    return weights - gradients, value + other
+
+
 def tried_on(
     step: Any, target: str, *args: Any, policy: jm.StepPolicy | None = None
 ) -> tuple[Compiler, list[jm.StepPolicy]]:
@@ -381,7 +395,7 @@ def test_policies_worth_trying_say_what_they_move() -> None:
     assert {(each.microbatches, each.remat) for each in tried} == {(2, "full")}
 
 
-@pytest.mark.parametrize("step", [attending])
+@pytest.mark.parametrize("step", [attending, attending_twice])
 def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again(step: Any) -> None:
     rows, width = 4096, 64
     shapes = jax.ShapeDtypeStruct((LAYERS, 3, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32")
@@ -402,5 +416,8 @@ def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again(step: A
         "the contexts, hardly more"
     )
     # An H100 computes a product of 64 columns again long before it is back; and of a tpu7x nobody says how long it takes.
-    for target, step in (("h100_sxm", train_step), ("tpu7x", attending)):
-        assert {each.keep for each in tried_on(step, target, *shapes)[1]} == {0.0, 1.0}
+    # And where another loss would keep nothing of it, the policy is refused; no larger share is worth its way.
+    for target, other in (("h100_sxm", train_step), ("tpu7x", attending), ("t4", attending_once)):
+        compiler, tried = tried_on(other, target, *shapes)
+        assert {each.keep for each in tried} == {0.0, 1.0}
+        assert all(compiler.facts(each).flops for each in tried), "none of them is refused"

@@ -41,7 +41,7 @@ class Ledger:
 
     Attributes:
         check: Called where progress is told: raises what would end the plan.
-        refused: What failed before any compiler saw it.
+        refused: What a policy or a loss refused, so that no compiler was asked.
     """
 
     def __init__(self, progress: Progress | None, most: int) -> None:

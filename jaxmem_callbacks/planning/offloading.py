@@ -62,8 +62,20 @@ def _share_worth_moving(compiler: Compiler, full: StepPolicy) -> float:
         return 1.0
     an_operation = (again - here) / max(offered[0].work - offered[-1].work, 1.0)
     a_byte = (there - here) / max(offered[-1].bytes, 1)
-    best = min(offered, key=lambda offer: an_operation * offer.work + a_byte * offer.bytes)
-    return best.policy.keep or 1.0
+    for offer in sorted(offered, key=lambda offer: an_operation * offer.work + a_byte * offer.bytes):
+        keep = offer.policy.keep
+        if not keep or _is_obeyed(compiler, replace(full, keep=keep, offload=(OFFLOAD_KEPT,))):
+            return keep or 1.0
+    return 1.0
+
+
+def _is_obeyed(compiler: Compiler, policy: StepPolicy) -> bool:
+    """Whether each loss keeps anything that could be moved: of several, one may keep nothing at a share that another wants."""
+    try:
+        compiler.facts(policy)
+    except (PolicyError, LossRefusedError):
+        return False
+    return True
 
 
 def with_offload(best: Candidate, offloading: Sequence[Candidate]) -> tuple[Candidate, str | None]:
