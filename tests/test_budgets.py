@@ -113,3 +113,15 @@ def test_any_needs_that_rise_are_found_in_the_end(kept: list[int], rises: list[i
     (low, high), _ = asked(kept, needs, 1000 + more, 1000, len(kept) // 2)
     assert low == max(place for place, need in enumerate(needs) if need <= 1000 + more)
     assert high == low + 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(SIZES, st.floats(1, 1.3), st.integers(0, 3000), st.integers(1, 2))
+def test_where_a_byte_takes_more_than_one_the_last_two_asks_find_what_fits(
+    kept: list[int], each: float, more: int, most: int
+) -> None:
+    """What a compiler needs for a byte that is kept is a little more than that where it lays all out anew."""
+    needs = [1000 + int(each * size) for size in kept]
+    (low, _), _ = asked(kept, needs, 1000 + more, most, len(kept) - 1)
+    assert low > 0 or most == 1 or needs[1] > 1000 + more
+    assert low > 0 or each > 1 or needs[1] > 1000 + more

@@ -307,6 +307,13 @@ def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
         assert line == f"step = jm.jit_step({step}, jm.StepPolicy(remat='full'))"
 
 
+def test_the_lines_to_paste_tell_the_rows_that_were_planned() -> None:
+    plan = planned(jm.StepPolicy(remat="full"))
+    (chosen,) = plan.record.candidates
+    of_batch = jm.Plan(dataclasses.replace(plan.record, candidates=(dataclasses.replace(chosen, batch_rows=34),)))
+    assert lines_to_train(of_batch, None)[0] == "# the batch has 34 rows"
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("saved", [None, "plan.yaml", "plan.json"])
 def test_the_lines_to_paste_place_a_sharded_state(saved: str | None, tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_one_of_several_is_named(tmp_path: Path, capsys: Any) -> None:
     assert main(["inspect", script, "--step", "finetun"]) == 2
     printed = capsys.readouterr()
     assert "went on" in printed.out
+    told = "jaxmem: warm_up takes a gradient; the script goes on to finetun."
+    assert printed.err.startswith(told), "said at once: training to the end may take days"
     assert (
         "never called a step named 'finetun'. Did you mean `finetune`? Jitted functions that it called: warm_up, finetune."
         in (printed.err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import signal
 import sys
 from collections.abc import Iterator
@@ -149,6 +150,24 @@ def test_a_budget_is_filled_where_full_remat_is_not_the_least() -> None:
     assert plan.chosen.fits
     assert plan.compiles <= 6
     assert plan.chosen.step_bytes >= 0.9 * plan.record.budget_bytes, str(plan)
+
+
+@keeps_remat
+def test_what_comes_nearest_is_looked_for_where_deeper_cuts_need_no_less() -> None:
+    """Of so few layers two levels take what one takes: what is most is alive elsewhere, and may be less under another policy."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return jax.nn.log_softmax(functools.reduce(lambda x, w: jax.nn.relu(x @ w), weights, x)).mean()
+
+        return jax.tree.map(lambda w, gradient: w - gradient, weights, jm.grad(loss)(weights))
+
+    widths = (64, 128, 128, 128, 8)
+    weights = [jax.ShapeDtypeStruct(pair, "float32") for pair in itertools.pairwise(widths)]
+    plan = jm.plan(step, weights, jax.ShapeDtypeStruct((2048, 64), "float32"), budget="300KiB", progress=False)
+    assert plan.chosen.fits is False
+    assert plan.chosen.step_bytes == min(each.step_bytes for each in plan.candidates)
+    assert any(each.policy.keep for each in plan.candidates), str(plan)
 
 
 def test_nothing_is_compiled_that_was_compiled_under_another_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -123,6 +124,10 @@ def test_what_donating_would_take_under_nnx_jit_can_be_typed_as_it_stands() -> N
     told = str(jm.plan(nnx.jit(nnx_step), model, optimizer, batch, search={"remat": False}))
     advice = "Write it where the step is jitted: nnx.jit(nnx_step, donate_argnames=('model', 'optimizer'))."
     assert advice in " ".join(told.split())
+    below = jm.plan(nnx.jit(nnx_step), model, optimizer, batch, search={"remat": False, "donate": True}, budget="60KiB")
+    assert below.chosen.fits is False
+    assert re.search(r"Donating would save .*, compiled, and fits\. Write it", " ".join(str(below).split())), str(below)
+    assert "No search changes your own jit." in str(below.record.notes)
     before, old = np.asarray(model.kernel[...]).copy(), model.kernel[...]
     nnx.jit(nnx_step, donate_argnames=("model", "optimizer"))(model, optimizer, batch)
     assert old.is_deleted(), "the memory was not given away"

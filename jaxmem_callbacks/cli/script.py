@@ -195,6 +195,7 @@ def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: 
 
     def stop(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if named is not None and step.name != named:
+            seen.pass_by(step.name, named)
             others[step.name] = None
             return
         if not reached:

@@ -56,12 +56,22 @@ class Seen:
     Attributes:
         instead: Gradient functions that its step called, as people write them -> what to write instead.
         jitted: Names of the jitted functions that it called, in their order.
+        passed: Of those that take a gradient, names that are not the one that was asked for.
         step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
     """
 
     instead: dict[str, str] = field(default_factory=dict[str, str])
     jitted: dict[str, None] = field(default_factory=dict[str, None])
+    passed: set[str] = field(default_factory=set[str])
     step: str | None = None
+
+    def pass_by(self, name: str, wanted: str) -> None:
+        """Say at once that a step has another name than is asked for: where that is misspelt, the script trains to its end."""
+        if name not in self.passed:
+            self.passed.add(name)
+            sys.stderr.write(
+                f"jaxmem: {name} takes a gradient; the script goes on to {wanted}. Stop it with Ctrl-C if {name} is meant.\n"
+            )
 
 
 @dataclass(slots=True)

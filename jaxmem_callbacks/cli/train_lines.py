@@ -28,6 +28,8 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
     if seen is not None and seen.instead:
         changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
         lines = ["import jaxmem_callbacks as jm", f"# in the step: {', '.join(changes)}"]
+    if plan.chosen.batch_rows is not None:
+        lines.append(f"# the batch has {plan.chosen.batch_rows} rows")
     step = plan.record.step if plan.record.step.isidentifier() else ""
     step = (step if seen is None or seen.step is None else seen.step) or "train_step"
     if saved is not None and saved.suffix == WHOLE:

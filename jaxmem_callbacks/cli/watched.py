@@ -120,6 +120,8 @@ class Watched:
         with gradients.within(is_own=is_own) as here:
             yield
         self._learn(here)
+        if is_own and here.takes_gradient and self._watching.step not in (None, self._name):
+            seen.pass_by(self._name, str(self._watching.step))
         if here.takes_gradient and self._refusal:
             gradients.tell(f"{self._name} takes a gradient, but does not trace ({self._refusal})")
 

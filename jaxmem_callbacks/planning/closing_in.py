@@ -32,6 +32,8 @@ class Room:
 
         Two compilers run at a time. So where the two are the same, the one behind it is asked too; and of an odd number of asks
         the first is the one that may alone, since what it needs tells more than any estimate. A single ask lies in the middle.
+        But where only the first place is known, the last two asks begin with what fits for sure, alone: buffers are laid out
+        anew, and where a byte takes a little more than one, the second is mended by the first.
 
         Args:
             needs: Bytes that the step needs at some places, the first among them.
@@ -50,6 +52,8 @@ class Room:
             if most % 2 and most > 1:
                 return [may]
         may = max(may, sure)
+        if low == 0 and high not in needs and most <= 2:  # noqa: PLR2004 - the last two
+            return [sure]
         if most == 1:
             return [(sure + may + 1) // 2]
         return [sure, may] if may > sure else [place for place in (sure, sure + 1) if place < high]

@@ -58,9 +58,13 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
     if donating is None or donating >= compiled:
         ledger.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
         return
+    problem = entry.compiler.problem
+    limit = problem.budget.bytes
+    is_enough = entry.candidate.fits is False and limit is not None and donating + problem.resident_bytes <= limit
     ledger.note(
         f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
-        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled. {_line(entry, tuple(undonated))}"
+        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled{', and fits' if is_enough else ''}. "
+        f"{_line(entry, tuple(undonated))}"
     )
 
 
@@ -68,5 +72,5 @@ def _line(entry: Entry, names: tuple[str, ...]) -> str:
     step = entry.compiler.problem
     own = _own_jit(step.train_step)
     if own is not None:
-        return f"Write it where the step is jitted: {own.donating(step.name, names)}."
+        return f"Write it where the step is jitted: {own.donating(step.name, names)}. No search changes your own jit."
     return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."

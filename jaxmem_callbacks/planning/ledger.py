@@ -97,7 +97,7 @@ class Ledger:
 
     def note_cut(self) -> None:
         """Remember what the limit of all compiles cut off; what only a share of it did may be made up for."""
-        cut = ", ".join(compiler.title(policy) for compiler, policy in self.cut)
+        cut = "; ".join(compiler.title(policy) for compiler, policy in self.cut)
         if cut and not self.left:
             self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
 
@@ -166,6 +166,6 @@ class Ledger:
 def _titles(titles: Sequence[str]) -> str:
     """Who shares a failure, and the verb."""
     several = dict.fromkeys(titles)
-    shown = ", ".join(list(several)[:_SHOWN])
+    shown = "; ".join(list(several)[:_SHOWN])
     more = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
     return f"{shown}{more} {'were' if len(several) > 1 else 'was'}"

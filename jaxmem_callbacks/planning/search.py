@@ -241,13 +241,21 @@ class RematSearch:
         self._ask_others((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
     def _ask_lower(self, limit: int | None) -> None:
-        """Where the lower end does not fit: two levels, then what lies above it and may need less all the same."""
+        """Where the lower end does not fit: two levels, then what lies above it and may need less all the same.
+
+        Where deeper cuts or two levels take no less, the most is alive elsewhere: deeper ones still would find it there, and a
+        step that computes less again may have less of it.
+        """
         deeper = self._offered.deeper
-        # Where deeper cuts took no less, the most is alive elsewhere, and deeper ones still would find it there.
-        if deeper is None or deeper.policy not in self.found:
+        is_elsewhere = deeper is not None and deeper.policy in self.found
+        if not is_elsewhere:
             self._go_further()
-        if limit is not None and self._is_near(limit):
-            self.fill()  # a compiler may well need less for a step that computes less again
+            full, twice = self.full, self.found.get(self._twice)
+            is_elsewhere = full is not None and twice is not None and _bytes(twice) >= _LESS_BYTES * _bytes(full)
+        if limit is None or any(each.fits for each in self.found.values()):
+            return
+        if is_elsewhere or self._is_near(limit):
+            self.fill()
 
     def _go_further(self) -> None:
         """Two levels of checkpoints, where one level makes another program."""

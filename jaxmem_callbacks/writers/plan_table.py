@@ -191,5 +191,20 @@ def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
     )
     return (
         f"Nothing fits, {much}; {candidate_words(chosen, record)} comes nearest. Parameters and optimizer state "
-        f"alone are {format_bytes(record.least_bytes)}."
+        f"alone are {format_bytes(record.least_bytes)}. {_what_next(record)}"
     )
+
+
+def _what_next(record: PlanRecord) -> str:
+    """What may still fit."""
+    needed, budget = record.least_bytes, record.budget_bytes
+    if needed is not None and budget is not None and needed > budget:
+        return "No policy makes these fit: split them over more devices, or give a larger budget or device."
+    policies = [each.policy for each in record.candidates]
+    ways = {
+        "microbatches=2,4": any(each.microbatches > 1 for each in policies),
+        "offload": record.platform == "cpu" or any(each.offload for each in policies),
+    }
+    untried = [f"--search {way}" for way, is_tried in ways.items() if not is_tried]
+    tried = "Try" if not untried else f"Try {' and '.join(untried)} (search= of jm.plan), or"
+    return f"{tried} a smaller batch, more devices or a larger one."
