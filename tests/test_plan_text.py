@@ -137,6 +137,8 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
     assert (next_steps in sentences(str(jm.Plan(above)))) == (above.platform != "cpu")
     tried = replace(above, candidates=tuple(replace(each, policy=MANY) for each in above.candidates))
     assert "Try a smaller batch, more devices or a larger one." in sentences(str(jm.Plan(tried)))
+    refused = replace(above, notes=("Microbatches 3 were not tried.", "full, offload cuts was not compiled: no loop."))
+    assert "--search" not in str(jm.Plan(refused)), "what a note refuses is not advised"
     hopeless = replace(above, least_bytes=9 * GIB)
     assert "No policy makes these fit: split them over more devices" in sentences(str(jm.Plan(hopeless)))
     # A budget beyond the hardware: what its compiler refused is within the budget, and above the limit.

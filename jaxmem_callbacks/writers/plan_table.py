@@ -196,15 +196,15 @@ def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
 
 
 def _what_next(record: PlanRecord) -> str:
-    """What may still fit."""
+    """What may still fit, but for what was tried or has a note that says why not."""
     needed, budget = record.least_bytes, record.budget_bytes
     if needed is not None and budget is not None and needed > budget:
         return "No policy makes these fit: split them over more devices, or give a larger budget or device."
-    policies = [each.policy for each in record.candidates]
-    ways = {
-        "microbatches=2,4": any(each.microbatches > 1 for each in policies),
-        "offload": record.platform == "cpu" or any(each.offload for each in policies),
+    policies, notes = [each.policy for each in record.candidates], " ".join(record.notes).lower()
+    looked_at = {
+        "microbatches=2,4": any(each.microbatches > 1 for each in policies) or "microbatches" in notes,
+        "offload": record.platform == "cpu" or any(each.offload for each in policies) or "offload" in notes,
     }
-    untried = [f"--search {way}" for way, is_tried in ways.items() if not is_tried]
-    tried = "Try" if not untried else f"Try {' and '.join(untried)} (search= of jm.plan), or"
-    return f"{tried} a smaller batch, more devices or a larger one."
+    ways = [f"--search {way}" for way, is_known in looked_at.items() if not is_known]
+    others = "a smaller batch, more devices or a larger one."
+    return f"Try {' and '.join(ways)} (search= of jm.plan), or {others}" if ways else f"Try {others}"
