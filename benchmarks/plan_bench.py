@@ -100,7 +100,7 @@ def row_key(model: str, target: str, policy: str) -> Row:
         "policy": policy,
         "versions": versions,
     }
-    return key | row_hashes(model, planned=policy.startswith(OURS))
+    return key | row_hashes(model, policy)
 
 
 def stale(row: Row) -> bool:
@@ -293,21 +293,41 @@ def summed_up(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"{target}: the frontier alone {statistics.geometric_mean(alone):.3f} (of {len(alone)})"
 
 
-def wanted(options: argparse.Namespace, table: Table) -> list[tuple[str, str, str]]:
-    """Model, target and policy of the rows still to be measured; a target without its compiler is told and left out."""
+def wanted(options: argparse.Namespace, table: Table, *, matched: bool) -> list[tuple[str, str, str]]:
+    """Model, target and policy of the rows still to be measured.
+
+    Args:
+        options: What was asked for. A target without its compiler is left out.
+        table: What was measured.
+        matched: Those that are matched to a policy by hand alone; else all others, whose plans these are cut as.
+    """
     jobs: list[tuple[str, str, str]] = []
     for target in options.targets:
-        try:
-            resolve_target(target)
-        except TargetError as error:
-            print(f"{target} is left out: {error}")
-            continue
         for model in options.models:
             hand = FAMILIES[model]().hand
-            rows = [NONE, *hand, OURS, *(MATCHED + policy for policy in hand)]
+            rows = [MATCHED + policy for policy in hand] if matched else [NONE, *hand, OURS]
             chosen = [policy for policy in rows if not options.policies or policy in options.policies]
-            jobs += [(model, target, policy) for policy in chosen if not table.has(row_key(model, target, policy))]
+            jobs += [(model, target, policy) for policy in chosen if not is_measured(table, model, target, policy)]
     return jobs
+
+
+def is_measured(table: Table, model: str, target: str, policy: str) -> bool:
+    """Whether a row is there as it would be made now; of one that is matched, with as many segments as the plan has now."""
+    row = table.of(model, target, policy)
+    segments = planned_segments(table.of(model, target, OURS))
+    return table.has(row_key(model, target, policy)) and row.get("segments", segments) == segments
+
+
+def installed(targets: Sequence[str]) -> list[str]:
+    """The targets without those whose compiler is not there, which is told."""
+    found: list[str] = []
+    for target in targets:
+        try:
+            resolve_target(target)
+            found.append(target)
+        except TargetError as error:
+            print(f"{target} is left out: {error}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -319,8 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="start no compile after this time")
     parser.add_argument("--timeout-seconds", type=float, default=1800, help="of one compile")
     options = parser.parse_args(arguments)
+    options.targets = installed(options.targets)
     table = Table(RESULTS / f"plan_bench_jax_{jax.__version__}.json")
-    jobs, end = wanted(options, table), time.monotonic() + options.limit_seconds
+    end = time.monotonic() + options.limit_seconds
 
     def work(job: tuple[str, str, str]) -> bool:
         model, target, policy = job
@@ -333,14 +354,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{model} {target} {policy}: {row['seconds']} s", flush=True)
         return True
 
-    # What is matched to a policy by hand is cut as the plan cut it, whose rows come first.
-    matched = [job for job in jobs if job[2].startswith(MATCHED)]
+    done: list[bool] = []
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        done = sum(pool.map(work, [job for job in jobs if job not in matched]))
-        done += sum(pool.map(work, matched))
+        for matched in (False, True):
+            done += pool.map(work, wanted(options, table, matched=matched))
     fresh = [row for row in table.rows if row["target"] in options.targets and not stale(row)]
     print(*told(fresh), *summed_up(fresh), sep="\n")
-    print(f"{done} of {len(jobs)} rows measured; {table.path.name}")
+    print(f"{sum(done)} of {len(done)} rows measured; {table.path.name}")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,8 @@ CHECKS: dict[str, tuple[str, ...]] = {
 _EXPORT = r"from (\S+) import (?:\w+ as )?(\w+)$"  # a public name, as the package's own `__init__` has it
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
 ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "planning", "transforms")
+# What a row compiles of the library: the policies that a plan finds, or one that is given. Any other row compiles nothing of it.
+SEARCHED, GIVEN = f"benchmarks/{ROWS_BENCHMARK}.py", "jaxmem_callbacks/planning/candidates.py"
 
 
 def source_hash(benchmark: str, root: Path = ROOT) -> str:
@@ -141,14 +143,17 @@ def _files_of(module: str, root: Path) -> Iterator[Path]:
     yield from (path for path in (place.with_suffix(".py"), place.parent.with_suffix(".py")) if path.is_file())
 
 
-def row_hashes(model: str, *, planned: bool, root: Path = ROOT) -> dict[str, str]:
-    """What a row of plan_bench rests on: its model's file and those beside it that this imports; of a plan, the library too."""
+def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
+    """What a row of plan_bench rests on: its model's file and those beside it that this imports; of ours, the library too.
+
+    A plan rests on how policies are searched, "ours as" a policy by hand only on what makes the step of a given one.
+    """
     own = root / "benchmarks" / "plan_models" / f"{model}.py"
     text = own.read_text("utf-8") if own.exists() else ""
     beside = set(re.findall(r"^from benchmarks\.plan_models\.(\w+) import", text, re.MULTILINE))
     hashes = {"source": _hash([own, *(own.with_name(f"{name}.py") for name in sorted(beside))])}
-    if planned:
-        reached = _reached([root / "benchmarks" / f"{ROWS_BENCHMARK}.py"], root)
+    if policy.startswith("ours"):
+        reached = _reached([root / (SEARCHED if policy == "ours" else GIVEN)], root)
         hashes["library"] = _hash(sorted(_in_rooms(reached, PLANNING_ROOMS, root)))
     return hashes
 
@@ -201,7 +206,7 @@ def _is_old(part: Mapping[str, Any], benchmark: str, root: Path) -> bool:
         return part.get("sources") != check_hash(benchmark, root)
     if benchmark != ROWS_BENCHMARK:
         return part.get("sources") != source_hash(benchmark, root)
-    hashes = row_hashes(part["model"], planned=part["policy"].startswith("ours"), root=root)
+    hashes = row_hashes(part["model"], part["policy"], root=root)
     return any(part.get(name) != value for name, value in hashes.items())
 
 
