@@ -185,6 +185,11 @@ def test_a_loss_that_nobody_could_check_is_told_and_one_that_fails_is_not_accumu
     assert plan.policy == jm.StepPolicy(microbatches=8)
     assert "Microbatches 3 were not tried: they do not divide the 1024 rows of the batch." in str(plan)
     assert "Whether the loss may be accumulated was not checked" in str(plan)
+    with pytest.raises(
+        PlanError,
+        match=r"^Microbatches 3, 5 do not divide the 1024 rows of the batch\. Expected .* search=\{'microbatches': \[2, 4, 8, ",
+    ):
+        jm.plan(train_step, *abstract(), budget="900KiB", search={"microbatches": [3, 5]})
 
     def masked(params: Any, batch: Any, mask: Any) -> Any:
         return jm.value_and_grad(lambda p, batch, mask: ((forward(p, batch) ** 2).sum(1) * mask).sum() / mask.sum())(

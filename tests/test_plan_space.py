@@ -218,6 +218,25 @@ def test_the_most_rows_that_fit_come_first_and_none_beyond_them_is_lost(found: l
     assert any(each in pareto(found) for each in most_rows)
 
 
+def test_the_price_of_a_few_rows_more_is_told() -> None:
+    def found(rows: int, share: float, *, fits: bool = True) -> Candidate:
+        plain = 1000 * rows
+        policy = jm.StepPolicy(remat="full" if share else "none")
+        return Candidate(
+            policy=policy, step_bytes=rows, fits=fits, flops=plain, extra_flops=int(share * plain), plain_flops=plain,
+            batch_rows=rows,
+        )  # fmt: skip
+
+    plainly = "34 rows are the largest batch that was compiled and fits"
+    dear = found(34, 0.196)
+    assert choose([dear, found(33, 0.0), found(20, 0.0), found(35, 0.0, fits=False)])[1] == (
+        f"{plainly}; 33 rows fit with nothing computed again, where these cost +19.6% FLOPs a row"
+    )
+    assert choose([dear, found(20, 0.0)])[1] == plainly, "far fewer rows are another run"
+    assert choose([found(34, 0.003), found(33, 0.0)])[1] == plainly
+    assert choose([found(34, 0.0), found(33, 0.0)])[1] == plainly
+
+
 def test_a_policy_in_few_words() -> None:
     policy = jm.StepPolicy(remat="full", keep=0.25, microbatches=4, donate=("state",), sharding={"embed": "fsdp"})
     assert policy_words(policy) == "embed=fsdp: full, keep 0.25, 4 microbatches, donating state"

@@ -129,7 +129,7 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
         assert "by unknown" not in text
         assert "needs unknown" not in text
     above = unfit(10 * 1024, 8 * GIB, 60 * GIB)
-    assert "Nothing fits, by 2.0 GiB; " in str(jm.Plan(above))
+    assert "nothing fits, by 2.0 GiB; this comes nearest. " in str(jm.Plan(above))
     assert "2.0 GiB more than the budget of 8.0 GiB allows" in unfit_reason(above)
     next_steps = (
         "Try --search microbatches=2,4 and --search offload (search= of jm.plan), or a smaller batch, more devices"
@@ -143,7 +143,7 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
     assert "No policy makes these fit: split them over more devices" in sentences(str(jm.Plan(hopeless)))
     # A budget beyond the hardware: what its compiler refused is within the budget, and above the limit.
     beyond = unfit(10 * 1024, 12 * GIB, 8 * GIB)
-    assert "Nothing fits, by 2.0 GiB; " in str(jm.Plan(beyond))
+    assert "nothing fits, by 2.0 GiB; this comes nearest. " in str(jm.Plan(beyond))
     assert "2.0 GiB more than the 8.0 GiB that can be used there" in unfit_reason(beyond)
 
 

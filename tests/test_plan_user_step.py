@@ -148,3 +148,28 @@ def test_arguments_that_an_earlier_call_took_are_planned_by_their_shapes() -> No
     assert weights.is_deleted()
     again = jm.plan(train_step, weights, x, search={"microbatches": [1, 2]})
     assert [each.step_bytes for each in again.candidates] == [each.step_bytes for each in fresh.candidates]
+
+
+def test_what_the_cpus_compiler_undoes_is_told_and_nothing_else() -> None:
+    """Outside loops checkpoints are kept on the CPU since jax 0.12; what a step holds of parameters no policy takes anywhere."""
+
+    def written_out(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any, h: Any) -> Any:
+            for layer in weights:
+                h = h + jnp.tanh(jnp.tanh(h @ layer) @ layer) @ layer
+            return jnp.square(h).mean()
+
+        return jax.tree.map(lambda w, g: w - g, weights, jm.grad(loss)(weights, batch))
+
+    arguments = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6, jax.ShapeDtypeStruct((1024, 32), jnp.float32)
+    plan = jm.plan(written_out, *arguments, progress=False)
+    (plain,) = [each for each in plan.candidates if each.policy.remat == "none"]
+    again = [each for each in plan.candidates if each is not plain]
+    assert any(each.extra_flops for each in again)
+    said = [note for note in plan.record.notes if "undoes checkpoints before jax 0.12" in note]
+    if jax.__version_info__ >= (0, 12):
+        assert min(each.step_bytes for each in again) < plain.step_bytes
+        assert not said
+    else:
+        assert min(each.temp_bytes for each in again) > 0.9 * plain.temp_bytes
+        assert len(said) == 1

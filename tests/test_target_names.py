@@ -86,8 +86,15 @@ def test_every_name_resolves_and_knows_its_memory():
         ("a100_80gb_sxm", r"Did you mean `a100_sxm_80`\? "),
         ("NVIDIA A100 40GB:4", r"Did you mean `a100_sxm_40`\? "),
         ("Tesla V100-SXM2-32GB", r"^Unknown target 'Tesla V100-SXM2-32GB'\. Expected one of: "),
-        ("NVIDIA GeForce RTX 4080", r"^Unknown target 'NVIDIA GeForce RTX 4080'\. Expected one of: "),
-        ("rtx4080", r"^Unknown target 'rtx4080'\. Expected one of: "),
+        (
+            "NVIDIA GeForce RTX 4080",
+            r"4080'\. No figures of it are known here: .* such as `rtx4090`, and give its own memory as ",
+        ),
+        (
+            "rtx4080",
+            r"^Unknown target 'rtx4080'\. No figures of it .* such as `rtx4090`, .* the budget\. Expected one of: ",
+        ),
+        ("RTX A5000", r"such as `a6000`, and give"),
         ("rtx_409", r"Did you mean `rtx4090`\? "),
         ("cpu:8", r"Unknown target 'cpu:8'"),
         ("v5e:2x2x1", r"'v5e:2x2x1': a v5e topology has 2 dimensions of chips\. Type for example 'v5e:2x2'"),

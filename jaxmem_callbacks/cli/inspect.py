@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+from jaxmem_callbacks.cli.alive import alive_words
 from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, reach_step
 from jaxmem_callbacks.cli.unedited import as_written
@@ -76,6 +77,8 @@ class _Report:
     plain_refused: str | None
     peak: Peak | None
     top: int
+    remarks: list[str]
+    alive_bytes: int
 
     @classmethod
     def of(cls, reached: Reached, target: str | None, top: int) -> _Report:
@@ -98,11 +101,13 @@ class _Report:
             plain_refused=refused,
             peak=memory.peak() if top else None,
             top=top,
+            remarks=[words for words in (reached.others, _alive_words(reached, memory)) if words],
+            alive_bytes=reached.alive.bytes,
         )
 
     def as_text(self) -> str:
         from jaxmem_callbacks.programs.memory_text import buffer_table
-        from jaxmem_callbacks.records.columns import columns
+        from jaxmem_callbacks.records.columns import columns, wrapped
 
         lines = [str(self.memory)]
         if self.plain is not None:
@@ -115,6 +120,8 @@ class _Report:
         if self.peak is not None:
             lines += ["", str(self.peak), "", "Its largest buffers", ""]
             lines += buffer_table([_short(buffer) for buffer in self.peak.buffers[: self.top]])
+        if self.remarks:
+            lines += ["", *wrapped(self.remarks)]
         return "\n".join(lines)
 
     def _compared(self) -> list[tuple[str, str, str]]:
@@ -132,6 +139,7 @@ class _Report:
         return {
             "account": dataclasses.asdict(account_of_step(self.memory, self.policy, self.peak)),
             "policy": dataclasses.asdict(self.policy),
+            "alive_beside_bytes": self.alive_bytes,
             "step": _memory_json(self.memory),
             "plain_step": None if self.plain is None else _memory_json(self.plain),
             "plain_step_refused": self.plain_refused,
@@ -140,6 +148,10 @@ class _Report:
                 dataclasses.asdict(buffer) for buffer in (self.peak.buffers[: self.top] if self.peak else ())
             ],
         }
+
+
+def _alive_words(reached: Reached, memory: Any) -> str:
+    return alive_words(reached.alive, memory.step_bytes, memory.program.constant_bytes)
 
 
 def _short(buffer: Buffer) -> Buffer:

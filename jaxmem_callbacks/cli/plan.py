@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmem_callbacks.cli.alive import alive_words
 from jaxmem_callbacks.cli.exits import FAILED, INTERRUPTED, OK, REFUSED
 from jaxmem_callbacks.cli.script import (
+    Reached,
     ScriptFailedError,
     add_script_arguments,
     reach_program,
@@ -221,7 +223,7 @@ def _made(
         beside = [reach_program(program, args.script_args) for program in args.beside]
     from jaxmem_callbacks.answers.plan import plan
 
-    return plan(
+    made = plan(
         _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),
         *reached.args,
         target=args.target,
@@ -233,6 +235,15 @@ def _made(
         progress=True,
         **reached.kwargs,
     )
+    return _with_remarks(made, reached)
+
+
+def _with_remarks(made: Plan, reached: Reached) -> Plan:
+    """The plan with what is to be said of the script that its step was found in."""
+    best, record = made.chosen, made.record
+    beside = alive_words(reached.alive, best.step_bytes, best.constant_bytes, record.resident_bytes)
+    remarks = [words for words in (reached.others, beside) if words]
+    return type(made)(dataclasses.replace(record, notes=(*record.notes, *remarks)))
 
 
 def _without_gradient_policy(step: Any, *, places: bool) -> Any:

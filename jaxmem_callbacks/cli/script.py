@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem_callbacks.cli.advice import advice
+from jaxmem_callbacks.cli.alive import alive_beside, others_words
 from jaxmem_callbacks.cli.stand_ins import Seen
 from jaxmem_callbacks.cli.unedited import is_unedited
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
+from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 
 LINE_TO_ADD = (
@@ -58,11 +60,15 @@ class Reached:
         step: What `jm.jit_step` returned, or the step that ``SCRIPT.py:name`` gave.
         args: The arguments of its first call.
         kwargs: The keyword arguments.
+        alive: Arrays that were alive then and are no arguments.
+        others: Which other steps the script has, and how to name one; empty where the step was named, or is the only one.
     """
 
     step: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    alive: ArrayCensus
+    others: str = ""
 
 
 class ScriptFailedError(Exception):
@@ -199,7 +205,9 @@ def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: 
             others[step.name] = None
             return
         if not reached:
-            reached.append(Reached(step=step, args=args, kwargs=kwargs))
+            others_too = others_words(path, step.name) if named is None else ""
+            alive = alive_beside(args, kwargs)
+            reached.append(Reached(step=step, args=args, kwargs=kwargs, alive=alive, others=others_too))
         raise _StopScript
 
     with first_calls_seen_by(stop), _threads_stop_silently():
@@ -263,7 +271,7 @@ def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
         expected = "Expected a function and its arguments: (train_step, (state, batch, ...))."
         msg = f"{path}:{name}() returned {type(made).__name__}. {expected}"
         raise ScriptError(msg)
-    return Reached(step=made[0], args=tuple(made[1]), kwargs={})
+    return Reached(step=made[0], args=tuple(made[1]), kwargs={}, alive=alive_beside(tuple(made[1]), {}))
 
 
 def _execute(path: pathlib.Path, module: types.ModuleType, is_over: Callable[[], bool] = lambda: False) -> None:

@@ -47,7 +47,11 @@ _MARGINS = {
 }
 
 
-_MOST_MICROBATCHES = 64
+_MOST_MICROBATCHES, _SHOWN = 64, 6
+# The CPU's compiler keeps checkpoints outside loops from this JAX on.
+_CPU_KEEPS_REMAT = (0, 12)
+# Temporaries of a step whose checkpoints were undone are this part of the plain step's, or more.
+_MUCH = 0.9
 _UNCHECKED = (
     "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
     "its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
@@ -113,6 +117,7 @@ def make_plan(
     best = _placed_elsewhere(ledger, best)
     _note_share(ledger, best)
     _note_idle_devices(ledger, best)
+    _note_undone(ledger, best)
     for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
         ledger.note(words)
     return _record(ledger, best, reason)
@@ -173,6 +178,20 @@ def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
         )
 
 
+def _note_undone(ledger: Ledger, best: Entry) -> None:
+    """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
+    tried = [entry.candidate for entry in ledger.entries if entry.compiler is best.compiler]
+    plain = [each.temp_bytes or 0 for each in tried if not each.extra_flops]
+    again = [each.temp_bytes or 0 for each in tried if each.extra_flops]
+    is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
+    if is_old_cpu and plain and again and min(again) > _MUCH * min(plain):
+        ledger.note(
+            f"No policy needs much less than the plain step here: outside loops the CPU's compiler undoes checkpoints before jax "
+            f"{'.'.join(map(str, _CPU_KEEPS_REMAT))}, and this is {jax.__version__}. Plan for the hardware that trains, such as "
+            "target='h100_sxm'; it need not be there."
+        )
+
+
 def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
     """Numbers of microbatches to try."""
     problem, asked = planned.problem, planned.space.microbatches
@@ -187,6 +206,11 @@ def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
     if planned.space.batch is not None or rows is None:
         return tried
     uneven = [str(count) for count in tried if rows % count]
+    if asked != "all" and len(uneven) == len(tried):
+        dividing = [count for count in range(2, rows + 1) if rows % count == 0][:_SHOWN]
+        meant = f" Expected some that do, such as search={{'microbatches': {dividing}}}." if dividing else ""
+        msg = f"Microbatches {', '.join(uneven)} do not divide the {rows} rows of the batch.{meant}"
+        raise PlanError(msg)
     if uneven and asked != "all":
         ledger.note(
             f"Microbatches {', '.join(uneven)} were not tried: they do not divide the {rows} rows of the batch."

@@ -23,6 +23,7 @@ from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, wit
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_extra
 
 # Work of this share of the plain step is not worth another compile.
 _WORTH = 0.005
@@ -41,6 +42,8 @@ _ENOUGH = 6
 _MUCH_LESS, _LESS = 0.8, 0.9
 # A lower end that is cut deeper computes more again: worth it are bytes below this part of those of the chosen cuts.
 _LESS_BYTES = 0.99
+# Rows down to this part of others are worth a word where they cost less each.
+_SAME_ROWS = 0.8
 # A modelled time up to this part of another is no longer.
 _NO_SLOWER = 1.01
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -289,11 +292,9 @@ class RematSearch:
         self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._ledger.left), 0)]])
 
     def _is_near(self, limit: int) -> bool:
-        """Whether nothing fits yet and what comes nearest is so near that another policy may."""
+        """Whether what comes nearest, of what does not fit, is so near that another policy may fit."""
         needs = [each.need_bytes for each in self.found.values() if each.need_bytes is not None]
-        return (
-            bool(needs) and limit < min(needs) <= _NEAR * limit and not any(each.fits for each in self.found.values())
-        )
+        return bool(needs) and min(needs) <= _NEAR * limit
 
     def _corrected(self, least: int) -> float:
         """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
@@ -323,7 +324,7 @@ def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
     fits, what comes nearest.
     """
     index = min(range(len(candidates)), key=lambda place: rank(candidates[place]))
-    return index, _reason(candidates[index])
+    return index, _reason(candidates[index], candidates)
 
 
 def rank(candidate: Candidate) -> tuple[Any, ...]:
@@ -337,14 +338,24 @@ def _bytes(candidate: Candidate) -> float:
     return math.inf if candidate.step_bytes is None else candidate.step_bytes
 
 
-def _reason(best: Candidate) -> str:
+def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
     if best.fits is None:
         return "there is no limit here, so nothing is worth computing twice"
     if not best.fits:
         return "nothing fits; this comes nearest"
     if best.batch_rows is not None:
-        return f"{best.batch_rows} rows are the largest batch that was compiled and fits"
+        return f"{best.batch_rows} rows are the largest batch that was compiled and fits{_price(best, candidates)}"
     return "the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again"
+
+
+def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:
+    """What the most rows cost beside fewer that compute nothing again; empty where these are fewer by far, or cost as much."""
+    least = [each for each in candidates if each.fits and each.batch_rows and not each.extra_flops]
+    fewer = max((each.batch_rows or 0 for each in least), default=0)
+    rows, share = best.batch_rows or 0, best.extra_share
+    if not share or share < _WORTH or not _SAME_ROWS * rows <= fewer < rows:
+        return ""
+    return f"; {fewer} rows fit with nothing computed again, where these cost {format_extra(share)} FLOPs a row"
 
 
 def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -76,15 +76,22 @@ class LiveArraysProbe:
         ]
         return [*readings, self._census(step, now, groups)]
 
-    def _counted(self, kinds: dict[Device, str]) -> dict[Any, _Group]:
-        """The live arrays in groups. Nothing of them is held afterwards."""
+    def beside(self, own: Iterable[Any]) -> ArrayCensus:
+        """What is alive besides some arrays, such as the arguments of a step."""
+        kinds = {device: device.default_memory().kind for device in jax.local_devices()}
+        return self._census(-1, time.time(), self._counted(kinds, {id(array) for array in own}))
+
+    def _counted(self, kinds: dict[Device, str], without: Collection[int] = ()) -> dict[Any, _Group]:
+        """The live arrays in groups, without those of some ids. Nothing of them is held afterwards."""
         alike: dict[Any, list[jax.Array]] = {}
         for array in live_arrays():
             alike.setdefault((array.shape, array.dtype, array.sharding), []).append(array)
         spread = {key for key in alike if len(key[2].device_set) > 1}
         if spread:
             _drop_parts(alike, spread)
-        counted = ((key, self._group(key, arrays, kinds)) for key, arrays in alike.items())
+        if without:
+            alike = {key: [array for array in arrays if id(array) not in without] for key, arrays in alike.items()}
+        counted = ((key, self._group(key, arrays, kinds)) for key, arrays in alike.items() if arrays)
         return {key: group for key, group in counted if group.count}
 
     def _census(self, step: int, time_s: float, groups: dict[Any, _Group]) -> ArrayCensus:

@@ -154,13 +154,9 @@ def _beside(chosen: Candidate) -> list[str]:
 
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
-    lines = [
-        f"-> {candidate_words(chosen, record)}: {record.reason}.",
-        "* no other is better in both bytes and operations",
-    ]
+    verdict = _shortfall(record) if chosen.fits is False else f"{record.reason}."
+    lines = [f"-> {candidate_words(chosen, record)}: {verdict}", "* no other is better in both bytes and operations"]
     lines += _beside(chosen)
-    if chosen.fits is False:
-        lines.append(_shortfall(record, chosen))
     lines += chosen.peak_sentences
     if chosen.peak is None and record.target == "attached":
         lines.append(
@@ -183,15 +179,15 @@ def _remarks(record: PlanRecord) -> list[str]:
     return [*lines, *record.notes]
 
 
-def _shortfall(record: PlanRecord, chosen: Candidate) -> str:
+def _shortfall(record: PlanRecord) -> str:
     much = (
         "and by how much is unknown, because the compiler refused it without a figure"
         if record.over_bytes is None
         else f"by {format_bytes(record.over_bytes)}"
     )
     return (
-        f"Nothing fits, {much}; {candidate_words(chosen, record)} comes nearest. Parameters and optimizer state "
-        f"alone are {format_bytes(record.least_bytes)}. {_what_next(record)}"
+        f"nothing fits, {much}; this comes nearest. Parameters and optimizer state alone are "
+        f"{format_bytes(record.least_bytes)}. {_what_next(record)}"
     )
 
 

@@ -244,9 +244,11 @@ def _meant(word: str) -> str:
     if within:
         near = max(within, key=lambda name: len(_words(name)))
     else:
-        others = [name for name in names if not _is_another_number(word, name)]
-        near = next(iter(difflib.get_close_matches(_unbranded(word), others, n=1, cutoff=_ALIKE)), "")
-    return near and f" Did you mean `{_ALIASES.get(near, near)}`?"
+        near = next(iter(difflib.get_close_matches(_unbranded(word), names, n=1, cutoff=_ALIKE)), "")
+    name = _ALIASES.get(near, near)
+    if _is_another_number(word, near):
+        return f" No figures of it are known here: plan for one like it, such as `{name}`, and give its own memory as the budget."
+    return near and f" Did you mean `{name}`?"
 
 
 def _words(name: str) -> set[str]:

@@ -1,0 +1,133 @@
+"""What a script holds beside the step that is planned, and its other steps: told, and counted once it is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxmem_callbacks.cli.alive import alive_beside, alive_words, others_words
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
+from jaxmem_callbacks.records.units import MIB
+from tests.sample_plans import sentences
+from tests.unedited_scripts import written
+
+# Two steps, each with an optimizer's state of its own: that of the generator lies there while the discriminator's step runs.
+GAN = """
+    import jax, jax.numpy as jnp
+
+    def fake(weights, noise):
+        return jnp.tanh(noise @ weights)
+
+    def update(weights, moments, gradients):
+        moments = 0.9 * moments + gradients
+        return weights - 0.1 * moments, moments
+
+    @jax.jit
+    def critic_step(weights, moments, batch):
+        return update(weights, moments, jax.grad(lambda w: jnp.square(jnp.tanh(batch @ w)).mean())(weights))
+
+    def maker_step(weights, moments, critic, noise):
+        return update(weights, moments, jax.grad(lambda w: jnp.tanh(fake(w, noise) @ critic).mean())(weights))
+
+    run_maker = jax.jit(maker_step)
+    evaluate = jax.jit(lambda critic, batch: jnp.tanh(batch @ critic).mean())
+    maker, critic = jnp.ones((1024, 1031)), jnp.ones((1031, 8))
+    of_maker, of_critic = jnp.zeros_like(maker), jnp.zeros_like(critic)
+    for _ in range(2):
+        noise = jnp.ones((16, 1024))
+        critic, of_critic = critic_step(critic, of_critic, fake(maker, noise))
+        maker, of_maker = run_maker(maker, of_maker, critic, noise)
+    raise SystemExit("went on")
+"""
+
+
+def told(capsys: Any, script: str, width: int, *words: str) -> tuple[str, bool]:
+    """What a command says of the script, and whether it names the maker's two arrays, whose shape no other run has."""
+    text = Path(script).read_text("utf-8")
+    Path(script).write_text(
+        re.sub(r"\(1024, \d+\)\), jnp.ones\(\(\d+", f"(1024, {width})), jnp.ones(({width}", text), "utf-8"
+    )
+    assert main([*words, script]) == 0
+    said = sentences(capsys.readouterr().out)
+    return said, f"2 of float32[1024,{width}] from train.py:" in said
+
+
+def test_the_other_steps_state_is_told_until_it_is_counted(tmp_path: Path, capsys: Any) -> None:
+    script, plan = written(tmp_path, GAN), ("plan", "--target", "cpu", "--search", "donate")
+    for width, command in ((1031, ("inspect", "--top", "0")), (1033, plan)):
+        words, is_named = told(capsys, script, width, *command)
+        assert "critic_step is the first step that train.py calls. Another one by its name: --step maker_step." in words
+        assert is_named
+        assert "is counted by jaxmem plan --resident" in words
+    words, is_named = told(capsys, script, 1039, *plan, "--resident", "2GiB")
+    assert "Beside the step stay 2.0 GiB" in words
+    assert not is_named
+    words, is_named = told(capsys, script, 1049, "inspect", "--top", "0", "--step", "maker_step")
+    assert "What one step of maker_step needs" in words
+    assert "is the first step" not in words
+    assert not is_named, "its own state is its arguments"
+    assert main(["inspect", "--json", script]) == 0
+    assert json.loads(capsys.readouterr().out)["alive_beside_bytes"] >= 2 * 4 * 1024 * 1049
+
+
+def test_arguments_of_a_step_are_not_beside_it() -> None:
+    before = alive_beside((), {}).bytes
+    mine = nnx.Linear(64, 1009, rngs=nnx.Rngs(0)), {"w": jnp.ones((3, 1013))}
+    jax.block_until_ready(mine[1])
+    beside = alive_beside(mine, {"more": (rows := jnp.ones((7, 1019)))})
+    shapes = [group.shape for group in beside.groups]
+    assert not {(64, 1009), (3, 1013), rows.shape} & set(shapes)
+    assert beside.bytes - before < 4 * 1009
+    assert (3, 1013) in [group.shape for group in alive_beside((), {}).groups]
+
+
+@pytest.mark.core
+def test_little_and_what_is_counted_elsewhere_is_no_word() -> None:
+    def census(size: int) -> ArrayCensus:
+        group = ArrayGroup(
+            shape=(size // 4,), dtype="float32", placement="", devices=("cpu:0",), spread=1, replicated=False, count=1,
+            bytes=size, site="train.py:3 (main)",
+        )  # fmt: skip
+        return ArrayCensus(step=-1, time_s=0.0, groups=(group,))
+
+    words = alive_words(census(10 * MIB), 20 * MIB, 0)
+    assert words.startswith(
+        "Beside the step's arguments 10.0 MiB of arrays were alive when the script called it, the most "
+    )
+    assert "1 of float32[2621440] from train.py:3 (main)" in words
+    assert words.endswith("--resident 10MiB.")
+    assert alive_words(census(10 * MIB), 2000 * MIB, None) == "", "a hundredth of the step"
+    assert alive_words(census(MIB // 2), MIB, None) == ""
+    assert alive_words(census(10 * MIB), MIB, 10 * MIB) == "", "what the step closes over is in its program"
+    assert alive_words(census(10 * MIB), MIB, 0, resident_bytes=10 * MIB) == ""
+    assert "--resident 10MiB" in alive_words(census(10 * MIB), MIB, 0, resident_bytes=10 * MIB - 1)
+
+
+def test_only_jitted_functions_that_take_a_gradient_are_other_steps(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import jax\n"
+        "@jax.jit\ndef evaluate(p): return p\n"
+        "def helper(p): return jax.grad(loss)(p)\n"
+        "@functools.partial(jax.jit, donate_argnums=0)\ndef train_step(p): return jax.grad(loss)(p)\n"
+        "class Trainer:\n    @eqx.filter_jit\n    def pretrain(self, p): return jax.value_and_grad(loss)(p)\n"
+        "finetune = nnx.jit(finetune_step)\n"
+        "def finetune_step(p): return nnx.grad(loss)(p)\n",
+        "utf-8",
+    )
+    words = others_words(script, "train_step")
+    assert words == (
+        "train_step is the first step that train.py calls. Another one by its name: --step pretrain or --step finetune_step."
+    )
+    script.write_text("@jax.jit\ndef train_step(p): return jax.grad(loss)(p)\n", "utf-8")
+    assert others_words(script, "train_step") == ""
+    script.write_text("def broken(:\n", "utf-8")
+    assert others_words(script, "train_step") == others_words(tmp_path / "none.py", "train_step") == ""
