@@ -66,7 +66,7 @@ def _draw_cells(axes: Any, layout: HeapLayout) -> None:
 
 
 def _summary(heap: HeapMap, layout: HeapLayout, *, on_host: bool) -> list[str]:
-    held = f"{format_bytes(layout.held_bytes)} in {layout.buffers} buffers"
+    held = f"{format_bytes(layout.held_bytes)} in {layout.buffers} buffer{'s' * (layout.buffers != 1)}"
     if len(layout.regions) > 1:
         held += f" in {len(layout.regions)} regions, white between"
     if not on_host:
