@@ -21,9 +21,9 @@ from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.own_step import OPTIONS
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compiling_here
-from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, PlanError, PolicyError
 from tests.searched_steps import abstract, forward, train_step
-from tests.target_step import GIB
+from tests.target_step import GIB, needs_compiler
 
 pytestmark = pytest.mark.core
 
@@ -241,3 +241,23 @@ def test_a_batch_size_that_is_written_into_a_loss_is_told_as_such() -> None:
     assert "for any number of rows" in told
     with pytest.raises(PlanError, match=r"train_step with \d+ rows could not be traced .*x\.reshape\(x\.shape\[0\]"):
         jm.plan(train_step, *arguments, search={"batch": "largest"}, budget="2MiB")
+
+
+@pytest.mark.targets
+def test_of_a_compiler_that_hangs_no_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At ten minutes each, six policies would be half an hour for one error."""
+    needs_compiler("h100_sxm")
+    monkeypatch.setenv("JAXMEM_COMPILE_TIMEOUT_S", "0.01")
+    asked = list[str]()
+    with pytest.raises(
+        CompileTimeoutError, match=r"was ended after 0\.01 s\. Give it longer: export JAXMEM_COMPILE_TIMEOUT_S"
+    ):
+        jm.plan(
+            lambda params, opt_state, batch: train_step(params, opt_state, batch * 3),  # in no cache
+            *abstract(),
+            target="h100_sxm",
+            search={"microbatches": [2, 4]},
+            progress=lambda what, _done, _most: asked.append(what),
+        )
+    assert asked[0] == "none and full"
+    assert not {word for what in asked for word in ("keep", "2 levels", "microbatches") if word in what}

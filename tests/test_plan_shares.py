@@ -197,6 +197,22 @@ def test_an_interrupted_plan_counts_what_was_compiled(time: int) -> None:
     assert "from the cache" not in str(plan)
 
 
+def test_what_compiles_while_ctrl_c_comes_is_kept() -> None:
+    """A compile in this process cannot be ended: its answer is as good as the others."""
+    told = list[int]()
+
+    def stop(_what: str, done: int, _most: int) -> None:
+        told.append(done)
+        if told.count(1) == 1:
+            raise KeyboardInterrupt
+
+    step, given = step_of(unrolled), arguments(4, stacked=False)
+    plan = jm.plan(step, *given, progress=stop)
+    assert told[-1] == 1, "nothing is told of after it"
+    assert len(plan.candidates) == plan.compiles == plan.record.compiled == 2
+    assert "Interrupted: this is the best of what was compiled so far." in str(plan)
+
+
 class _Interrupted:
     """Whose end is when Ctrl-C is pressed: Python prints what its finalizer raises, and goes on."""
 

@@ -141,6 +141,9 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
     assert "--search" not in str(jm.Plan(refused)), "what a note refuses is not advised"
     hopeless = replace(above, least_bytes=9 * GIB)
     assert "No policy makes these fit: split them over more devices" in sentences(str(jm.Plan(hopeless)))
+    beside = replace(above, least_bytes=GIB, resident_bytes=8 * GIB)
+    told = "No policy makes these fit beside the 8.0 GiB that stay: split them over more devices"
+    assert told in sentences(str(jm.Plan(beside)))
     # A budget beyond the hardware: what its compiler refused is within the budget, and above the limit.
     beyond = unfit(10 * 1024, 12 * GIB, 8 * GIB)
     assert "nothing fits, by 2.0 GiB; this comes nearest. " in str(jm.Plan(beyond))

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxmem_callbacks as jm
+from tests.sample_plans import sentences
 from tests.searched_steps import (
     DEPTH,
     OPTIMIZER,
@@ -173,3 +174,18 @@ def test_what_the_cpus_compiler_undoes_is_told_and_nothing_else() -> None:
     else:
         assert min(each.temp_bytes for each in again) > 0.9 * plain.temp_bytes
         assert len(said) == 1
+
+
+def test_frozen_weights_count_with_what_a_step_holds_whatever_they_are_called() -> None:
+    def tuned(adapter: Any, llm: Any, noise: Any, batch: Any) -> Any:
+        def loss(adapter: Any) -> Any:
+            return jnp.square(jnp.tanh(batch @ llm["up"] + noise) @ llm["down"] @ adapter).mean()
+
+        return adapter - jm.grad(loss)(adapter)
+
+    shapes = {"up": (32, 64), "down": (64, 32)}
+    llm = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    adapter, noise, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 4), (16, 64), (16, 32)))
+    plan = jm.plan(tuned, adapter, llm, noise, batch, budget="10KiB", progress=False)
+    assert plan.record.least_bytes == 4 * (32 * 4 + 2 * 32 * 64), "of what is no batch, such as noise by row"
+    assert "No policy makes these fit" in sentences(plan)

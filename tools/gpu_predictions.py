@@ -48,7 +48,7 @@ def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _times_of(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
     """Seconds of a step, and recomputation as a share of the plain step: measured, and modelled from a data sheet."""
-    modelled, base = (_modelled(each) for each in (answer, plain))
+    modelled, base = _modelled(answer, plain)
     measured = answer["seen"]["step_s"]
     first = None if plain is None or plain["seen"]["step_s"] < TELLING_S else plain["seen"]["step_s"]
     return {
@@ -59,8 +59,15 @@ def _times_of(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dic
     }
 
 
-def _modelled(answer: Mapping[str, Any] | None) -> float | None:
-    return None if answer is None else answer["foretold"].get("without_the_device", {}).get("modelled_s")
+def _modelled(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
+    """Modelled seconds of a step and of the plain one: for the nearest target, or where it has none for the device itself."""
+    for where in ("without_the_device", "attached"):
+        step, base = (
+            None if each is None else each["foretold"].get(where, {}).get("modelled_s") for each in (answer, plain)
+        )
+        if step is not None:
+            return step, base
+    return None, None
 
 
 def of_plan(answer: Mapping[str, Any]) -> str:

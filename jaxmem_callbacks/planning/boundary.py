@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 Ask = Callable[[Sequence[int]], Mapping[int, bool]]
 Guess = Callable[[int, int | None], int]
 
+_FAR = 8  # times the last place that fits: a guess beyond it may be any number of times too far
+_WIDE = 2  # times that place: what is open is much
+_LITTLE = 32  # part of a guess that it may be too far by
 _SLOW = 4  # an ask that leaves more than this part of what was open has not come closer
 
 
@@ -15,7 +18,8 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
     """The last place that fits, found by asking few.
 
     Two are asked at a time, since two compilers run at a time. Where a guess is right, its place fits, the next does not, and
-    that is the proof. Where guesses lie beside what is open, or lead to one side of it twice, the middle is asked beside the
+    that is the proof; as long as much is open, a place before the guess is asked beside it, which fits where the guess is a
+    little too far. Where guesses lie beside what is open, or lead to one side of it twice, the middle is asked beside the
     guess, so that the number of asks grows with the logarithm of the places however wrong the guesses are.
 
     Args:
@@ -31,7 +35,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
     while high is None or high - low > 1:
         guessed = guess(low, high)
         place = max(guessed, low + stride) if high is None else min(max(guessed, low + 1), high - 1)
-        second = _middle(low, high) if halve and high is not None else place + 1
+        second = _middle(low, high) if halve and high is not None else _beside(place, low, high)
         answers = ask([each for each in sorted({place, second}) if high is None or each < high])
         if not answers:
             break
@@ -40,7 +44,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
         slow = high is not None and before[1] is not None and (high - low) * _SLOW > before[1] - before[0]
         halve = slow and (place != guessed or side == moved)
         moved = side
-        stride *= 8
+        stride *= 8 if place != guessed else 1  # a guess that leads nowhere
     return low, high
 
 
@@ -52,6 +56,14 @@ def closer(low: int, high: int | None, answers: Mapping[int, bool]) -> tuple[int
         elif not fits:
             high = each if high is None else min(high, each)
     return low, high
+
+
+def _beside(place: int, low: int, high: int | None) -> int:
+    """What to ask beside a guess: the next place near the end; a little before it, or half of the doublings, far from there."""
+    if high is None and 0 < low * _FAR < place:
+        return math.isqrt(low * place)
+    before = place - place // _LITTLE
+    return before if low < before < place and high is not None and high > _WIDE * low else place + 1
 
 
 def _middle(low: int, high: int) -> int:

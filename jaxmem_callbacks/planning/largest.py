@@ -7,6 +7,7 @@ points is a guess of where to ask next, and never an answer.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -65,14 +66,26 @@ class LargestBatch:
         self._compilers: dict[int, Compiler] = {}
         self._found: dict[tuple[int, StepPolicy], Candidate] = {}
 
+    def foreseen(self, space: Space) -> int:
+        """Rows that may fit under what needs few bytes, by two sizes of the batch; 0 where the first could not be compiled."""
+        policy = self._roomy(space)
+        asked = self._two_sizes(policy)
+        if asked is None:
+            return 0
+        return self._unit * min(max(self._guess(policy, *asked), asked[0]), self._most or sys.maxsize)
+
+    def _roomy(self, space: Space) -> StepPolicy:
+        """The first policy of those that need few bytes."""
+        remat = "full" if space.remat else "none"
+        return replace(self._problem.base, remat=remat, microbatches=max(self._counts, default=1))
+
     def run(self, space: Space) -> None:
         """The largest batch under what needs few bytes, then under what may need fewer; the cheapest step on so many rows.
 
         A row more may take many bytes, so that beside the most rows there is room for values that are kept: that is the answer,
         and comes before the largest batch of the step as it is, which only shows what it buys.
         """
-        plain = self._problem.base
-        roomy = replace(plain, remat="full" if space.remat else "none", microbatches=max(self._counts, default=1))
+        plain, roomy = self._problem.base, self._roomy(space)
         further = [replace(roomy, levels=2)] if space.remat else []
         further += [cuts_moved(roomy)] if space.offload else []
         with self._share(1 if roomy == plain else 2):
@@ -118,10 +131,15 @@ class LargestBatch:
 
     def _largest(self, policy: StepPolicy) -> int | None:
         """The largest batch that fits under a policy, in units; None where nothing could be compiled."""
+        asked = self._two_sizes(policy)
+        return None if asked is None else self._between(policy, *asked)
+
+    def _two_sizes(self, policy: StepPolicy) -> tuple[int, int | None] | None:
+        """The batch as it is and half or twice of it: what fits of them, and what does not; None where none was compiled."""
         start = max(self._rows.count // self._unit, 1)
         start = start if self._most is None else min(start, self._most)
         first = self._ask(policy, [start])
-        if not first and not self._found:
+        if not first:
             return None
         second = (
             max(start // 2, 1)
@@ -133,8 +151,7 @@ class LargestBatch:
         answers = first | (self._ask(policy, [second]) if second != start else {})
         low = max((place for place, fits in answers.items() if fits), default=0)
         end = None if self._most is None else self._most + 1
-        high = min((place for place, fits in answers.items() if not fits), default=end)
-        return self._between(policy, low, high)
+        return low, min((place for place, fits in answers.items() if not fits), default=end)
 
     def _between(self, policy: StepPolicy, low: int, high: int | None) -> int:
         low, high = last_that_fits(
@@ -177,8 +194,12 @@ class LargestBatch:
 
     def _tell(self, policy: StepPolicy, low: int, high: int | None) -> None:
         words, unit = policy_words(policy), self._unit
-        if low == 0:
-            self._ledger.note(f"Under {words} not even {(high or 1) * unit} rows fit.")
+        if low == 0 and high == 1:
+            self._ledger.note(f"Under {words} not even {unit} rows fit.")
+        elif low == 0:
+            self._ledger.note(
+                f"Under {words} {(high or 1) * unit} rows do not fit; no compile was left to ask for fewer."
+            )
         elif self._most is not None and low == self._most:
             self._ledger.note(f"Under {words} all {low * unit} rows fit that were allowed.")
         elif high == low + 1:

@@ -11,7 +11,7 @@ from typing import final
 
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.programs.targets.worker import end_workers
-from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 
@@ -55,6 +55,7 @@ class Ledger:
         self.entries: list[Entry] = []
         self.failed: list[Exception] = []
         self.refused: set[tuple[Compiler, StepPolicy]] = set()
+        self._out_of_time = 0
         self._known: dict[tuple[Compiler, StepPolicy], Candidate | None] = {}
         self._cut: dict[tuple[Compiler, StepPolicy], None] = {}
         self._notes: dict[str, list[str]] = {}
@@ -62,7 +63,12 @@ class Ledger:
     @property
     def left(self) -> int:
         """Compiles that may still come."""
-        return max(self._until - self.asked, 0)
+        return 0 if self._hangs else max(self._until - self.asked, 0)
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether the compiler had no answer in its time to the first that were asked: others would have none either."""
+        return not self.entries and self._out_of_time >= _AT_ONCE
 
     @contextmanager
     def within(self, share: int) -> Generator[None]:
@@ -98,7 +104,9 @@ class Ledger:
     def note_cut(self) -> None:
         """Remember what the limit of all compiles cut off; what only a share of it did may be made up for."""
         cut = "; ".join(compiler.title(policy) for compiler, policy in self.cut)
-        if cut and not self.left:
+        if cut and self._hangs:
+            self.note(f"Not asked, since the compiler had no answer to the first {_AT_ONCE} in its time: {cut}.")
+        elif cut and not self.left:
             self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
 
     def allow(self, most: int) -> None:
@@ -134,9 +142,7 @@ class Ledger:
             for done in concurrent.futures.as_completed(waiting):
                 compiler, policy = waiting[done]
                 with self._told_if_it_fails(compiler, policy):
-                    found = self._known[compiler, policy] = done.result()
-                    self.entries.append(Entry(compiler, found))
-                    self.compiled += not found.cached
+                    self._keep(compiler, policy, done.result())
                 going = [compiler.title(policy) for each, (compiler, policy) in waiting.items() if each.running()]
                 self.tell(" and ".join(going) or compiler.title(policy))
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
@@ -144,8 +150,18 @@ class Ledger:
             while not all(each.done() for each in waiting):
                 end_workers()
                 time.sleep(0.05)
+            # An interrupt came while others were waited for: what has an answer is kept.
+            for done, one in waiting.items():
+                if one not in self._known and not done.cancelled() and done.exception() is None:
+                    self._keep(*one, done.result())
             self.asked -= sum(one not in self._known for one in new)  # interrupted
         return [self._known.get(one) for one in asked]
+
+    def _keep(self, compiler: Compiler, policy: StepPolicy, found: Candidate) -> None:
+        """Know what a compiler answered."""
+        self._known[compiler, policy] = found
+        self.entries.append(Entry(compiler, found))
+        self.compiled += not found.cached
 
     @contextmanager
     def _told_if_it_fails(self, compiler: Compiler, policy: StepPolicy) -> Generator[None]:
@@ -157,6 +173,7 @@ class Ledger:
             self.failed.append(error)
             if isinstance(error, CompileError):
                 self.compiled += 1
+                self._out_of_time += isinstance(error, CompileTimeoutError)
             else:
                 self.asked -= 1
                 self.refused.add((compiler, policy))

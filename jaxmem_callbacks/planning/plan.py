@@ -32,12 +32,12 @@ from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.accumulation.multi_steps import accumulates_already
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, OTHER, PARAMETERS, STATE
 
 _MARGINS = {
     "cuda": (
-        "left out without the GPU: the CUDA context and libraries (some hundred MiB), cuDNN and cuBLAS workspaces, NCCL buffers, "
-        "and fragmentation"
+        "left out without the GPU: the CUDA context and libraries (some hundred MiB), workspaces that cuDNN and cuBLAS choose on "
+        "the device, NCCL buffers, and fragmentation"
     ),
     "tpu": (
         "left out without the TPU: the program's own code, arrays that are no arguments of the step, a second step in flight, "
@@ -282,8 +282,20 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
 
 
 def _state_bytes(leaves: Sequence[Leaf]) -> int:
-    """What parameters, optimizer and other state alone take on one device: what is updated, whatever it is called."""
-    state = [leaf for leaf in leaves if leaf.kind in (PARAMETERS, OPTIMIZER, STATE) or leaf.donated]
+    """What parameters, optimizer and other state alone take on one device: what is updated or frozen, whatever it is called.
+
+    A tree of arrays without a leading dimension in common is no batch, so frozen weights need no name that is known.
+    """
+    sizes: dict[str, set[int]] = {}
+    for leaf in leaves:
+        sizes.setdefault(leaf.argument, set()).update(leaf.shape[:1])
+    state = [
+        leaf
+        for leaf in leaves
+        if leaf.kind in (PARAMETERS, OPTIMIZER, STATE)
+        or leaf.donated
+        or (leaf.kind == OTHER and len(sizes[leaf.argument]) > 1)
+    ]
     return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in state)
 
 

@@ -349,13 +349,14 @@ def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
 
 
 def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:
-    """What the most rows cost beside fewer that compute nothing again; empty where these are fewer by far, or cost as much."""
-    least = [each for each in candidates if each.fits and each.batch_rows and not each.extra_flops]
-    fewer = max((each.batch_rows or 0 for each in least), default=0)
-    rows, share = best.batch_rows or 0, best.extra_share
-    if not share or share < _WORTH or not _SAME_ROWS * rows <= fewer < rows:
+    """What the most rows cost beside fewer that compute less again; empty where these are fewer by far, or cost as much."""
+    rows, share = best.batch_rows or 0, best.extra_share or 0.0
+    fewer = [each for each in candidates if each.fits and _SAME_ROWS * rows <= (each.batch_rows or 0) < rows]
+    cheapest = min(fewer, key=lambda each: (each.extra_share or 0.0, -(each.batch_rows or 0)), default=best)
+    least = cheapest.extra_share or 0.0
+    if share - least < _WORTH:
         return ""
-    return f"; {fewer} rows fit with nothing computed again, where these cost {format_extra(share)} FLOPs a row"
+    return f" at {format_extra(share)} FLOPs; {cheapest.batch_rows} rows fit at {format_extra(least)}"
 
 
 def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool, str]:

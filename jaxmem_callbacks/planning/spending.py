@@ -67,19 +67,31 @@ def spend(planned: Planned, counts: Sequence[int], ledger: Ledger, *, divided: b
     moving = MOST_POLICIES if space.offload and space.batch is None else 0
     try:
         with ledger.within(ledger.left - moving):
+            if space.batch is not None and rows is not None:
+                placed = (_with_beside(planned, way, programs, ledger) if programs else way for way in ways)
+                _largest_of([LargestBatch(way, rows, space.batch, counts, ledger) for way in placed], space)
+                ways = []
             for index, way in enumerate(ways):
                 placed = _with_beside(planned, way, programs, ledger) if programs else way
                 with ledger.within(ledger.left // (len(ways) - index)):  # what one leaves is for those that follow
-                    if space.batch is not None and rows is not None:
-                        LargestBatch(placed, rows, space.batch, counts, ledger).run(space)
-                    else:
-                        compiler, is_whole = Compiler(placed), ask.budget is None and not divided
-                        explore(compiler, counts, ledger, remat=space.remat, frontier=is_whole)
-                        cut += [] if is_whole or ledger.left else [compiler]
+                    compiler, is_whole = Compiler(placed), ask.budget is None and not divided
+                    explore(compiler, counts, ledger, remat=space.remat, frontier=is_whole)
+                    cut += [] if is_whole or ledger.left else [compiler]
         if space.batch is None and ledger.entries:
             _use_the_rest(planned, counts, ledger, cut, divided=divided)
     finally:  # also of what was compiled before Ctrl-C
         ledger.note_cut()
+
+
+def _largest_of(searches: Sequence[LargestBatch], space: Space) -> None:
+    """The largest batch of some placements: two sizes of each say which may have most rows.
+
+    That one has the compiles that are left, and the others what it leaves: divided among several, of which each has nearly as
+    many rows, they would be too few for any.
+    """
+    reach = [search.foreseen(space) for search in searches] if len(searches) > 1 else [0]
+    for _, search in sorted(zip(reach, searches, strict=True), key=lambda each: -each[0]):
+        search.run(space)
 
 
 def _use_the_rest(

@@ -12,6 +12,7 @@
     |-- ScriptError           (RuntimeError)  a script that never calls a step
     |-- TargetError           (RuntimeError)  a compile target that is unknown or not installed
     |-- CompileError          (RuntimeError)  a program that cannot be compiled, or a compiler that crashed or took too long
+    |   `-- CompileTimeoutError               a compiler that took too long
     |-- DefragmentError       (RuntimeError)  arrays that cannot be moved together, or could not all be; it holds the tree
     `-- RecoveryError         (RuntimeError)  a step that recovery cannot repeat, a checkpoint that is another state's,
                                               or a run that ends because of another process
@@ -68,6 +69,10 @@ class TargetError(JaxmemError, RuntimeError):
 
 class CompileError(JaxmemError, RuntimeError):
     """A program that its devices' compiler does not take, or a compiler that crashed or ran out of time."""
+
+
+class CompileTimeoutError(CompileError):
+    """A compiler that was ended when its time was up, with no answer."""
 
 
 class RecoveryError(JaxmemError, RuntimeError):

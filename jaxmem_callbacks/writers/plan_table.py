@@ -193,9 +193,10 @@ def _shortfall(record: PlanRecord) -> str:
 
 def _what_next(record: PlanRecord) -> str:
     """What may still fit, but for what was tried or has a note that says why not."""
-    needed, budget = record.least_bytes, record.budget_bytes
-    if needed is not None and budget is not None and needed > budget:
-        return "No policy makes these fit: split them over more devices, or give a larger budget or device."
+    needed, budget, resident = record.least_bytes, record.budget_bytes, record.resident_bytes
+    if needed is not None and budget is not None and needed + resident > budget:
+        beside = f" beside the {format_bytes(resident)} that stay" if resident else ""
+        return f"No policy makes these fit{beside}: split them over more devices, or give a larger budget or device."
     policies, notes = [each.policy for each in record.candidates], " ".join(record.notes).lower()
     looked_at = {
         "microbatches=2,4": any(each.microbatches > 1 for each in policies) or "microbatches" in notes,

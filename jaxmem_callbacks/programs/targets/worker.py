@@ -18,7 +18,7 @@ import sys
 import threading
 from typing import Any
 
-from jaxmem_callbacks.records.errors import CompileError, TargetError
+from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, TargetError
 
 _TIME_LIMIT, _TIME_LIMIT_S = "JAXMEM_COMPILE_TIMEOUT_S", 600.0
 _TAIL_LINES = 15
@@ -99,7 +99,8 @@ def run_worker(
         The contents of ``answer.json``.
 
     Raises:
-        CompileError: the time is up, the worker crashed or was ended, or its answer cannot be read; the message holds the
+        CompileTimeoutError: the time is up.
+        CompileError: the worker crashed or was ended, or its answer cannot be read; the message holds the
             end of what it wrote.
     """
     command = [
@@ -130,7 +131,7 @@ def run_worker(
                 f"{name}: the compiler was ended after {timeout_s:g} s. Give it longer: export {_TIME_LIMIT}={3 * timeout_s:g} "
                 f"(compile_for_target also takes timeout_s=), or {_SMALLER}.{_tail(log)}"
             )
-            raise CompileError(msg) from None
+            raise CompileTimeoutError(msg) from None
         finally:
             _end(process)
             asked = _running.pop(process, False)
