@@ -146,7 +146,20 @@ def test_the_last_that_fits_was_asked_and_so_was_the_next(  # noqa: PLR0917 - a 
             assert (low, high) == (answer, answer + 1)
 
 
-def test_a_good_guess_needs_two_asks() -> None:
+@pytest.mark.parametrize("step", [lambda low: low + 1, lambda low: low + 10, lambda low: low + low // 20])
+def test_guesses_a_little_above_what_fits_end_too(step: Any) -> None:
+    """Where bytes rise in steps, a line through two neighbours leads nowhere."""
+    asked: list[int] = []
+
+    def ask(places: Any) -> dict[int, bool]:
+        asked.extend(places)
+        return {place: place <= 10**6 for place in places}
+
+    assert last_that_fits(1, None, lambda low, _high: step(low), ask) == (10**6, 10**6 + 1)
+    assert len(asked) < 120
+
+
+def test_a_good_guess_needs_two_asks_near_what_fits_and_four_far_from_it() -> None:
     asked: list[int] = []
 
     def ask(places: Any) -> dict[int, bool]:

@@ -44,7 +44,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
         slow = high is not None and before[1] is not None and (high - low) * _SLOW > before[1] - before[0]
         halve = slow and (place != guessed or side == moved)
         moved = side
-        stride *= 8 if place != guessed else 1  # a guess that leads nowhere
+        stride *= 8 if low - before[0] < max(before[0], 1) else 1  # or guesses a little above it lead nowhere
     return low, high
 
 

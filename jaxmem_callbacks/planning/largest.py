@@ -67,12 +67,12 @@ class LargestBatch:
         self._found: dict[tuple[int, StepPolicy], Candidate] = {}
 
     def foreseen(self, space: Space) -> int:
-        """Rows that may fit under what needs few bytes, by two sizes of the batch; 0 where the first could not be compiled."""
-        policy = self._roomy(space)
-        asked = self._two_sizes(policy)
-        if asked is None:
-            return 0
-        return self._unit * min(max(self._guess(policy, *asked), asked[0]), self._most or sys.maxsize)
+        """Rows that may fit, by two sizes under what needs few bytes or, failing that, the step as it is; 0 where both fail."""
+        for policy in dict.fromkeys((self._roomy(space), self._problem.base)):
+            asked = self._two_sizes(policy)
+            if asked is not None:
+                return self._unit * min(max(self._guess(policy, *asked), asked[0]), self._most or sys.maxsize)
+        return 0
 
     def _roomy(self, space: Space) -> StepPolicy:
         """The first policy of those that need few bytes."""
@@ -194,21 +194,17 @@ class LargestBatch:
 
     def _tell(self, policy: StepPolicy, low: int, high: int | None) -> None:
         words, unit = policy_words(policy), self._unit
-        if low == 0 and high == 1:
-            self._ledger.note(f"Under {words} not even {unit} rows fit.")
-        elif low == 0:
-            self._ledger.note(
-                f"Under {words} {(high or 1) * unit} rows do not fit; no compile was left to ask for fewer."
-            )
+        why = "others could not be compiled" if self._ledger.left else "no compile was left to close in"
+        if low == 0:
+            rows = (high or 1) * unit
+            self._ledger.note(f"Under {words} not even {rows} rows fit" + ("." if high == 1 else f"; of fewer, {why}."))
         elif self._most is not None and low == self._most:
             self._ledger.note(f"Under {words} all {low * unit} rows fit that were allowed.")
         elif high == low + 1:
             self._ledger.note(f"Under {words} {low * unit} rows fit and {(low + 1) * unit} do not, both compiled.")
         else:
             bound = "unknown" if high is None else f"below {high * unit}"
-            self._ledger.note(
-                f"Under {words} {low * unit} rows fit; the largest batch is {bound}: no compile was left to close in."
-            )
+            self._ledger.note(f"Under {words} {low * unit} rows fit; the largest batch is {bound}: {why}.")
 
 
 def _parts(problem: Problem, rows: Rows) -> int:

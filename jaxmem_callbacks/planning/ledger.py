@@ -104,9 +104,7 @@ class Ledger:
     def note_cut(self) -> None:
         """Remember what the limit of all compiles cut off; what only a share of it did may be made up for."""
         cut = "; ".join(compiler.title(policy) for compiler, policy in self.cut)
-        if cut and self._hangs:
-            self.note(f"Not asked, since the compiler had no answer to the first {_AT_ONCE} in its time: {cut}.")
-        elif cut and not self.left:
+        if cut and not self.left:
             self.note(f"Not compiled, since {self.most} compiles are the most that one plan takes: {cut}.")
 
     def allow(self, most: int) -> None:
@@ -143,24 +141,28 @@ class Ledger:
                 compiler, policy = waiting[done]
                 with self._told_if_it_fails(compiler, policy):
                     self._keep(compiler, policy, done.result())
+                if self._hangs:
+                    break
                 going = [compiler.title(policy) for each, (compiler, policy) in waiting.items() if each.running()]
                 self.tell(" and ".join(going) or compiler.title(policy))
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
-            while not all(each.done() for each in waiting):
-                end_workers()
-                time.sleep(0.05)
-            # An interrupt came while others were waited for: what has an answer is kept.
-            for done, one in waiting.items():
-                if one not in self._known and not done.cancelled() and done.exception() is None:
-                    self._keep(*one, done.result())
-            self.asked -= sum(one not in self._known for one in new)  # interrupted
+            try:
+                while not all(each.done() for each in waiting):
+                    end_workers()
+                    time.sleep(0.05)
+                # An interrupt came while others were waited for: what has an answer is kept.
+                for done, one in waiting.items():
+                    if one not in self._known and not done.cancelled() and done.exception() is None:
+                        self._keep(*one, done.result())
+            finally:
+                self.asked -= sum(one not in self._known for one in new)  # interrupted
         return [self._known.get(one) for one in asked]
 
     def _keep(self, compiler: Compiler, policy: StepPolicy, found: Candidate) -> None:
         """Know what a compiler answered."""
-        self._known[compiler, policy] = found
         self.entries.append(Entry(compiler, found))
+        self._known[compiler, policy] = found
         self.compiled += not found.cached
 
     @contextmanager

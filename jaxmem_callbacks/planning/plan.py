@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.layouts import is_divided, with_donation
 from jaxmem_callbacks.planning.ledger import MOST, MOST_OF_REMAT, Entry, Ledger, Progress
 from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
-from jaxmem_callbacks.planning.rows import find_rows
+from jaxmem_callbacks.planning.rows import Rows, find_rows
 from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
 from jaxmem_callbacks.programs.memory_text import large_constants
@@ -27,7 +27,7 @@ from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, PlanError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
@@ -47,7 +47,7 @@ _MARGINS = {
 }
 
 
-_MOST_MICROBATCHES, _SHOWN = 64, 6
+_MOST_MICROBATCHES = 64
 # The CPU's compiler keeps checkpoints outside loops from this JAX on.
 _CPU_KEEPS_REMAT = (0, 12)
 # Temporaries of a step whose checkpoints were undone are this part of the plain step's, or more.
@@ -105,7 +105,7 @@ def make_plan(
             with ledger.within(ledger.most - bool(traced.undonated)):
                 spend(planned, counts, ledger, divided=divided)
             if not ledger.entries:
-                raise ledger.failed[0]
+                raise next((each for each in ledger.failed if isinstance(each, CompileTimeoutError)), ledger.failed[0])
             note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
@@ -115,12 +115,8 @@ def make_plan(
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
     best = _placed_elsewhere(ledger, best)
-    _note_share(ledger, best)
-    _note_idle_devices(ledger, best)
-    _note_undone(ledger, best)
-    for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
-        ledger.note(words)
-    return _record(ledger, best, reason)
+    _note_choice(ledger, best)
+    return _record(ledger, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(planned)))
 
 
 def _of_use(space: Space, problem: Problem, ledger: Ledger) -> Space:
@@ -158,6 +154,15 @@ def _share_of(best: Entry) -> float | None:
     return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
 
 
+def _note_choice(ledger: Ledger, best: Entry) -> None:
+    """What is to be said of the policy that is used."""
+    _note_share(ledger, best)
+    _note_idle_devices(ledger, best)
+    _note_undone(ledger, best)
+    for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
+        ledger.note(words)
+
+
 def _note_share(ledger: Ledger, best: Entry) -> None:
     """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
     problem, share = best.compiler.problem, _share_of(best)
@@ -181,13 +186,14 @@ def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
 def _note_undone(ledger: Ledger, best: Entry) -> None:
     """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
     tried = [entry.candidate for entry in ledger.entries if entry.compiler is best.compiler]
-    plain = [each.temp_bytes or 0 for each in tried if not each.extra_flops]
-    again = [each.temp_bytes or 0 for each in tried if each.extra_flops]
+    whole = [each for each in tried if each.policy.microbatches == 1]
+    plain = [each.temp_bytes or 0 for each in whole if each.policy.remat == "none"]
+    again = [each.temp_bytes or 0 for each in whole if each.policy.remat != "none"]
     is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
     if is_old_cpu and plain and again and min(again) > _MUCH * min(plain):
         ledger.note(
-            f"No policy needs much less than the plain step here: outside loops the CPU's compiler undoes checkpoints before jax "
-            f"{'.'.join(map(str, _CPU_KEEPS_REMAT))}, and this is {jax.__version__}. Plan for the hardware that trains, such as "
+            f"No remat saves much here. This may be the CPU's compiler: before jax {'.'.join(map(str, _CPU_KEEPS_REMAT))} (this "
+            f"is {jax.__version__}) it undoes checkpoints outside loops. Plan for the hardware that trains, such as "
             "target='h100_sxm'; it need not be there."
         )
 
@@ -201,15 +207,18 @@ def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
             "both would accumulate twice. Pass the inner optimizer alone to have the plan choose."
         )
         return ()
-    rows = _rows_if_known(planned) if asked else None
+    batch = _rows_if_known(planned) if asked else None
+    rows = None if batch is None else batch.count
     tried = asked if asked != "all" else tuple(2**power for power in range(1, _MOST_MICROBATCHES.bit_length()))
     if planned.space.batch is not None or rows is None:
         return tried
     uneven = [str(count) for count in tried if rows % count]
     if asked != "all" and len(uneven) == len(tried):
-        dividing = [count for count in range(2, rows + 1) if rows % count == 0][:_SHOWN]
-        meant = f" Expected some that do, such as search={{'microbatches': {dividing}}}." if dividing else ""
-        msg = f"Microbatches {', '.join(uneven)} do not divide the {rows} rows of the batch.{meant}"
+        dividing = [str(count) for count in range(2, min(rows, _MOST_MICROBATCHES) + 1) if rows % count == 0]
+        meant = (
+            f"Expected some that do: {', '.join(dividing)}." if dividing else "Leave microbatches out of the search."
+        )
+        msg = f"Microbatches {', '.join(uneven)} do not divide the {rows} rows of the batch. {meant}"
         raise PlanError(msg)
     if uneven and asked != "all":
         ledger.note(
@@ -218,19 +227,19 @@ def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
     return tuple(count for count in tried if rows % count == 0)
 
 
-def _rows_if_known(planned: Planned) -> int | None:
-    """Rows of the step's batch; None where its arguments do not tell, and only the losses' own do."""
+def _rows_if_known(planned: Planned) -> Rows | None:
+    """The step's batch; None where its arguments do not tell, and only the losses' own do."""
     space = planned.space
     try:
-        return find_rows(planned.problem, planned.traced, space.batch.argnames if space.batch is not None else ()).count
+        return find_rows(planned.problem, planned.traced, space.batch.argnames if space.batch is not None else ())
     except PlanError:
         return None
 
 
 def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool | None:
     """Whether the loss was held against its accumulation on real rows; None, and a note, where it is another gradient."""
-    problem, rows = planned.problem, _rows_if_known(planned)
-    count = next((each for each in counts if rows is None or rows % each == 0), None)
+    problem, batch = planned.problem, _rows_if_known(planned)
+    count = next((each for each in counts if batch is None or batch.count % each == 0), None)
     if count is None:
         return False
     step = problem.step(replace(problem.base, microbatches=count))
@@ -242,7 +251,7 @@ def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool |
         return None
 
 
-def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
+def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanRecord:
     compiler = best.compiler
     problem = compiler.problem
     hardware, limits = problem.target, problem.budget
@@ -264,7 +273,7 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
         budget_bytes=limits.bytes,
         budget_reason=limits.reason,
         resident_bytes=problem.resident_bytes,
-        least_bytes=_state_bytes(compiler.leaves),
+        least_bytes=least_bytes,
         compiles=ledger.asked,
         beside_compiles=ledger.beside,
         compiled=ledger.compiled + ledger.beside_compiled,
@@ -281,22 +290,24 @@ def _record(ledger: Ledger, best: Entry, reason: str) -> PlanRecord:
     )
 
 
-def _state_bytes(leaves: Sequence[Leaf]) -> int:
+def _state_bytes(leaves: Sequence[Leaf], batch: Rows | None) -> int:
     """What parameters, optimizer and other state alone take on one device: what is updated or frozen, whatever it is called.
 
-    A tree of arrays without a leading dimension in common is no batch, so frozen weights need no name that is known.
+    Args:
+        leaves: The step's arguments.
+        batch: Which of them are the batch. What has no rows like it is frozen; where no batch is known nobody can say.
     """
     sizes: dict[str, set[int]] = {}
     for leaf in leaves:
         sizes.setdefault(leaf.argument, set()).update(leaf.shape[:1])
-    state = [
-        leaf
-        for leaf in leaves
-        if leaf.kind in (PARAMETERS, OPTIMIZER, STATE)
-        or leaf.donated
-        or (leaf.kind == OTHER and len(sizes[leaf.argument]) > 1)
-    ]
-    return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in state)
+
+    def stays(leaf: Leaf) -> bool:
+        if leaf.kind in (PARAMETERS, OPTIMIZER, STATE) or leaf.donated:
+            return True
+        is_frozen = batch is not None and leaf.argument not in batch.arguments and sizes[leaf.argument] - {batch.count}
+        return leaf.kind == OTHER and bool(is_frozen)
+
+    return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in leaves if stays(leaf))
 
 
 def _devices_of(leaf: Leaf) -> int:

@@ -351,7 +351,9 @@ def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
 def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:
     """What the most rows cost beside fewer that compute less again; empty where these are fewer by far, or cost as much."""
     rows, share = best.batch_rows or 0, best.extra_share or 0.0
-    fewer = [each for each in candidates if each.fits and _SAME_ROWS * rows <= (each.batch_rows or 0) < rows]
+    mine = best.policy.sharding, best.policy.microbatches  # collectives and accumulation take time, and no operations
+    like = [each for each in candidates if each.fits and (each.policy.sharding, each.policy.microbatches) == mine]
+    fewer = [each for each in like if _SAME_ROWS * rows <= (each.batch_rows or 0) < rows]
     cheapest = min(fewer, key=lambda each: (each.extra_share or 0.0, -(each.batch_rows or 0)), default=best)
     least = cheapest.extra_share or 0.0
     if share - least < _WORTH:

@@ -69,7 +69,7 @@ def spend(planned: Planned, counts: Sequence[int], ledger: Ledger, *, divided: b
         with ledger.within(ledger.left - moving):
             if space.batch is not None and rows is not None:
                 placed = (_with_beside(planned, way, programs, ledger) if programs else way for way in ways)
-                _largest_of([LargestBatch(way, rows, space.batch, counts, ledger) for way in placed], space)
+                _largest_of([LargestBatch(way, rows, space.batch, counts, ledger) for way in placed], space, ledger)
                 ways = []
             for index, way in enumerate(ways):
                 placed = _with_beside(planned, way, programs, ledger) if programs else way
@@ -83,15 +83,17 @@ def spend(planned: Planned, counts: Sequence[int], ledger: Ledger, *, divided: b
         ledger.note_cut()
 
 
-def _largest_of(searches: Sequence[LargestBatch], space: Space) -> None:
+def _largest_of(searches: Sequence[LargestBatch], space: Space, ledger: Ledger) -> None:
     """The largest batch of some placements: two sizes of each say which may have most rows.
 
     That one has the compiles that are left, and the others what it leaves: divided among several, of which each has nearly as
-    many rows, they would be too few for any.
+    many rows, they would be too few for any. Where nothing is foreseen of any, they are divided all the same.
     """
     reach = [search.foreseen(space) for search in searches] if len(searches) > 1 else [0]
-    for _, search in sorted(zip(reach, searches, strict=True), key=lambda each: -each[0]):
-        search.run(space)
+    ranked = sorted(zip(reach, searches, strict=True), key=lambda each: -each[0])
+    for index, (_, search) in enumerate(ranked):
+        with ledger.within(ledger.left if max(reach) else ledger.left // (len(ranked) - index)):
+            search.run(space)
 
 
 def _use_the_rest(
