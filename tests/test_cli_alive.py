@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,45 +92,81 @@ def test_arguments_of_a_step_are_not_beside_it() -> None:
     assert (3, 1013) in [group.shape for group in alive_beside((), {}).groups]
 
 
+def group(size: int, *devices: str, site: str = "train.py:3 (main)") -> ArrayGroup:
+    return ArrayGroup(
+        shape=(size // 4,), dtype="float32", placement="", devices=devices or ("cpu:0",), spread=1, replicated=False, count=1,
+        bytes=size, site=site,
+    )  # fmt: skip
+
+
+def words_of(groups: list[ArrayGroup], step_bytes: int, **counted: int) -> str:
+    census = ArrayCensus(step=-1, time_s=0.0, groups=tuple(groups))
+    return alive_words(census, "when the script called it", step_bytes, **counted)
+
+
 @pytest.mark.core
-def test_little_and_what_is_counted_elsewhere_is_no_word() -> None:
-    def census(size: int) -> ArrayCensus:
-        group = ArrayGroup(
-            shape=(size // 4,), dtype="float32", placement="", devices=("cpu:0",), spread=1, replicated=False, count=1,
-            bytes=size, site="train.py:3 (main)",
-        )  # fmt: skip
-        return ArrayCensus(step=-1, time_s=0.0, groups=(group,))
-
-    words = alive_words(census(10 * MIB), 20 * MIB, 0)
+def test_little_and_what_is_counted_is_no_word() -> None:
+    words = words_of([group(10 * MIB)], 20 * MIB)
     assert words.startswith(
-        "Beside the step's arguments 10.0 MiB of arrays were alive when the script called it, the most "
+        "Beside the step's arguments 10.0 MiB of arrays were alive on one device when the script called it, "
     )
-    assert "1 of float32[2621440] from train.py:3 (main)" in words
+    assert "the most of them 1 of float32[2621440] from train.py:3 (main). " in words
     assert words.endswith("--resident 10MiB.")
-    assert alive_words(census(10 * MIB), 2000 * MIB, None) == "", "a hundredth of the step"
-    assert alive_words(census(MIB // 2), MIB, None) == ""
-    assert alive_words(census(10 * MIB), MIB, 10 * MIB) == "", "what the step closes over is in its program"
-    assert alive_words(census(10 * MIB), MIB, 0, resident_bytes=10 * MIB) == ""
-    assert "--resident 10MiB" in alive_words(census(10 * MIB), MIB, 0, resident_bytes=10 * MIB - 1)
+    assert words_of([group(10 * MIB)], 2000 * MIB) == "", "a hundredth of the step"
+    assert words_of([group(MIB // 2)], MIB) == ""
+    assert words_of([group(10 * MIB)], MIB, resident_bytes=10 * MIB) == ""
+    assert "--resident 10MiB" in words_of([group(10 * MIB)], MIB, resident_bytes=10 * MIB - 1)
+    assert "10.0 MiB" in words_of([group(10 * MIB, f"cpu:{place}") for place in range(4)], MIB), (
+        "of each device its own"
+    )
+    assert "of float32[2621440]. " in words_of([group(10 * MIB, site="unknown, because nobody said it")], MIB)
+    assert alive_words(None, "when the script called it", MIB) == ""
 
 
-def test_only_jitted_functions_that_take_a_gradient_are_other_steps(tmp_path: Path) -> None:
+# In place of GRAD stands the line that takes the gradient.
+STEPS = {
+    "a decorator": ("@jax.jit\ndef other(p): GRAD", ["other"]),
+    "an asked decorator": ("@functools.partial(jax.jit, donate_argnums=0)\ndef other(p): GRAD", ["other"]),
+    "a method": ("class T:\n    @eqx.filter_jit\n    def other(self, p): GRAD", ["other"]),
+    "by name": ("run = nnx.jit(other)\ndef other(p): GRAD", ["other"]),
+    "by a partial": ("run = jax.jit(functools.partial(other, 2))\ndef other(n, p): GRAD", ["other"]),
+    "two of one name": ("@jax.jit\ndef other(p): GRAD\n" * 2, ["other"]),
+    "no gradient": ("@jax.jit\ndef evaluate(p): return p", []),
+    "no jit": ("def helper(p): GRAD", []),
+    "what makes a step": ("run = jax.jit(make(2))\ndef make(n):\n    def inside(p): GRAD\n    return inside", []),
+    "in a lambda": ("run = jax.jit(lambda p: helper(p))\ndef helper(p): GRAD", []),
+    "what another step calls": ("@jax.jit\ndef inner(p): GRAD\n@jax.jit\ndef other(p): return jax.grad(f)(inner(p))", ["other"]),
+    "no step of this library": ("run = jm.jit_step(main_step)\n@jax.jit\ndef critic(p): GRAD", []),
+    "two of this library": ("a, b = jm.jit_step(main_step), jm.jit_step(other)\ndef other(p): GRAD", ["other"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_other_steps_are_those_that_can_be_named(kind: str, tmp_path: Path) -> None:
+    text, names = STEPS[kind]
+    text = text.replace("GRAD", "return jax.value_and_grad(loss)(p)")
     script = tmp_path / "train.py"
-    script.write_text(
-        "import jax\n"
-        "@jax.jit\ndef evaluate(p): return p\n"
-        "def helper(p): return jax.grad(loss)(p)\n"
-        "@functools.partial(jax.jit, donate_argnums=0)\ndef train_step(p): return jax.grad(loss)(p)\n"
-        "class Trainer:\n    @eqx.filter_jit\n    def pretrain(self, p): return jax.value_and_grad(loss)(p)\n"
-        "finetune = nnx.jit(finetune_step)\n"
-        "def finetune_step(p): return nnx.grad(loss)(p)\n",
-        "utf-8",
+    script.write_text(f"@jax.jit\ndef main_step(p): return jax.grad(loss)(p)\n{text}\n", "utf-8")
+    told = (
+        f"main_step is the first step that train.py calls. Another one by its name: --step {' or --step '.join(names)}."
     )
-    words = others_words(script, "train_step")
-    assert words == (
-        "train_step is the first step that train.py calls. Another one by its name: --step pretrain or --step finetune_step."
-    )
-    script.write_text("@jax.jit\ndef train_step(p): return jax.grad(loss)(p)\n", "utf-8")
-    assert others_words(script, "train_step") == ""
-    script.write_text("def broken(:\n", "utf-8")
+    assert others_words(script, "main_step") == (told if names else "")
+
+
+def test_a_script_that_cannot_be_read_has_no_other_steps(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("def broken(:\n", "utf-8")
     assert others_words(script, "train_step") == others_words(tmp_path / "none.py", "train_step") == ""
+
+
+def test_of_a_step_that_is_returned_it_is_said_when(tmp_path: Path, capsys: Any) -> None:
+    held = "\nheld = jnp.ones((1024, 1061))\ndef make():\n    return critic_step, (critic, of_critic, jnp.ones((16, 1031)))\n"
+    script = written(tmp_path, GAN.split("    for _ in range", maxsplit=1)[0])
+    Path(script).write_text(Path(script).read_text("utf-8") + held, "utf-8")
+    assert main(["inspect", "--top", "0", f"{script}:make"]) == 0
+    assert re.search(r"were alive on one device when make\(\) returned it, ", sentences(capsys.readouterr().out))
+
+
+def test_where_jax_does_not_start_nothing_is_alive(tmp_path: Path) -> None:
+    program = "from jaxmem_callbacks.cli.alive import alive_beside; assert alive_beside((), {}) is None"
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True)

@@ -78,7 +78,7 @@ class _Report:
     peak: Peak | None
     top: int
     remarks: list[str]
-    alive_bytes: int
+    alive_bytes: int | None
 
     @classmethod
     def of(cls, reached: Reached, target: str | None, top: int) -> _Report:
@@ -102,7 +102,7 @@ class _Report:
             peak=memory.peak() if top else None,
             top=top,
             remarks=[words for words in (reached.others, _alive_words(reached, memory)) if words],
-            alive_bytes=reached.alive.bytes,
+            alive_bytes=None if reached.alive is None else reached.alive.bytes,
         )
 
     def as_text(self) -> str:
@@ -151,7 +151,7 @@ class _Report:
 
 
 def _alive_words(reached: Reached, memory: Any) -> str:
-    return alive_words(reached.alive, memory.step_bytes, memory.program.constant_bytes)
+    return alive_words(reached.alive, reached.when, memory.step_bytes)
 
 
 def _short(buffer: Buffer) -> Buffer:

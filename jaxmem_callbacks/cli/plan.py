@@ -241,7 +241,7 @@ def _made(
 def _with_remarks(made: Plan, reached: Reached) -> Plan:
     """The plan with what is to be said of the script that its step was found in."""
     best, record = made.chosen, made.record
-    beside = alive_words(reached.alive, best.step_bytes, best.constant_bytes, record.resident_bytes)
+    beside = alive_words(reached.alive, reached.when, best.step_bytes, record.resident_bytes)
     remarks = [words for words in (reached.others, beside) if words]
     return type(made)(dataclasses.replace(record, notes=(*record.notes, *remarks)))
 

@@ -60,14 +60,16 @@ class Reached:
         step: What `jm.jit_step` returned, or the step that ``SCRIPT.py:name`` gave.
         args: The arguments of its first call.
         kwargs: The keyword arguments.
-        alive: Arrays that were alive then and are no arguments.
+        when: When that was, in words.
+        alive: Arrays that were alive then and are no arguments; None where JAX does not start.
         others: Which other steps the script has, and how to name one; empty where the step was named, or is the only one.
     """
 
     step: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    alive: ArrayCensus
+    when: str
+    alive: ArrayCensus | None
     others: str = ""
 
 
@@ -206,8 +208,8 @@ def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: 
             return
         if not reached:
             others_too = others_words(path, step.name) if named is None else ""
-            alive = alive_beside(args, kwargs)
-            reached.append(Reached(step=step, args=args, kwargs=kwargs, alive=alive, others=others_too))
+            alive, when = alive_beside(args, kwargs), "when the script called it"
+            reached.append(Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others_too))
         raise _StopScript
 
     with first_calls_seen_by(stop), _threads_stop_silently():
@@ -271,7 +273,8 @@ def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
         expected = "Expected a function and its arguments: (train_step, (state, batch, ...))."
         msg = f"{path}:{name}() returned {type(made).__name__}. {expected}"
         raise ScriptError(msg)
-    return Reached(step=made[0], args=tuple(made[1]), kwargs={}, alive=alive_beside(tuple(made[1]), {}))
+    args = tuple(made[1])
+    return Reached(step=made[0], args=args, kwargs={}, when=f"when {name}() returned it", alive=alive_beside(args, {}))
 
 
 def _execute(path: pathlib.Path, module: types.ModuleType, is_over: Callable[[], bool] = lambda: False) -> None:

@@ -197,7 +197,8 @@ def _what_next(record: PlanRecord) -> str:
     if needed is not None and budget is not None and needed + resident > budget:
         beside = f" beside the {format_bytes(resident)} that stay" if resident else ""
         return f"No policy makes these fit{beside}: split them over more devices, or give a larger budget or device."
-    policies, notes = [each.policy for each in record.candidates], " ".join(record.notes).lower()
+    policies = [each.policy for each in record.candidates]
+    notes = " ".join(note for note in record.notes if "not tried" in note or "not compiled" in note).lower()
     looked_at = {
         "microbatches=2,4": any(each.microbatches > 1 for each in policies) or "microbatches" in notes,
         "offload": record.platform == "cpu" or any(each.offload for each in policies) or "offload" in notes,
