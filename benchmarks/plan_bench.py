@@ -29,7 +29,7 @@ import jaxlib
 
 import jaxmem_callbacks as jm
 from benchmarks.plan_models import FAMILIES, PlanCase
-from benchmarks.sources import RESULTS, row_hashes
+from benchmarks.sources import RESULTS, is_cut_otherwise, planned_segments, row_hashes
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.problem import Problem
@@ -189,18 +189,13 @@ def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float, segmen
     return row | {"segments": segments, "keep": policy.keep}
 
 
-def planned_segments(ours: Row) -> int | None:
-    """Into how many segments a plan cut a step between the ends of its frontier; None for the library's own number."""
-    kept = [candidate["segments"] for candidate in ours.get("candidates", []) if candidate["keep"]]
-    return statistics.mode(kept) if kept else None
-
-
 def measured(case: PlanCase, policy: str, target: str, timeout_s: float, ours: Row) -> Row:
     """One row's figures, or the error in its place; ``ours`` is the row of the plan, as far as there is one."""
     begun = time.perf_counter()
     try:
         if policy.startswith(MATCHED):
-            row = matched_row(case, policy.removeprefix(MATCHED), target, timeout_s, planned_segments(ours))
+            segments = planned_segments(ours)
+            row = {"segments": segments} | matched_row(case, policy.removeprefix(MATCHED), target, timeout_s, segments)
         else:
             row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
     except (CompileError, LossRefusedError, PlanError, PolicyError) as error:
@@ -314,8 +309,7 @@ def wanted(options: argparse.Namespace, table: Table, *, matched: bool) -> list[
 def is_measured(table: Table, model: str, target: str, policy: str) -> bool:
     """Whether a row is there as it would be made now; of one that is matched, with as many segments as the plan has now."""
     row = table.of(model, target, policy)
-    segments = planned_segments(table.of(model, target, OURS))
-    return table.has(row_key(model, target, policy)) and row.get("segments", segments) == segments
+    return table.has(row_key(model, target, policy)) and not is_cut_otherwise(row, table.rows)
 
 
 def installed(targets: Sequence[str]) -> list[str]:
@@ -358,7 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         for matched in (False, True):
             done += pool.map(work, wanted(options, table, matched=matched))
-    fresh = [row for row in table.rows if row["target"] in options.targets and not stale(row)]
+    here = [row for row in table.rows if row["target"] in options.targets]
+    fresh = [row for row in here if not stale(row) and not is_cut_otherwise(row, here)]
     print(*told(fresh), *summed_up(fresh), sep="\n")
     print(f"{sum(done)} of {len(done)} rows measured; {table.path.name}")
 

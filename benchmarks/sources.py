@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,19 @@ def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
     return hashes
 
 
+def planned_segments(ours: Mapping[str, Any]) -> int | None:
+    """Into how many segments a plan cut a step between the ends of its frontier; None for the library's own number."""
+    kept = [candidate["segments"] for candidate in ours.get("candidates", []) if candidate["keep"]]
+    return statistics.mode(kept) if kept else None
+
+
+def is_cut_otherwise(row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a row that is matched to a policy by hand has another number of segments than the plan beside it has now."""
+    place = {"model": row["model"], "target": row.get("target"), "policy": "ours"}
+    ours = next((each for each in rows if place.items() <= each.items()), {})
+    return row["policy"].startswith("ours as") and "segments" in row and row["segments"] != planned_segments(ours)
+
+
 def _hash(paths: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths if path.exists())).hexdigest()[:16]
 
@@ -198,7 +212,10 @@ def _old_parts(result: Path, root: Path) -> list[bool]:
     """Of each part that names its sources, whether these were others."""
     content, benchmark = json.loads(result.read_text("utf-8")), benchmark_of(result)
     parts = [content] if "sources" in content else content.get("rows") or [content]
-    return [_is_old(part, benchmark, root) for part in parts]
+    return [
+        _is_old(part, benchmark, root) or (benchmark == ROWS_BENCHMARK and is_cut_otherwise(part, parts))
+        for part in parts
+    ]
 
 
 def _is_old(part: Mapping[str, Any], benchmark: str, root: Path) -> bool:

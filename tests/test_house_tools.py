@@ -256,7 +256,7 @@ def test_what_was_foretold_is_compared_with_what_a_gpu_saw():
     for name, modelled in (("plan_none", 0.04), ("plan_full", 0.06)):
         entries[name]["foretold"] = {"attached": {"step_bytes": 1, "modelled_s": modelled}}
     _, here, _ = gpu_predictions.predictions([{"question": name, "answer": a} for name, a in entries.items()])
-    assert here["modelled_recompute_share"] == 0.5
+    assert (here["modelled_for"], here["modelled_recompute_share"]) == ("attached", 0.5)
 
 
 def test_a_question_that_crashes_or_hangs_is_an_answer(monkeypatch, tmp_path):

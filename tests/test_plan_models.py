@@ -16,7 +16,6 @@ from benchmarks.plan_bench import (
     closest,
     kept_seconds,
     matched_row,
-    planned_segments,
     row_key,
     stale,
     summed_up,
@@ -24,7 +23,7 @@ from benchmarks.plan_bench import (
 )
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
-from benchmarks.sources import row_hashes
+from benchmarks.sources import is_cut_otherwise, planned_segments, row_hashes
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.transforms.flops import jaxpr_flops
 from tests.comparisons import CHECKPOINTS
@@ -252,6 +251,10 @@ def test_ours_is_matched_with_the_segments_of_the_plan_between_its_ends(tmp_path
     assert planned_segments(table.of("vit", "cpu", "ours")) == 7
     assert planned_segments({"candidates": [candidate(7, 0.0), candidate(None, 0.0), candidate(None, 0.5)]}) is None
     assert planned_segments(table.of("vit", "v5e", "ours")) is None, "not planned yet"
+    matched = {"model": "vit", "target": "cpu", "policy": "ours as full", "segments": 7}
+    assert not is_cut_otherwise(matched, table.rows)
+    assert is_cut_otherwise(matched | {"segments": None}, table.rows), "to be measured again"
+    assert not is_cut_otherwise(matched | {"policy": "full", "segments": None}, table.rows)
     row = matched_row(tiny("linen_transformer"), "names", "cpu", 300, segments=2)
     assert row["segments"] == 2
 

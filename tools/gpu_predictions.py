@@ -48,26 +48,28 @@ def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _times_of(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
     """Seconds of a step, and recomputation as a share of the plain step: measured, and modelled from a data sheet."""
-    modelled, base = _modelled(answer, plain)
+    where, modelled, base = _modelled(answer, plain)
     measured = answer["seen"]["step_s"]
     first = None if plain is None or plain["seen"]["step_s"] < TELLING_S else plain["seen"]["step_s"]
     return {
         "measured_step_s": measured,
         "modelled_step_s": modelled,
+        "modelled_for": where,
         "measured_recompute_share": None if first is None else round(measured / first - 1, 4),
         "modelled_recompute_share": None if modelled is None or base is None else round(modelled / base - 1, 4),
     }
 
 
-def _modelled(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
-    """Modelled seconds of a step and of the plain one: for the nearest target, or where it has none for the device itself."""
-    for where in ("without_the_device", "attached"):
-        step, base = (
-            None if each is None else each["foretold"].get(where, {}).get("modelled_s") for each in (answer, plain)
-        )
-        if step is not None:
-            return step, base
-    return None, None
+def _modelled(
+    answer: Mapping[str, Any], plain: Mapping[str, Any] | None
+) -> tuple[str | None, float | None, float | None]:
+    """Modelled seconds of a step and of the plain one, and of what: the nearest target, or failing that the device."""
+    said = [{} if each is None else each["foretold"] for each in (answer, plain)]
+    places = ("without_the_device", "attached")
+    times = {where: [each.get(where, {}).get("modelled_s") for each in said] for where in places}
+    both = [where for where in places if None not in times[where]]
+    where = next(iter(both or [where for where in places if times[where][0] is not None]), None)
+    return (None, None, None) if where is None else (where, *times[where])
 
 
 def of_plan(answer: Mapping[str, Any]) -> str:
