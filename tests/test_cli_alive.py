@@ -20,36 +20,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.units import MIB
 from tests.sample_plans import sentences
-from tests.unedited_scripts import written
-
-# Two steps, each with an optimizer's state of its own: that of the generator lies there while the discriminator's step runs.
-GAN = """
-    import jax, jax.numpy as jnp
-
-    def fake(weights, noise):
-        return jnp.tanh(noise @ weights)
-
-    def update(weights, moments, gradients):
-        moments = 0.9 * moments + gradients
-        return weights - 0.1 * moments, moments
-
-    @jax.jit
-    def critic_step(weights, moments, batch):
-        return update(weights, moments, jax.grad(lambda w: jnp.square(jnp.tanh(batch @ w)).mean())(weights))
-
-    def maker_step(weights, moments, critic, noise):
-        return update(weights, moments, jax.grad(lambda w: jnp.tanh(fake(w, noise) @ critic).mean())(weights))
-
-    run_maker = jax.jit(maker_step)
-    evaluate = jax.jit(lambda critic, batch: jnp.tanh(batch @ critic).mean())
-    maker, critic = jnp.ones((1024, 1031)), jnp.ones((1031, 8))
-    of_maker, of_critic = jnp.zeros_like(maker), jnp.zeros_like(critic)
-    for _ in range(2):
-        noise = jnp.ones((16, 1024))
-        critic, of_critic = critic_step(critic, of_critic, fake(maker, noise))
-        maker, of_maker = run_maker(maker, of_maker, critic, noise)
-    raise SystemExit("went on")
-"""
+from tests.unedited_scripts import GAN, written
 
 
 def told(capsys: Any, script: str, width: int, *words: str) -> tuple[str, bool]:

@@ -11,6 +11,7 @@ import io
 import re
 import shlex
 import shutil
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from jaxmem_callbacks.cli.main import main
 from tests.test_docs import DOCUMENTS, GATES, ROOT, blocks, pytest_lines
+from tests.unedited_scripts import GAN
 
 TRAIN = """
 import jax.numpy as jnp, optax
@@ -167,6 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("reader")
     with contextlib.chdir(place):
         Path("train.py").write_text(TRAIN)
+        Path("gan.py").write_text(textwrap.dedent(GAN))
         Path("train.log").write_text(FAILED)
         Path("mine.yaml").write_text("policy: {remat: full}\n")
         exec(compile(TRAIN, "train.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - the reader trains

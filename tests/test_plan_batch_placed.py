@@ -40,34 +40,23 @@ def divided(deep: tuple[Any, ...]) -> jm.Plan:
     return jm.plan(deep_step, *deep, budget="8MiB", search=SEARCH | {"microbatches": [2]}, progress=False)
 
 
-@pytest.mark.core
 def test_the_placement_with_most_rows_has_the_compiles(deep: tuple[Any, ...], divided: jm.Plan) -> None:
     assert divided.compiles == 16
     assert divided.chosen.step_bytes <= divided.record.budget_bytes
-    alone = []
-    for name in ("replicate", "fsdp"):
-        search = SEARCH | {"microbatches": [2], "sharding": name}
-        alone.append(jm.plan(deep_step, *deep, budget="8MiB", search=search, progress=False).chosen.batch_rows)
-    assert divided.chosen.batch_rows > 0.5 * max(alone) > 50 * GIVEN, "half of the compiles told which"
+    search = SEARCH | {"microbatches": [2], "sharding": "fsdp"}
+    alone = jm.plan(deep_step, *deep, budget="8MiB", search=search, progress=False)
+    assert divided.chosen.batch_rows > 0.5 * alone.chosen.batch_rows > 50 * GIVEN, "half of the compiles told which"
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param({"microbatches": [2, 4]}, id="microbatches"),
-        pytest.param({"remat": False, "sharding": ["fsdp", "fsdp_tensor"]}, id="without remat"),
-    ],
-)
-def test_what_is_said_of_rows_was_compiled(divided: jm.Plan, asked: dict[str, Any]) -> None:
+def test_what_is_said_of_rows_was_compiled(divided: jm.Plan) -> None:
     """Sixteen compiles are few for several placements and policies: what none was left for has not a word."""
-    few = jm.plan(train_step, *abstract(), budget="256KiB", search=SEARCH | asked, progress=False)
+    few = jm.plan(train_step, *abstract(), budget="256KiB", search=SEARCH | {"microbatches": [2, 4]}, progress=False)
     for plan in (divided, few):
         notes = [note for note in plan.record.notes if note.startswith("Under ")]
         assert notes
         for note in notes:
             under = [each for each in plan.candidates if note.startswith(f"Under {policy_words(each.policy)} ")]
             compiled = {each.batch_rows for each in under}
-            assert {
-                int(rows) for rows in re.findall(r"\b\d+(?= rows fit\b| rows do not|  do not)", note)
-            } <= compiled, note
+            told = {int(rows) for rows in re.findall(r"\b\d+(?= rows fit\b| do not, both)", note)}
+            assert told, note
+            assert told <= compiled, note
