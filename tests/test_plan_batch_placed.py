@@ -57,6 +57,6 @@ def test_what_is_said_of_rows_was_compiled(divided: jm.Plan) -> None:
         for note in notes:
             under = [each for each in plan.candidates if note.startswith(f"Under {policy_words(each.policy)} ")]
             compiled = {each.batch_rows for each in under}
-            told = {int(rows) for rows in re.findall(r"\b\d+(?= rows fit\b| do not, both)", note)}
+            told = {int(rows) for rows in re.findall(r"\b\d+(?= rows fit\b| rows do not| do not, both)", note)}
             assert told, note
             assert told <= compiled, note

@@ -48,7 +48,6 @@ def apart(run, told):
     return max(abs(value - losses[step]) / abs(losses[step]) for step, value in run["losses"].items())
 
 
-@pytest.mark.core
 def test_a_run_that_runs_out_at_step_37_of_60_finishes_with_the_losses_of_an_unlimited_one(told):
     run = told["microbatches"]
     assert [int(step) for step in run["losses"]] == list(range(60)), "each step's metrics come once"
@@ -59,7 +58,6 @@ def test_a_run_that_runs_out_at_step_37_of_60_finishes_with_the_losses_of_an_unl
     assert "defragment: the CPU's memory is no pool that could be split" in passed
 
 
-@pytest.mark.core
 def test_under_stronger_remat_every_loss_is_the_same_to_the_last_bit(told):
     run = told["remat"]
     assert run["losses"] == told["unlimited"]["losses"], "with batches kept from memory that was overwritten since"
@@ -68,7 +66,6 @@ def test_under_stronger_remat_every_loss_is_the_same_to_the_last_bit(told):
     assert passed[0] == "remat: dots_saveable ran out too"
 
 
-@pytest.mark.core
 def test_rungs_compose_and_snapshots_on_disk_do_as_well(told):
     run = told["both_from_disk"]
     ((_, rung, policy, begun, _),) = run["moves"]
@@ -81,7 +78,6 @@ def test_rungs_compose_and_snapshots_on_disk_do_as_well(told):
     assert size == told["remat"]["snapshots"][2] - 8, "on disk the random key is not counted"
 
 
-@pytest.mark.core
 def test_what_snapshots_cost_is_told(told):
     kind, taken, size, seconds, buffered = told["remat"]["snapshots"]
     assert (kind, taken, size) == ("host", 6, 2 * 48 * 32 * 32 * 4 + 8 + 4)
@@ -89,7 +85,6 @@ def test_what_snapshots_cost_is_told(told):
     assert buffered == 10 * 2 * 256 * 32 * 4, "ten batches since the last one"
 
 
-@pytest.mark.core
 def test_an_exhausted_ladder_ends_with_the_failure_itself_and_a_checkpoint_to_go_on_from(told):
     ended, went_on = told["resumed"]["ended"], told["resumed"]["went_on"]
     name, text, frames, cause = ended["error"]
