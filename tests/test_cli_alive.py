@@ -36,31 +36,31 @@ def told(capsys: Any, script: str, width: int, *words: str) -> tuple[str, bool]:
 
 def test_the_other_steps_state_is_told_until_it_is_counted(tmp_path: Path, capsys: Any) -> None:
     script, plan = written(tmp_path, GAN), ("plan", "--target", "cpu", "--search", "donate")
-    for width, command in ((1031, ("inspect", "--top", "0")), (1033, plan)):
+    for width, command in ((4093, ("inspect", "--top", "0")), (4099, plan)):
         words, is_named = told(capsys, script, width, *command)
         assert "critic_step is the first step that train.py calls. Another one by its name: --step maker_step." in words
         assert is_named
         assert "is counted by jaxmem plan --resident" in words
-    words, is_named = told(capsys, script, 1039, *plan, "--resident", "2GiB")
+    words, is_named = told(capsys, script, 4111, *plan, "--resident", "2GiB")
     assert "Beside the step stay 2.0 GiB" in words
     assert not is_named
-    words, is_named = told(capsys, script, 1049, "inspect", "--top", "0", "--step", "maker_step")
+    words, is_named = told(capsys, script, 4127, "inspect", "--top", "0", "--step", "maker_step")
     assert "What one step of maker_step needs" in words
     assert "is the first step" not in words
     assert not is_named, "its own state is its arguments"
     assert main(["inspect", "--json", script]) == 0
-    assert json.loads(capsys.readouterr().out)["alive_beside_bytes"] >= 2 * 4 * 1024 * 1049
+    assert json.loads(capsys.readouterr().out)["alive_beside_bytes"] >= 2 * 4 * 1024 * 4127
 
 
 def test_arguments_of_a_step_are_not_beside_it() -> None:
     before = alive_beside((), {}).bytes
-    mine = nnx.Linear(64, 1009, rngs=nnx.Rngs(0)), {"w": jnp.ones((3, 1013))}
+    mine = nnx.Linear(1024, 1009, rngs=nnx.Rngs(0)), {"w": jnp.ones((3000, 1013))}
     jax.block_until_ready(mine[1])
-    beside = alive_beside(mine, {"more": (rows := jnp.ones((7, 1019)))})
+    beside = alive_beside(mine, {"more": (rows := jnp.ones((2000, 1019)))})
     shapes = [group.shape for group in beside.groups]
-    assert not {(64, 1009), (3, 1013), rows.shape} & set(shapes)
+    assert not {(1024, 1009), (3000, 1013), rows.shape} & set(shapes)
     assert beside.bytes - before < 4 * 1009
-    assert (3, 1013) in [group.shape for group in alive_beside((), {}).groups]
+    assert (3000, 1013) in [group.shape for group in alive_beside((), {}).groups]
 
 
 def group(size: int, *devices: str, site: str = "train.py:3 (main)") -> ArrayGroup:
