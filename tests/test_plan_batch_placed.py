@@ -30,22 +30,18 @@ def deep_step(weights: Any, batch: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def deep() -> tuple[Any, ...]:
+def divided() -> jm.Plan:
     weight = jax.ShapeDtypeStruct((LAYERS, WIDE, WIDE), jnp.float32)
-    return {"up": weight, "down": weight}, jax.ShapeDtypeStruct((GIVEN, WIDE), jnp.float32)
+    weights, batch = {"up": weight, "down": weight}, jax.ShapeDtypeStruct((GIVEN, WIDE), jnp.float32)
+    return jm.plan(deep_step, weights, batch, budget="8MiB", search=SEARCH | {"microbatches": [2]}, progress=False)
 
 
-@pytest.fixture(scope="module")
-def divided(deep: tuple[Any, ...]) -> jm.Plan:
-    return jm.plan(deep_step, *deep, budget="8MiB", search=SEARCH | {"microbatches": [2]}, progress=False)
-
-
-def test_the_placement_with_most_rows_has_the_compiles(deep: tuple[Any, ...], divided: jm.Plan) -> None:
+def test_the_placement_with_most_rows_has_the_compiles(divided: jm.Plan) -> None:
+    """Whole on each device the state leaves room for 1,900 rows; divided for 15,000, as either was found alone."""
     assert divided.compiles == 16
     assert divided.chosen.step_bytes <= divided.record.budget_bytes
-    search = SEARCH | {"microbatches": [2], "sharding": "fsdp"}
-    alone = jm.plan(deep_step, *deep, budget="8MiB", search=search, progress=False)
-    assert divided.chosen.batch_rows > 0.5 * alone.chosen.batch_rows > 50 * GIVEN, "half of the compiles told which"
+    assert divided.policy.sharding in ("fsdp", "fsdp_tensor")
+    assert divided.chosen.batch_rows > 100 * GIVEN, "half of the compiles told which"
 
 
 def test_what_is_said_of_rows_was_compiled(divided: jm.Plan) -> None:
