@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxmem_callbacks.cli.alive import alive_beside, alive_words, others_words
+from jaxmem_callbacks.cli.alive import alive_beside, alive_words
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.cli.other_steps import other_steps
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.units import MIB
 from tests.sample_plans import sentences
@@ -121,12 +122,12 @@ def test_other_steps_are_those_that_can_be_named(kind: str, tmp_path: Path) -> N
     told = (
         f"main_step is the first step that train.py calls. Another one by its name: --step {' or --step '.join(names)}."
     )
-    assert others_words(script, "main_step") == (told if names else "")
+    assert other_steps(script, "main_step") == (told if names else "")
 
 
 def test_a_script_that_cannot_be_read_has_no_other_steps(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text("def broken(:\n", "utf-8")
-    assert others_words(script, "train_step") == others_words(tmp_path / "none.py", "train_step") == ""
+    assert other_steps(script, "train_step") == other_steps(tmp_path / "none.py", "train_step") == ""
 
 
 def test_of_a_step_that_is_returned_it_is_said_when(tmp_path: Path, capsys: Any) -> None:

@@ -94,6 +94,7 @@ class _Report:
             )
         except CompileError as error:  # that the plain step does not fit there is what the policy is for
             refused = str(error)
+        beside = alive_words(reached.alive, reached.when, memory.step_bytes)
         return cls(
             policy=step.policy,
             memory=memory,
@@ -101,7 +102,7 @@ class _Report:
             plain_refused=refused,
             peak=memory.peak() if top else None,
             top=top,
-            remarks=[words for words in (reached.others, _alive_words(reached, memory)) if words],
+            remarks=[words for words in (reached.others, beside) if words],
             alive_bytes=None if reached.alive is None else reached.alive.bytes,
         )
 
@@ -148,10 +149,6 @@ class _Report:
                 dataclasses.asdict(buffer) for buffer in (self.peak.buffers[: self.top] if self.peak else ())
             ],
         }
-
-
-def _alive_words(reached: Reached, memory: Any) -> str:
-    return alive_words(reached.alive, reached.when, memory.step_bytes)
 
 
 def _short(buffer: Buffer) -> Buffer:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem_callbacks.cli.advice import advice
-from jaxmem_callbacks.cli.alive import alive_beside, others_words
+from jaxmem_callbacks.cli.alive import alive_beside
+from jaxmem_callbacks.cli.other_steps import other_steps
 from jaxmem_callbacks.cli.stand_ins import Seen
 from jaxmem_callbacks.cli.unedited import is_unedited
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
@@ -207,7 +208,7 @@ def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: 
             others[step.name] = None
             return
         if not reached:
-            others_too = others_words(path, step.name) if named is None else ""
+            others_too = other_steps(path, step.name) if named is None else ""
             alive, when = alive_beside(args, kwargs), "when the script called it"
             reached.append(Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others_too))
         raise _StopScript
