@@ -247,7 +247,10 @@ def _meant(word: str) -> str:
         near = next(iter(difflib.get_close_matches(_unbranded(word), names, n=1, cutoff=_ALIKE)), "")
     name = _ALIASES.get(near, near)
     if _is_another_number(word, near):
-        return f" No figures of it are known here: plan for one like it, such as `{name}`, and give its own memory as the budget."
+        return (
+            f" No figures of it are known here: plan for one like it, such as `{name}`, and give as the budget what JAX takes of "
+            "its own memory, three quarters unless told otherwise."
+        )
     return near and f" Did you mean `{name}`?"
 
 
