@@ -39,7 +39,7 @@ NEVER = {"config": JAX | FRAMEWORKS, "writers": JAX | FRAMEWORKS}
 LAZY_DOORS = {"transforms/frameworks.py"}
 # Folders of a room that no other room imports: it calls the files beside them.
 INNER = {"recovery": {"verdicts", "reports", "moving", "ladder"}}
-LINES, FUNCTION_LINES = 400, 50
+LINES = 800  # a concept larger than that is two; functions are bounded by their complexity, in ruff
 
 
 def sources(root: Path) -> Iterator[tuple[str, Path, ast.Module]]:
@@ -209,19 +209,6 @@ def untidy(root: Path) -> list[str]:
     return found
 
 
-def long_functions(root: Path) -> list[str]:
-    """Functions of more than fifty lines, their docstrings not counted."""
-    found = []
-    for _, path, tree in sources(root):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
-                lines = (node.end_lineno or node.lineno) - first.lineno + 1
-                if lines > FUNCTION_LINES:
-                    found.append(f"{path}:{node.lineno}: {node.name} has {lines} lines, the limit is {FUNCTION_LINES}")
-    return found
-
-
 def test_every_room_is_in_the_order():
     assert misplaced(ROOT) == []
 
@@ -252,10 +239,6 @@ def test_files_are_short_named_and_introduced():
     assert untidy(ROOT) == []
 
 
-def test_functions_are_short():
-    assert long_functions(ROOT) == []
-
-
 def test_each_rule_finds_its_breach(tmp_path):
     root = tmp_path / PACKAGE
     broken = {
@@ -271,7 +254,7 @@ def test_each_rule_finds_its_breach(tmp_path):
         "programs/p.py": '"""Doc."""\nimport importlib\nimportlib.import_module("jaxmem_callbacks.cli.main")\n',
         "probes/q.py": '"""Doc."""\nimport jax\njax.config._read("x")\nfrom jax._src import core\ngetattr(x, "_secret")\n',
         "probes/utils.py": "x = 1\n",
-        "probes/long.py": '"""Doc."""\ndef f():\n' + "    x = 1\n" * 400,
+        "probes/long.py": '"""Doc."""\ndef f():\n' + "    x = 1\n" * 800,
         "kitchen/k.py": '"""Doc."""\n',
         "loose.py": '"""Doc."""\n',
     }
@@ -291,5 +274,4 @@ def test_each_rule_finds_its_breach(tmp_path):
     assert told(cycles, "ring", "ring2")
     assert told(folder_cycles, "recovery/texts", "recovery/ladder")
     assert told(past_the_doors, "x.py:2: `jaxmem_callbacks.recovery.ladder.l.walk` is inside of `recovery`")
-    assert told(untidy, "long.py: 402 lines", "utils.py: no module docstring", "utils.py: a name that says nothing")
-    assert told(long_functions, "f has 400 lines")
+    assert told(untidy, "long.py: 802 lines", "utils.py: no module docstring", "utils.py: a name that says nothing")
