@@ -138,8 +138,8 @@ def test_a_table_entry_needs_its_keys(tmp_path):
     table.write_text('[[mutant]]\npromise = 1\ntests = ["a.py"]\n')
     with pytest.raises(mutants.TableError, match=r"Entry 1 of table.toml: .*Expected promise, file, line, tests, why"):
         mutants.read_table(table)
-    table.write_text('[[mutant]]\npromise = 6\nfile = "a"\nline = "b"\nwhy = "c"\ntests = ["a.py"]\n')
-    with pytest.raises(mutants.TableError, match="promise 6, expected one of"):
+    table.write_text('[[mutant]]\npromise = 7\nfile = "a"\nline = "b"\nwhy = "c"\ntests = ["a.py"]\n')
+    with pytest.raises(mutants.TableError, match="promise 7, expected one of"):
         mutants.read_table(table)
 
 

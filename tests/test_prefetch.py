@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from tests.pasting import pasted, value
 from tests.processes import until
 
 pytestmark = pytest.mark.core
@@ -212,8 +213,12 @@ def test_a_batch_over_the_limit_is_refused_in_its_place():
 
 @pytest.mark.parametrize("batches", [1, 0, -1, True])
 def test_fewer_than_two_batches_are_refused(batches: int):
-    with pytest.raises(ValueError, match=r"prefetch got batches=.*Expected at least 2, one in use, one on its way"):
+    with pytest.raises(
+        ValueError, match=r"prefetch got batches=.*Expected at least 2, one in use, one on its way"
+    ) as error:
         jm.prefetch([], batches=batches)
+    stream = value(pasted("prefetch.least", error.value), jm=jm, loader=source(3))
+    assert [int(each["x"][0, 0]) for each in stream] == [0, 1, 2]
 
 
 def test_it_goes_on_while_the_step_runs():

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.units import format_bytes, parse_bytes
 
 _LEAST = 2  # one in use and one on its way
@@ -82,7 +83,8 @@ def prefetch(
         ValueError: fewer than two batches; ``max_bytes`` that is no size; while iterating, a batch that alone exceeds it.
     """
     if isinstance(batches, bool) or batches < _LEAST:
-        msg = f"prefetch got batches={batches!r}. Expected at least 2, one in use, one on its way: prefetch(loader, batches=2)."
+        expected = f"Expected at least 2, one in use, one on its way: {advise('prefetch.least')}."
+        msg = f"prefetch got batches={batches!r}. {expected}"
         raise ValueError(msg)
     limit = None if max_bytes is None else parse_bytes(max_bytes)
     channel = _Channel(iter(iterable), sharding, batches, limit)

@@ -1,0 +1,108 @@
+"""The table of all advice: each line to paste that the library prints, what triggers it, and the tests that pasted it.
+
+A line to paste is code with a call, a command, a setting of the environment, or an option that a sentence asks for. None is
+written where it is printed: it is a row here, and the printing code fills the row in: ``advise("step.wrap", step="train_step")``.
+
+To add a row:
+
+1. Write the row below, among those of its room. The text is a template of `str.format`: ``{step}`` is a field, ``{{`` a brace.
+   It ends where the pasted line ends; the sentence around it stays in the printing code, or is part of the row where it is fixed.
+2. Print it by ``advise(key, field=...)`` with the key as a literal, so that `tests/test_house_advice.py` finds it.
+3. Write tests with at least three unlike triggers (functions, or cases of one parametrised function) and name them in the row.
+   Each makes the trigger, takes the line out of what was printed by ``pasted(key, printed)`` of `tests/pasting.py`, which returns
+   it as it stands, runs it, and measures what was promised.
+4. Take the string out of ``NOT_YET`` in `tests/test_house_advice.py`.
+
+What cannot be proved in one of the classes below has no row: print it as a question, without a line to paste.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Proof(Enum):
+    """How a row was put to the test."""
+
+    TRAINED = "trained here"
+    COMPILED = "compiled for the target"
+    SIMULATED = "run in the simulator"
+    GPU_CHECK = "asked by `make gpu-check`"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """One line to paste.
+
+    Attributes:
+        key: Its name in the table.
+        trigger: What must be the case for it to be printed.
+        text: What is printed, with named fields.
+        proof: How it was put to the test.
+        tests: The tests that paste it, such as ``tests/test_advice_steps.py::test_wrap``; for `Proof.GPU_CHECK` at least one
+            function of ``tools/gpu_questions.py`` among them.
+    """
+
+    key: str
+    trigger: str
+    text: str
+    proof: Proof
+    tests: tuple[str, ...]
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of what is filled in."""
+        return frozenset(name for _, name, _, _ in string.Formatter().parse(self.text) if name)
+
+    def filled(self, **fields: Any) -> str:
+        """The text as it is printed.
+
+        Raises:
+            TypeError: other fields than the text has.
+        """
+        if fields.keys() != self.fields:
+            msg = f"The advice {self.key} has the fields {sorted(self.fields)}, got {sorted(fields)}."
+            raise TypeError(msg)
+        return self.text.format(**fields)
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression of all texts that it can print."""
+        expression, seen = "", set[str]()
+        for fixed, name, _, _ in string.Formatter().parse(self.text):
+            expression += re.escape(fixed)
+            if name:
+                expression += f"(?P={name})" if name in seen else f"(?P<{name}>.+?)"
+                seen.add(name)
+        return expression
+
+
+# Data on its way to the device
+
+_DATA = (
+    Advice(
+        key="prefetch.least",
+        trigger="`jm.prefetch` is asked for fewer than two batches",
+        text="jm.prefetch(loader, batches=2)",
+        proof=Proof.TRAINED,
+        tests=("tests/test_prefetch.py::test_fewer_than_two_batches_are_refused",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA,)
+
+ADVICE = {row.key: row for row in TABLE}
+
+
+def advise(key: str, **fields: Any) -> str:
+    """The text of a row, filled in.
+
+    Raises:
+        KeyError: there is no such row.
+        TypeError: other fields than the text has.
+    """
+    return ADVICE[key].filled(**fields)
