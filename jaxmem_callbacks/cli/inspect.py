@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmem_callbacks.cli.alive import alive_words
 from jaxmem_callbacks.cli.exits import FAILED
-from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, reach_step
+from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step
 from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
@@ -44,18 +44,23 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 where the script itself failed.
 
     Raises:
-        JaxmemError: as `reach_step` and `jm.step_memory`; the command line turns it into exit code 2.
+        JaxmemError: as `at_step` and `jm.step_memory`; the command line turns it into exit code 2.
     """
     # Before the script runs, which may load data for minutes.
     target = None if args.target is None else resolve_target(args.target)
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output, as_written(args.script, step=args.step, target=target) as seen:
-            reached = reach_step(args.script, args.script_args, step=args.step, seen=seen)
+            report = at_step(
+                args.script,
+                lambda reached: _Report.of(reached, args.target, args.top),
+                args.script_args,
+                step=args.step,
+                seen=seen,
+            )
     except ScriptFailedError as error:
         sys.stderr.write(f"jaxmem: {error}\n")
         return FAILED
-    report = _Report.of(reached, args.target, args.top)
     sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
     return 0
 

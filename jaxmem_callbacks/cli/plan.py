@@ -18,8 +18,8 @@ from jaxmem_callbacks.cli.script import (
     Reached,
     ScriptFailedError,
     add_script_arguments,
+    at_step,
     reach_program,
-    reach_step,
     require_program,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         0; 1 where the script itself failed; 2 where nothing fits; 130 at Ctrl-C before the first compile ended.
 
     Raises:
-        JaxmemError: as `reach_step` and `jm.plan`; the command line turns it into exit code 2.
+        JaxmemError: as `at_step` and `jm.plan`; the command line turns it into exit code 2.
     """
     # All that can be told before the script runs, which may load data for minutes.
     _require_places(args)
@@ -212,30 +212,33 @@ def _made(
     mesh: dict[str, int] | None,
     seen: Seen,
 ) -> Plan:
-    """Run the script up to its step, and plan that.
+    """Run the script up to its step, and plan that where the script calls it.
 
     Raises:
         ScriptFailedError, JaxmemError: as `run`.
     """
+
+    def planned(reached: Reached) -> Plan:
+        from jaxmem_callbacks.answers.plan import plan
+
+        beside = [reach_program(program, args.script_args) for program in args.beside]
+        made = plan(
+            _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),
+            *reached.args,
+            target=args.target,
+            budget=budget,
+            mesh=mesh,
+            resident=args.resident,
+            beside=beside,
+            search=search,
+            progress=True,
+            **reached.kwargs,
+        )
+        return _with_remarks(made, reached)
+
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with own_output:
-        reached = reach_step(args.script, args.script_args, command="plan", step=args.step, seen=seen)
-        beside = [reach_program(program, args.script_args) for program in args.beside]
-    from jaxmem_callbacks.answers.plan import plan
-
-    made = plan(
-        _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),
-        *reached.args,
-        target=args.target,
-        budget=budget,
-        mesh=mesh,
-        resident=args.resident,
-        beside=beside,
-        search=search,
-        progress=True,
-        **reached.kwargs,
-    )
-    return _with_remarks(made, reached)
+        return at_step(args.script, planned, args.script_args, command="plan", step=args.step, seen=seen)
 
 
 def _with_remarks(made: Plan, reached: Reached) -> Plan:

@@ -1,4 +1,7 @@
-"""A user's script enters; its train step and the arguments of its first call leave. The script stops there, before it runs."""
+"""A user's script enters; what is to be known of its train step leaves, found inside the first call of it, which never runs.
+
+Contexts, settings and the thread are then those that the script calls its step in. Afterwards the script is ended.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jaxmem_callbacks.cli.advice import advice
 from jaxmem_callbacks.cli.alive import alive_beside
@@ -27,6 +30,8 @@ from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 LINE_TO_ADD = (
     "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
 )
+
+_Result = TypeVar("_Result")
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,23 +87,29 @@ class _StopScript(BaseException):
     """Ends the script at its first step. No Exception, so that the script's own handlers let it pass."""
 
 
-def reach_step(
+def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     script: str,
+    work: Callable[[Reached], _Result],
     argv: Sequence[str] = (),
     *,
     command: str = "inspect",
     step: str | None = None,
     seen: Seen | None = None,
-) -> Reached:
-    """Run a script up to its first step, or call the function that it names.
+) -> _Result:
+    """Run a script up to its first step, or call the function that it names, do some work there, and end the script.
 
     Args:
         script: ``train.py``, run as ``__main__``, or ``train.py:name``, imported, where ``name()`` returns
             ``(train_step, args)``.
+        work: What to do with the step. It runs inside the call that the script makes, in its thread, while all its contexts
+            and settings hold. What it raises is raised here, and the script sees nothing of it.
         argv: The script's own arguments.
         command: What ``jaxmem`` was asked for.
         step: The step's name; None for the first that is announced.
         seen: What `as_written` sees, for the message of a script without a step.
+
+    Returns:
+        What ``work`` returned.
 
     Raises:
         ScriptError: no such file or name, or the script ends without calling a step; the message has the line to add.
@@ -114,7 +125,14 @@ def reach_step(
         _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module,
         _settings_told(path, command),
     ):
-        return _run(path, module, step, seen or Seen()) if name is None else _ask(path, module, name)
+        if name is not None:
+            return work(_ask(path, module, name))
+        return _run(path, module, _FirstStep(path.absolute(), work, step, seen or Seen()))
+
+
+def reach_step(script: str, argv: Sequence[str] = (), *, step: str | None = None, seen: Seen | None = None) -> Reached:
+    """The step that a script reaches and its arguments, where the script's contexts do not matter; see `at_step`."""
+    return at_step(script, lambda reached: reached, argv, step=step, seen=seen)
 
 
 def require_program(program: str) -> None:
@@ -197,37 +215,82 @@ def _tell_late(made: Sequence[tuple[str, str]], path: pathlib.Path, command: str
         )
 
 
-def _run(path: pathlib.Path, module: types.ModuleType, named: str | None, seen: Seen) -> Reached:
-    """The script until its step. A script that swallows even the stop is let go on, and stopped at each step."""
-    reached: list[Reached] = []
-    others: dict[str, None] = {}
+class _FirstStep(Generic[_Result]):
+    """Sees the calls of a script's steps: does the work inside the first, and ends the script at each.
 
-    def stop(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if named is not None and step.name != named:
-            seen.pass_by(step.name, named)
-            others[step.name] = None
-            return
-        if not reached:
-            others_too = other_steps(path, step.name) if named is None else ""
-            alive, when = alive_beside(args, kwargs), "when the script called it"
-            reached.append(Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others_too))
+    Args:
+        script: Its file, wherever the script goes.
+        work: What is to be done.
+        named: The name of the step; None for any.
+        seen: Told what was passed by.
+
+    Attributes:
+        results: Of the work, one at most.
+        error: What the work raised.
+        others: Names of steps that were passed by.
+    """
+
+    def __init__(self, script: pathlib.Path, work: Callable[[Reached], _Result], named: str | None, seen: Seen) -> None:
+        self.named, self.seen = named, seen
+        self.results: list[_Result] = []
+        self.error: BaseException | None = None
+        self.others: dict[str, None] = {}
+        self._script, self._work = script, work
+        self._at_work = (
+            threading.RLock()
+        )  # a step that another thread calls meanwhile waits, and is ended like this one
+        self._is_working = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the work was done, well or not."""
+        return bool(self.results) or self.error is not None
+
+    def __call__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a step's first call."""
+        with self._at_work:
+            if self._is_working:  # a trace of the step may call other ones
+                return
+            if self.named is not None and step.name != self.named:
+                self.seen.pass_by(step.name, self.named)
+                self.others[step.name] = None
+                return
+            if not self.is_over:
+                self._do(step, args, kwargs)
         raise _StopScript
 
-    with first_calls_seen_by(stop), _threads_stop_silently():
+    def _do(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_working = True
         try:
-            _execute(path, module, is_over=lambda: bool(reached))
+            others = other_steps(self._script, step.name) if self.named is None else ""
+            alive, when = alive_beside(args, kwargs), "when the script called it"
+            reached = Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others)
+            self.results.append(self._work(reached))
+        except BaseException as error:  # noqa: BLE001 - the script's own handlers are not to see it
+            self.error = error
+        finally:
+            self._is_working = False
+
+
+def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result]) -> _Result:
+    """The script until its step. A script that swallows even the stop is let go on, and stopped at each step."""
+    with first_calls_seen_by(first), _threads_stop_silently():
+        try:
+            _execute(path, module, is_over=lambda: first.is_over)
         except _StopScript:
             pass
         except SystemExit as error:
-            if not reached and error.code not in (None, 0):
+            if not first.is_over and error.code not in (None, 0):
                 words = (
                     f"with exit code {error.code}" if isinstance(error.code, int) else f"with the words {error.code!s}"
                 )
                 msg = f"{path} ended by itself {words}, before its first step."
                 raise ScriptFailedError(msg) from error
-    if not reached:
-        raise ScriptError(_no_step(path, named, list(others | seen.jitted)))
-    return reached[0]
+    if first.error is not None:
+        raise first.error
+    if not first.results:
+        raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted)))
+    return first.results[0]
 
 
 def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> str:
