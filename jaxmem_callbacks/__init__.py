@@ -25,6 +25,24 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.programs.memory import StepMemory as StepMemory
     from jaxmem_callbacks.programs.memory import step_memory as step_memory
     from jaxmem_callbacks.programs.steps.step import jit_step as jit_step
+    from jaxmem_callbacks.records.errors import ComparisonError as ComparisonError
+    from jaxmem_callbacks.records.errors import CompileError as CompileError
+    from jaxmem_callbacks.records.errors import CompileTimeoutError as CompileTimeoutError
+    from jaxmem_callbacks.records.errors import DefragmentError as DefragmentError
+    from jaxmem_callbacks.records.errors import DonationError as DonationError
+    from jaxmem_callbacks.records.errors import DonationWarning as DonationWarning
+    from jaxmem_callbacks.records.errors import EnvironmentSettingError as EnvironmentSettingError
+    from jaxmem_callbacks.records.errors import JaxmemError as JaxmemError
+    from jaxmem_callbacks.records.errors import LossRefusedError as LossRefusedError
+    from jaxmem_callbacks.records.errors import PatternError as PatternError
+    from jaxmem_callbacks.records.errors import PlanError as PlanError
+    from jaxmem_callbacks.records.errors import PolicyError as PolicyError
+    from jaxmem_callbacks.records.errors import PresetError as PresetError
+    from jaxmem_callbacks.records.errors import RecoveryError as RecoveryError
+    from jaxmem_callbacks.records.errors import RecoveryWarning as RecoveryWarning
+    from jaxmem_callbacks.records.errors import RunFileError as RunFileError
+    from jaxmem_callbacks.records.errors import SimulationError as SimulationError
+    from jaxmem_callbacks.records.errors import TargetError as TargetError
     from jaxmem_callbacks.records.policies import StepPolicy as StepPolicy
     from jaxmem_callbacks.records.presets import Preset as Preset
     from jaxmem_callbacks.recovery.defragment import defragment as defragment
@@ -46,13 +64,31 @@ if TYPE_CHECKING:
 # more, for type checkers, and a test compares the three.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
     "CollectingWriter": ("writers.collecting", "CollectingWriter"),
+    "ComparisonError": ("records.errors", "ComparisonError"),
+    "CompileError": ("records.errors", "CompileError"),
+    "CompileTimeoutError": ("records.errors", "CompileTimeoutError"),
+    "DefragmentError": ("records.errors", "DefragmentError"),
+    "DonationError": ("records.errors", "DonationError"),
+    "DonationWarning": ("records.errors", "DonationWarning"),
+    "EnvironmentSettingError": ("records.errors", "EnvironmentSettingError"),
+    "JaxmemError": ("records.errors", "JaxmemError"),
+    "LossRefusedError": ("records.errors", "LossRefusedError"),
     "MemoryMonitor": ("callbacks.monitor", "MemoryMonitor"),
+    "PatternError": ("records.errors", "PatternError"),
     "Plan": ("answers.plan", "Plan"),
+    "PlanError": ("records.errors", "PlanError"),
+    "PolicyError": ("records.errors", "PolicyError"),
     "Preset": ("records.presets", "Preset"),
+    "PresetError": ("records.errors", "PresetError"),
     "Recovery": ("recovery.recovery", "Recovery"),
+    "RecoveryError": ("records.errors", "RecoveryError"),
+    "RecoveryWarning": ("records.errors", "RecoveryWarning"),
+    "RunFileError": ("records.errors", "RunFileError"),
     "ScriptedProbe": ("probes.scripted", "ScriptedProbe"),
+    "SimulationError": ("records.errors", "SimulationError"),
     "StepMemory": ("programs.memory", "StepMemory"),
     "StepPolicy": ("records.policies", "StepPolicy"),
+    "TargetError": ("records.errors", "TargetError"),
     "apply_environment": ("answers.environment", "apply_environment"),
     "apply_policy": ("transforms.policy", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
@@ -80,13 +116,31 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
 __version__ = "0.1.0"
 __all__ = [
     "CollectingWriter",
+    "ComparisonError",
+    "CompileError",
+    "CompileTimeoutError",
+    "DefragmentError",
+    "DonationError",
+    "DonationWarning",
+    "EnvironmentSettingError",
+    "JaxmemError",
+    "LossRefusedError",
     "MemoryMonitor",
+    "PatternError",
     "Plan",
+    "PlanError",
+    "PolicyError",
     "Preset",
+    "PresetError",
     "Recovery",
+    "RecoveryError",
+    "RecoveryWarning",
+    "RunFileError",
     "ScriptedProbe",
+    "SimulationError",
     "StepMemory",
     "StepPolicy",
+    "TargetError",
     "apply_environment",
     "apply_policy",
     "as_writer",

@@ -17,6 +17,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks import records
+from jaxmem_callbacks.records import errors
 
 # The table, written a second time on purpose: a name that users type neither comes nor goes unnoticed.
 PUBLIC = [
@@ -51,15 +52,52 @@ PUBLIC = [
     "value_and_grad",
     "weighted",
 ]
+# What users may catch; beside the names above, since nobody reads them before one of them is raised.
+ERRORS = [
+    "CompileError",
+    "CompileTimeoutError",
+    "ComparisonError",
+    "DefragmentError",
+    "DonationError",
+    "DonationWarning",
+    "EnvironmentSettingError",
+    "JaxmemError",
+    "LossRefusedError",
+    "PatternError",
+    "PlanError",
+    "PolicyError",
+    "PresetError",
+    "RecoveryError",
+    "RecoveryWarning",
+    "RunFileError",
+    "SimulationError",
+    "TargetError",
+]
 MOST_NAMES = 40
 MODULES = ("linen", "nnx")  # public names that are modules; their own functions are held to the same rules
 
 
 @pytest.mark.core
 def test_the_public_names_are_the_agreed_ones():
-    assert sorted(jm.__all__) == PUBLIC == jm.__all__ == list(jm._EXPORTS)
-    assert len(jm.__all__) <= MOST_NAMES
+    assert sorted(jm.__all__) == sorted([*PUBLIC, *ERRORS]) == jm.__all__ == list(jm._EXPORTS)
+    assert len(PUBLIC) <= MOST_NAMES
     assert set(jm.__all__) <= set(dir(jm))
+
+
+@pytest.mark.core
+def test_every_error_that_a_call_can_raise_is_caught_by_its_public_name():
+    """All of the library's own errors and warnings but the one that only the command line raises."""
+    found = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__
+    }
+    assert found - {"ScriptError"} == set(ERRORS)
+    assert all(getattr(jm, name) is getattr(errors, name) for name in ERRORS)
+    with pytest.raises(jm.PolicyError, match="Unknown remat policy"):
+        jm.StepPolicy(remat="fulll")
+    with pytest.raises(jm.PresetError, match="Unknown preset"):
+        jm.load_preset("fulll_remat")
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
@@ -88,7 +126,7 @@ def test_every_public_name_is_used_under_a_strict_type_checker():
     text = (Path(__file__).parent / "typed_use.py").read_text()
     assert re.match("# pyright: strict, reportUnnecessaryTypeIgnoreComment=true\n", text)
     used = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    assert [name for name in PUBLIC if name not in used] == []
+    assert [name for name in (*PUBLIC, *ERRORS) if name not in used] == []
     assert [method for method in methods() if method.rpartition(".")[2] not in used] == []
     assert [
         f"{name}.{inner}"
@@ -110,7 +148,7 @@ def methods() -> Iterator[str]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [*PUBLIC, *ERRORS])
 def test_public_name_loads_and_is_documented(name):
     value = getattr(jm, name)
     assert inspect.getdoc(value), f"{name} has no docstring"

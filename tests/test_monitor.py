@@ -20,7 +20,7 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
-from jaxmem_callbacks.callbacks.wanted import split_of
+from jaxmem_callbacks.callbacks.wanted import preset_given, split_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.records.readings import Reading
@@ -304,7 +304,9 @@ def test_allocator_statistics_are_read_at_every_nth_call():
 
 
 def test_a_preset_that_is_none_is_refused():
-    with pytest.raises(TypeError, match=r"MemoryMonitor got StepPolicy as preset\. Expected a Preset.*jm\.load_preset"):
+    with pytest.raises(
+        TypeError, match=r"MemoryMonitor got StepPolicy as preset\. Expected a Preset.*jm\.MemoryMonitor"
+    ):
         jm.MemoryMonitor(jm.StepPolicy())  # pyright: ignore[reportArgumentType]
 
 
@@ -386,4 +388,4 @@ def test_at_a_fast_pace_metrics_are_held_only_shortly_before_a_look():
     ],
 )
 def test_what_a_policy_splits_whole_is_known_to_the_detectors(preset, split):
-    assert split_of(preset) == split
+    assert split_of(preset_given(preset)) == split

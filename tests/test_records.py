@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jaxmem_callbacks.records import errors
 from jaxmem_callbacks.records.errors import JaxmemError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
-from jaxmem_callbacks.records.presets import Preset, policy_of
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes, format_extra, parse_bytes
 
@@ -129,16 +128,6 @@ def test_a_policy_is_frozen_and_canonical():
     assert not StepPolicy().changes_gradients
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.remat = "none"
-
-
-def test_a_policy_comes_out_of_a_preset_or_is_one():
-    policy = StepPolicy(remat="full")
-    assert policy_of(policy) is policy
-    assert policy_of(Preset(name="mine", policy=policy)) is policy
-    with pytest.raises(TypeError, match=re.escape("got str. Write jm.load_preset('full_remat').")):
-        policy_of("full_remat")
-    with pytest.raises(TypeError, match=r"Expected a StepPolicy or a Preset, got int\.$"):
-        policy_of(3)
 
 
 def test_every_error_is_the_librarys_and_of_a_kind_that_python_knows():

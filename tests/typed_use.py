@@ -56,6 +56,36 @@ def a_steps_signature_is_kept(state: State, batch: Batch) -> None:
     step(state)  # pyright: ignore[reportCallIssue]
     step(state, batch, rates=0.2)  # pyright: ignore[reportCallIssue]
     step(state, batch).params  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    jm.jit_step(train_step, "donate+full_remat")
+    jm.jit_step(train_step, Path("mine.yaml"))
+    jm.jit_step(train_step, 3)  # pyright: ignore[reportArgumentType]
+
+
+def errors_are_caught_by_their_names(call: Callable[[], None]) -> object:
+    refusals: list[type[jm.JaxmemError]] = [
+        jm.CompileError,
+        jm.CompileTimeoutError,
+        jm.ComparisonError,
+        jm.DonationError,
+        jm.EnvironmentSettingError,
+        jm.LossRefusedError,
+        jm.PatternError,
+        jm.PlanError,
+        jm.PolicyError,
+        jm.PresetError,
+        jm.RecoveryError,
+        jm.RunFileError,
+        jm.SimulationError,
+        jm.TargetError,
+    ]
+    warned: list[type[UserWarning]] = [jm.DonationWarning, jm.RecoveryWarning]
+    try:
+        call()
+    except jm.DefragmentError as error:
+        return error.tree
+    except jm.JaxmemError as error:
+        assert_type(str(error), str)
+    return (refusals, warned)
 
 
 def plans(state: State, batch: Batch) -> jm.Plan:
@@ -108,7 +138,7 @@ def presets(name: str) -> jm.Preset:
 
 
 def a_monitored_loop(state: State, batches: Iterator[Batch]) -> State:
-    step = jm.jit_step(train_step, "full")  # pyright: ignore[reportArgumentType]
+    step = jm.jit_step(train_step, "full")
     with (
         jm.MemoryMonitor("monitor_only", logdir="runs/a", writer=jm.CollectingWriter()) as monitor,
         jm.oom_guard(monitor),

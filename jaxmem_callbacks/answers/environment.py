@@ -9,6 +9,7 @@ import dataclasses
 import os
 
 from jaxmem_callbacks._compat.backends import settings_were_read
+from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.choosing import choose
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.verifying import verify
@@ -17,13 +18,13 @@ from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import Preset
 
 
-def apply_environment(preset: Preset | str) -> AppliedEnvironment:
+def apply_environment(preset: Preset | Name) -> AppliedEnvironment:
     """Set what a preset says of XLA's client, before JAX's backend starts; the same call after the start verifies it.
 
         jm.apply_environment("gpu_growth")      # above the first use of JAX
 
     Args:
-        preset: A ``Preset`` or the name of one; its ``environment`` is what counts.
+        preset: A ``Preset``, the name of one (several joined by ``+``) or its path; its ``environment`` is what counts.
 
     Returns:
         What was set, what was so already, and, once the backend has started, what was verified by the runtime's own figures.
@@ -34,10 +35,7 @@ def apply_environment(preset: Preset | str) -> AppliedEnvironment:
             that shows by its figures that it does not obey them. Nothing is set then.
         TypeError: no preset.
     """
-    if isinstance(preset, str):
-        from jaxmem_callbacks.config.presets import load_preset
-
-        preset = load_preset(preset)
+    preset = load_named(preset)
     if not isinstance(preset, Preset):
         msg = f"Expected a Preset or its name, got {type(preset).__name__}. Write jm.apply_environment('gpu_growth')."
         raise TypeError(msg)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.config.presets import load_preset
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.readers.traces import read_trace
@@ -42,7 +43,7 @@ _MOVED = "state, report = jm.defragment(state)"
 
 def simulate_allocator(  # noqa: PLR0913 - a trace, an allocator, and what may be said of the device
     trace: Trace | str | os.PathLike[str],
-    settings: AllocatorSettings | EnvironmentSettings | Preset | str,
+    settings: AllocatorSettings | EnvironmentSettings | Preset | Name,
     *,
     device_memory: int | str | None = None,
     outside: int | str = 0,
@@ -178,9 +179,8 @@ def size_of(said: int | str) -> int:
         raise SimulationError(str(error)) from error
 
 
-def _environment_of(settings: EnvironmentSettings | Preset | str) -> EnvironmentSettings:
-    if isinstance(settings, str):
-        settings = load_preset(settings)
+def _environment_of(settings: EnvironmentSettings | Preset | Name) -> EnvironmentSettings:
+    settings = load_named(settings)
     if isinstance(settings, Preset):
         settings = settings.environment
     if isinstance(settings, EnvironmentSettings):

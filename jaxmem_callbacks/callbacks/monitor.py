@@ -31,12 +31,14 @@ from jaxmem_callbacks.callbacks.traces import Traces
 from jaxmem_callbacks.callbacks.wanted import (
     folder_of,
     plan_of,
+    preset_given,
     settings_of,
     split_of,
     versions_now,
     with_environment,
     writers_of,
 )
+from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
@@ -68,7 +70,7 @@ class MemoryMonitor:
     ``memory/planned_gib/<step>``. docs/figures.md tells of each.
 
     Args:
-        preset: A ``Preset``, its name, ``MonitorSettings``, or None for the defaults.
+        preset: A ``Preset``, its name (several joined by ``+``) or path, ``MonitorSettings``, or None for the defaults.
         logdir: Folder for the event file and ``memory.jsonl``, which process 0 writes; others write events of their own, if any
             (docs/faults.md). None writes no files but the report of an out-of-memory failure that passes the monitor's
             ``with`` (docs/oom.md).
@@ -94,7 +96,7 @@ class MemoryMonitor:
 
     def __init__(
         self,
-        preset: Preset | MonitorSettings | str | None = None,
+        preset: Preset | MonitorSettings | Name | None = None,
         *,
         logdir: str | os.PathLike[str] | None = None,
         writer: Any = None,
@@ -102,7 +104,8 @@ class MemoryMonitor:
         probes: Sequence[Probe] | None = None,
     ) -> None:
         planned = plan_of(plan)
-        settings = settings_of(preset)
+        given = preset_given(preset)
+        settings = settings_of(given)
         folder: Path | None = folder_of(logdir)
         self._faults = Faults(settings.on_error)
         look_s = min(_LOOK_S, settings.scan_s, settings.window_s)
@@ -115,14 +118,14 @@ class MemoryMonitor:
             look_s=look_s,
         )
         self._detectors = detectors_of(
-            settings, split=split_of(preset), plan=planned, versions=versions_now(), since_s=time.time()
+            settings, split=split_of(given), plan=planned, versions=versions_now(), since_s=time.time()
         )
         opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
         self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
         self._logdir, self._ballast, self._before = folder, Ballast(), CallsBefore()
         self._heaps = HeapMaps(settings.heap_map_s, self._faults)
         self._exchange = Exchange(settings.processes_s, self._faults)
-        self._unverified = with_environment(preset)
+        self._unverified = with_environment(given)
         self._traces = Traces(settings.trace_steps, self._faults, has_folder=folder is not None)
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
         self._at_exit = partial(_finish_at_exit, weakref.ref(self))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.readers.plans import read_plan
 from jaxmem_callbacks.records.plans import PlanRecord
@@ -21,49 +22,59 @@ _SPANS = ("window_s", "scan_s", "host_s", "driver_s", "heap_map_s", "figure_s")
 _SPLIT_ALL = ("fsdp", "fsdp_tensor")  # zero1 keeps parameters whole
 
 
-def settings_of(preset: Preset | MonitorSettings | str | None) -> MonitorSettings:
-    """The monitor's settings, from a preset, a preset's name, settings, or None for the defaults.
+def preset_given(preset: Preset | MonitorSettings | Name | None) -> Preset | MonitorSettings:
+    """The preset or settings that a monitor is given, by themselves or by name; the defaults for None.
 
     Raises:
-        TypeError: none of these.
-        ValueError: a number that makes no sense; a name that is no preset (``PresetError``); an environment that was not applied.
+        TypeError: none of these; a folder, which is ``logdir``.
+        PresetError: a name that is no preset, or a file that is none.
     """
     if preset is None:
         return MonitorSettings()
-    preset = _loaded(preset)
-    require_applied(preset)
-    settings: Any = preset.monitor if isinstance(preset, Preset) else preset
-    if not isinstance(settings, MonitorSettings):
+    if isinstance(preset, str | os.PathLike) and _is_folder(Path(preset)):
         msg = (
-            f"MemoryMonitor got {type(preset).__name__} as preset. Expected a Preset, a preset's name, MonitorSettings or None: "
-            "jm.MemoryMonitor(jm.load_preset('monitor_only'))."
+            f"MemoryMonitor got the folder {os.fspath(preset)!r} as its preset. Expected the name of a preset, or a YAML file. "
+            f"Write jm.MemoryMonitor(logdir={os.fspath(preset)!r}) for the folder of the run's files."
         )
         raise TypeError(msg)
+    found: Any = load_named(preset)
+    if isinstance(found, Preset | MonitorSettings):
+        return found
+    msg = (
+        f"MemoryMonitor got {type(preset).__name__} as preset. Expected a Preset, a preset's name, MonitorSettings or None: "
+        "jm.MemoryMonitor('monitor_only')."
+    )
+    raise TypeError(msg)
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is meant as a folder: one that is there, or one in another folder that is named like no file of YAML."""
+    return path.is_dir() or (len(path.parts) > 1 and not path.suffix and not path.exists())
+
+
+def settings_of(preset: Preset | MonitorSettings) -> MonitorSettings:
+    """The monitor's settings, checked.
+
+    Raises:
+        ValueError: a number that makes no sense; an environment that was not applied.
+    """
+    require_applied(preset)
+    settings = preset.monitor if isinstance(preset, Preset) else preset
     _check(settings)
     return settings
 
 
-def split_of(preset: Preset | MonitorSettings | str | None) -> str | None:
+def split_of(preset: Preset | MonitorSettings) -> str | None:
     """What the preset's policy says of a state that it splits over a mesh; None where it says nothing or keeps it whole."""
-    policy = getattr(_loaded(preset), "policy", None)
-    sharding = None if policy is None else policy.sharding
+    sharding = preset.policy.sharding if isinstance(preset, Preset) else None
     if sharding is None or isinstance(sharding, tuple):
         return None if sharding is None else "rules"
     return sharding if sharding in _SPLIT_ALL else None
 
 
-def with_environment(preset: Preset | MonitorSettings | str | None) -> Preset | None:
+def with_environment(preset: Preset | MonitorSettings) -> Preset | None:
     """The preset, where it says something of the environment; else None."""
-    loaded = _loaded(preset)
-    return loaded if isinstance(loaded, Preset) and loaded.environment != EnvironmentSettings() else None
-
-
-def _loaded(preset: Any) -> Any:
-    if not isinstance(preset, str):
-        return preset
-    from jaxmem_callbacks.config.presets import load_preset
-
-    return load_preset(preset)
+    return preset if isinstance(preset, Preset) and preset.environment != EnvironmentSettings() else None
 
 
 def plan_of(plan: Any) -> PlanRecord | None:

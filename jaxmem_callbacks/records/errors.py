@@ -86,9 +86,10 @@ class RecoveryWarning(UserWarning):
 class DefragmentError(JaxmemError, RuntimeError):
     """Arrays that cannot be moved together, or a move that failed in the middle.
 
-    Attributes:
+    Args:
+        message: What could not be done, and why.
         tree: What was given, with every array where it is now: moved, not moved, or as a NumPy array where it could not be
-            put back. None where nothing was begun.
+            put back. None where nothing was begun. Kept as the attribute of the same name.
     """
 
     def __init__(self, message: str, tree: object = None) -> None:

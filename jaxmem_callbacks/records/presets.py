@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.plans import UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.recoveries import RecoverySettings
 from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
@@ -34,21 +32,3 @@ class Preset:
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
     said: tuple[str, ...] = ()
     sources: tuple[str, ...] = field(default=(), compare=False)
-
-
-def policy_of(policy_or_preset: StepPolicy | Preset) -> StepPolicy:
-    """The policy itself, from either of the two things users hand over.
-
-    Raises:
-        TypeError: neither; a preset's name is answered with the call that loads it.
-        PlanError: the policy of a plan in which nothing fits.
-    """
-    if isinstance(policy_or_preset, UnfitPolicy):
-        raise PlanError(policy_or_preset.reason)
-    if isinstance(policy_or_preset, Preset):
-        return policy_or_preset.policy
-    if isinstance(policy_or_preset, StepPolicy):
-        return policy_or_preset
-    hint = f" Write jm.load_preset({policy_or_preset!r})." if isinstance(policy_or_preset, str) else ""
-    msg = f"Expected a StepPolicy or a Preset, got {type(policy_or_preset).__name__}.{hint}"
-    raise TypeError(msg)

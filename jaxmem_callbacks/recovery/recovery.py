@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+from jaxmem_callbacks.config.named import Name, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
@@ -34,7 +35,7 @@ _serial = itertools.count()
 class Recovery:
     """A train step that goes on where memory runs out: in less memory, from a copy of the state, with the same mathematics.
 
-        recovery = jm.Recovery(train_step, jm.load_preset("recover"), batch_at=batch_at)
+        recovery = jm.Recovery(train_step, "recover", batch_at=batch_at)
         for i in range(steps):
             state, metrics = recovery.step(i, state)
 
@@ -44,8 +45,8 @@ class Recovery:
     Args:
         train_step: ``train_step(state, batch, ...) -> (state, metrics)``, plain or jitted by the user. All that changes from
             step to step is in the state and the inputs.
-        policy_or_preset: What to apply at first, and with a preset its ``recovery`` section; the plan's policy where nothing
-            is said and there is a plan.
+        policy: What to apply at first, by itself or by name as in `jm.jit_step`, and with a preset its ``recovery`` section;
+            the plan's policy where nothing is said and there is a plan.
         batch_at: Gives the batch of a step, the same each time; without it copies of the batches since the last snapshot are
             kept in host memory. What else a step takes is always kept so.
         monitor: A `jm.MemoryMonitor`, told of every recovery.
@@ -62,7 +63,7 @@ class Recovery:
     def __init__(  # noqa: PLR0913 - what the run has, each by name
         self,
         train_step: Callable[..., Any],
-        policy_or_preset: StepPolicy | Preset | None = None,
+        policy: StepPolicy | Preset | Name | None = None,
         *,
         batch_at: Callable[[int], Any] | None = None,
         monitor: Listener | None = None,
@@ -71,10 +72,11 @@ class Recovery:
         donate_argnames: str | tuple[str, ...] | None = None,
         state_shardings: Any = None,
     ) -> None:
-        require_applied(policy_or_preset)
-        self.settings = settings_wanted(policy_or_preset)
+        given = None if policy is None else resolve_policy(policy)
+        require_applied(given)
+        self.settings = settings_wanted(given)
         self._plan = record_of(plan)
-        asked = policy_wanted(policy_or_preset, plan)
+        asked = policy_wanted(given, plan)
         maker = Maker(train_step=train_step, donate_argnames=donate_argnames, state_shardings=state_shardings)
         self._telling = Telling(monitor)
         self._agreement = Agreement(f"recovery/{next(_serial)}", self.settings.agree_s)

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.config.named import Name, policy_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.keeping import Share
 
@@ -73,12 +74,12 @@ def active_policy() -> ActivePolicy | None:
     return _context().value
 
 
-def apply_policy(train_step: Callable[..., Any], policy_or_preset: StepPolicy | Preset) -> Callable[..., Any]:
+def apply_policy(train_step: Callable[..., Any], policy: StepPolicy | Preset | Name) -> Callable[..., Any]:
     """The user's step under a policy: a pure function, not jitted. Remat and microbatches; donation belongs to ``jm.jit_step``.
 
     Args:
         train_step: Any function that calls ``jm.value_and_grad``, ``jm.grad`` or ``jm.nnx.value_and_grad``.
-        policy_or_preset: What to apply.
+        policy: What to apply: a policy, a preset or the name of one, as in `jm.jit_step`.
 
     Returns:
         A function with the same arguments and results.
@@ -87,7 +88,7 @@ def apply_policy(train_step: Callable[..., Any], policy_or_preset: StepPolicy | 
         PolicyError: at the first call, when the policy should act on gradients and the step never asked for any
             through this library; the message names the line to change.
     """
-    active = ActivePolicy(policy_of(policy_or_preset))
+    active = ActivePolicy(policy_of(policy))
 
     @functools.wraps(train_step)
     def step_under_policy(*args: Any, **kwargs: Any) -> Any:

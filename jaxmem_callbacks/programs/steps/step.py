@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 import jax
 from jax.core import Tracer
 
+from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call, has_real_arrays
@@ -35,7 +36,7 @@ from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, changes
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.accumulation.steps import require_accumulable
@@ -48,21 +49,23 @@ _Results = TypeVar("_Results")
 
 def jit_step(
     train_step: Callable[_Arguments, _Results],
-    policy_or_preset: StepPolicy | Preset | None = None,
+    policy: StepPolicy | Preset | Name | None = None,
     *,
     donate_argnames: str | tuple[str, ...] | None = None,
     state_shardings: Any = None,
 ) -> JitStep[_Arguments, _Results]:
     """The user's step, jitted, under a policy.
 
-        step = jm.jit_step(train_step, jm.load_preset("full_remat"))
+        step = jm.jit_step(train_step, "full_remat")
         state, metrics = step(state, batch)
 
     Args:
         train_step: A plain function, or one that is already jitted: `jax.jit`, ``nnx.jit``, a `functools.partial` or
             ``nnx.cached_partial`` of one. That is used as it is, with its own static arguments and donation. Switches,
             strings and callables given to a plain function are static without being named.
-        policy_or_preset: What to apply; nothing but donation unless said.
+        policy: What to apply; nothing but donation unless said. Text names a preset (several as ``"donate+full_remat"``, or
+            the path of a YAML file), else a word of ``StepPolicy.remat`` or ``StepPolicy.sharding``. ``"fsdp"`` and its like
+            are both: the preset is taken, which says that sharding and nothing else.
         donate_argnames: Arguments whose memory the results take over. None: as the policy says, and where that says
             nothing, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
         state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
@@ -77,13 +80,14 @@ def jit_step(
             arguments, a donation that was asked for and that the compiled program does not make, one buffer in two
             donated places; nothing has run then, and the state is alive.
         EnvironmentSettingError: a preset whose environment was not applied.
+        PresetError: a name that is no preset and no policy.
         PolicyError: at the first call, a policy for gradients on a step that takes none through this library; a loss whose
             gradient would be another one over microbatches, which is compared on a few rows of that call's batch.
     """
-    policy = StepPolicy() if policy_or_preset is None else policy_of(policy_or_preset)
-    require_applied(policy_or_preset)
+    given = StepPolicy() if policy is None else resolve_policy(policy)
+    require_applied(given)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
-    return JitStep(train_step, policy, donate_argnames=names, state_shardings=state_shardings)
+    return JitStep(train_step, policy_of(given), donate_argnames=names, state_shardings=state_shardings)
 
 
 class Judged(NamedTuple):

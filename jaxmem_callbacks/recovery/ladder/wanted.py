@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxmem_callbacks.config.named import policy_of
 from jaxmem_callbacks.planning.search import pareto
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.recoveries import RecoverySettings
 
 
-def settings_wanted(policy_or_preset: Any) -> RecoverySettings:
+def settings_wanted(policy: Any) -> RecoverySettings:
     """The ``recovery`` section of a preset; the defaults for everything else."""
-    return policy_or_preset.recovery if isinstance(policy_or_preset, Preset) else RecoverySettings()
+    return policy.recovery if isinstance(policy, Preset) else RecoverySettings()
 
 
-def policy_wanted(policy_or_preset: Any, plan: Any) -> StepPolicy:
+def policy_wanted(policy: Any, plan: Any) -> StepPolicy:
     """The policy to begin with: what was said, else the plan's, else none.
 
     Raises:
         TypeError: something that is no policy and no preset.
         PlanError: the policy of a plan in which nothing fits.
     """
-    says_policy = not isinstance(policy_or_preset, Preset) or any(
-        key.startswith("policy.") for key in policy_or_preset.said
-    )
-    if policy_or_preset is not None and (says_policy or plan is None):
-        return policy_of(policy_or_preset)
+    says_policy = not isinstance(policy, Preset) or any(key.startswith("policy.") for key in policy.said)
+    if policy is not None and (says_policy or plan is None):
+        return policy_of(policy)
     return StepPolicy() if plan is None else policy_of(plan.policy)
 
 

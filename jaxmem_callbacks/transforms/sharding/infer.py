@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxmem_callbacks.config.named import Name, policy_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules, StepPolicy
-from jaxmem_callbacks.records.presets import Preset, policy_of
+from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.sharding.axes import MeshRoles, axis_names, mesh_roles, require_axes, shipped_rules
 from jaxmem_callbacks.transforms.sharding.leaves import StateLeaf, Words, state_leaves
 from jaxmem_callbacks.transforms.sharding.logical import named_axes, require_met
@@ -24,10 +25,10 @@ from jaxmem_callbacks.transforms.sharding.shapes import ShapeRule, model_width, 
 from jaxmem_callbacks.transforms.sharding.stacked import layer_dimensions
 
 
-def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | Preset) -> Any:
+def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | Preset | Name) -> Any:
     """Where each array of a training state lies under a sharding policy.
 
-        state = jax.device_put(state, jm.infer_shardings(state, mesh, preset))
+        state = jax.device_put(state, jm.infer_shardings(state, mesh, "fsdp"))
 
     Args:
         state: Arrays, `jax.ShapeDtypeStruct`, a Flax TrainState, NNX modules and optimizers (abstract too), Equinox modules, or
