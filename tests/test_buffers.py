@@ -172,7 +172,7 @@ def test_a_persistent_cache_does_not_hide_the_buffers(tmp_path):
 
 def test_figures_of_a_platform_that_reports_none_are_an_error():
     with pytest.raises(ValueError, match=r"reports no memory figures\. Compile for 'cpu'"):
-        memory_figures(types.SimpleNamespace(memory_analysis=lambda: None))
+        memory_figures(types.SimpleNamespace(memory_analysis=lambda: None), "cpu")
 
 
 def test_the_record_of_a_program_is_the_compilers_figures(lowered):
@@ -181,6 +181,7 @@ def test_the_record_of_a_program_is_the_compilers_figures(lowered):
     stats = compiled.memory_analysis()
     assert (memory.temp_bytes, memory.alias_bytes) == (stats.temp_size_in_bytes, stats.alias_size_in_bytes)
     assert memory.total_bytes == (getattr(stats, "total_allocation_bytes", 0) or None)
+    assert memory.assigned_bytes == memory.parts_bytes == (memory.total_bytes or memory.parts_bytes)
     assert memory.compiler_remat == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmem_callbacks.programs.memory_text import disagreement_words
 from jaxmem_callbacks.records import errors
 from jaxmem_callbacks.records.errors import JaxmemError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
@@ -21,11 +22,29 @@ def program(**figures: int) -> ProgramMemory:
     return ProgramMemory(name="step", platform="tpu", target="v5e:1x1", **{**sizes, **figures})
 
 
-def test_a_step_needs_what_the_runtime_says_else_the_sum_without_what_is_reused():
+def test_a_step_needs_its_buffer_assignment_else_the_larger_of_sum_and_total():
     assert program().step_bytes == 100 + 60 - 50 + 7
     assert program(constant_bytes=3).step_bytes == 100 + 60 - 50 + 7 + 3
-    assert program(total_bytes=99).step_bytes == 99
-    assert program(total_bytes=0).step_bytes == 0
+    assert program(total_bytes=300).step_bytes == 300
+    assert program(total_bytes=99).step_bytes == 117  # a total that leaves out a color of XLA's
+    assert program(total_bytes=300, assigned_bytes=99).step_bytes == 99
+    assert [each.step_source for each in (program(), program(total_bytes=300), program(assigned_bytes=1))] == [
+        "arguments + outputs - aliased + temporaries + constants",
+        "the runtime's own total",
+        "the compiler's buffer assignment",
+    ]
+
+
+def test_figures_of_one_step_that_differ_by_more_than_a_hundredth_are_explained():
+    assert disagreement_words(program(total_bytes=118, assigned_bytes=117)) == ()
+    (less,) = disagreement_words(program(total_bytes=99))
+    assert less == (
+        "step needs 117 B by arguments + outputs - aliased + temporaries + constants, and the runtime's own total is 99 B. It "
+        "leaves out memory that XLA keeps apart, as a flag such as xla_gpu_temp_buffer_use_separate_color asks for; the "
+        "program asks for 117 B."
+    )
+    (more,) = disagreement_words(program(assigned_bytes=100))
+    assert "constants add up to 117 B. It counts memory that no value is given; the program asks for 100 B." in more
 
 
 @pytest.mark.parametrize(

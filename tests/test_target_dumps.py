@@ -11,7 +11,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxmem_callbacks.programs.reading.dumps import asked_folder, dump_options, temporary_bytes
+from jaxmem_callbacks.programs.reading.dumps import asked_folder, assigned_by_kind, dump_options
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.records.errors import CompileError
 from tests.target_step import SMALL_ARGS, needs_compiler, small_step
@@ -107,16 +107,16 @@ def test_the_folder_that_was_asked_for(flags, options, folder, monkeypatch):
     assert asked_folder(options) == (folder and pathlib.Path(folder))
 
 
-def test_temporary_bytes_are_the_devices_and_an_unknown_form_is_no_zero(tmp_path):
+def test_assigned_bytes_are_the_devices_and_an_unknown_form_is_no_zero(tmp_path):
     dump = tmp_path / "module_0001.f.tpu_comp_after_optimizations-buffer-assignment.txt"
     dump.write_text(ASSIGNMENT)
-    assert temporary_bytes(tmp_path) == 1000 + 50
+    assert assigned_by_kind(tmp_path, "tpu")["temporary"] == 1000 + 50
     dump.write_text("BufferAssignment: in another form\n")
     with pytest.raises(CompileError, match=r"has an unknown form\. Expected 'allocation N: size"):
-        temporary_bytes(tmp_path)
+        assigned_by_kind(tmp_path, "tpu")
     dump.unlink()
     with pytest.raises(CompileError, match="wrote no"):
-        temporary_bytes(tmp_path)
+        assigned_by_kind(tmp_path, "tpu")
 
 
 def test_dump_options_name_the_folder_alone(tmp_path):

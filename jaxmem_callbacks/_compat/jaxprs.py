@@ -21,6 +21,18 @@ def open_jaxpr(closed: Any) -> Any:
     return getattr(closed, "jaxpr", closed)
 
 
+def argument_names(closed: Any) -> tuple[str, ...] | None:
+    """JAX's own names of a traced function's inputs, such as ``state['w']``, in order; None where it gives none.
+
+    Static arguments have none, and are told from arrays by that alone: no form of a value tells them apart.
+    """
+    opened = open_jaxpr(closed)
+    names = getattr(getattr(opened, "debug_info", None), "arg_names", None)
+    if names is None or len(names) != len(opened.invars) or not all(isinstance(each, str) for each in names):
+        return None
+    return tuple(names)
+
+
 def consts_of(closed: Any) -> Sequence[Any]:
     """The constants that a closed jaxpr carries."""
     return getattr(closed, "consts", None) or ()

@@ -11,6 +11,7 @@ import jax
 
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
+from jaxmem_callbacks.programs.memory_text import disagreement_words
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
@@ -83,6 +84,7 @@ class Compiler:
         self.answers: list[TargetCompilation] = []
         self.notes: dict[str, None] = {}
         self._plain_step = problem.step(problem.base)
+        self._disagreed: tuple[str, ...] = ()
         self.plain = self.facts(problem.base, self._plain_step)
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
@@ -271,6 +273,9 @@ class Compiler:
         answer: TargetCompilation | None = None,
     ) -> Candidate:
         again = max(recomputed_flops(hlo), 1) if memory.compiler_remat else 0
+        if not self._disagreed:  # one sentence a plan: the others' differ in their bytes only
+            self._disagreed = disagreement_words(memory)
+            self.notes |= dict.fromkeys(self._disagreed)
         need, largest = self._need(memory.step_bytes)
         return Candidate(
             policy=policy,

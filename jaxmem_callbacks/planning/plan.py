@@ -302,7 +302,7 @@ def _state_bytes(leaves: Sequence[Leaf], batch: Rows | None) -> int:
         sizes.setdefault(leaf.argument, set()).update(leaf.shape[:1])
 
     def stays(leaf: Leaf) -> bool:
-        if leaf.kind in (PARAMETERS, OPTIMIZER, STATE) or leaf.donated:
+        if leaf.kind in (PARAMETERS, OPTIMIZER, STATE) or leaf.updated:
             return True
         is_frozen = batch is not None and leaf.argument not in batch.arguments and sizes[leaf.argument] - {batch.count}
         return leaf.kind == OTHER and bool(is_frozen)

@@ -46,7 +46,7 @@ def find_rows(problem: Problem, traced: Traced, said: Sequence[str] = ()) -> Row
     Raises:
         PlanError: no such argument, or arguments without one leading dimension in common.
     """
-    state = {leaf.argument for leaf in traced.leaves if leaf.donated} | set(traced.undonated)
+    state = {leaf.argument for leaf in traced.leaves if leaf.donated or leaf.updated} | set(traced.undonated)
     arguments = dict(named_arguments(problem.train_step, problem.args, dict(problem.kwargs)))
     free = {
         name: value

@@ -126,7 +126,7 @@ def _memory(name: str, statistics: Any) -> ProgramMemory | None:
     if statistics is None:
         return None
     platform = jax.local_devices()[0].platform
-    return ProgramMemory(name=name, platform=platform, target="attached", **figures_of(statistics))  # type: ignore[arg-type]
+    return ProgramMemory(name=name, platform=platform, target="attached", **figures_of(statistics, platform))  # type: ignore[arg-type]
 
 
 def _key(compilation: Compilation) -> tuple[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.memory_text import large_constants, memory_table
+from jaxmem_callbacks.programs.memory_text import disagreement_words, large_constants, memory_table
 from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
@@ -51,7 +51,7 @@ class StepMemory:
 
     @property
     def step_bytes(self) -> int:
-        """What the step needs: the runtime's own total where it has one, else argument + output - alias + temp + constant."""
+        """What the step needs: its buffer assignment, else the larger of its parts added up and the runtime's own total."""
         return self.program.step_bytes
 
     @property
@@ -245,6 +245,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
         )
     if program.memory is not None:
         told += large_constants(step.name, program.memory.step_bytes, program.memory.constant_bytes)
+        told += disagreement_words(program.memory)
     told += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
         told.append(_offloads_nothing(program.memory))

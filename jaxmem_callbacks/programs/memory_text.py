@@ -14,7 +14,6 @@ from jaxmem_callbacks.records.units import format_bytes
 # Constants of so many bytes, and of this share of what the step needs, are worth a word.
 _LARGE = 2**20
 _LARGE_SHARE = 0.01
-_SUM = "arguments + outputs - aliased + temporaries + constants"
 
 
 def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> str:
@@ -44,6 +43,20 @@ def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[
         "peak() tells the padding of each array."
     )
     return ["", *wrapped([remark])]
+
+
+def disagreement_words(program: ProgramMemory) -> tuple[str, ...]:
+    """A sentence for each other figure of the same bytes that differs by more than 1 %, and which of them is right."""
+    step = format_bytes(program.step_bytes)
+    less = (
+        "It leaves out memory that XLA keeps apart, as a flag such as xla_gpu_temp_buffer_use_separate_color asks for"
+    )
+    more = "It counts memory that no value is given"
+    return tuple(
+        f"{program.name} needs {step} by {program.step_source}, and {words} {format_bytes(count)}. "
+        f"{less if count < program.step_bytes else more}; the program asks for {step}."
+        for words, count in program.disagreements
+    )
 
 
 def large_constants(name: str, step_bytes: int | None, constant_bytes: int | None) -> tuple[str, ...]:
@@ -91,13 +104,12 @@ def _near(source: str | None) -> str:
 
 
 def _figures(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[tuple[str, ...]]:
-    by = "the runtime's own total" if program.total_bytes is not None else _SUM
     donated = (
         f"outputs that reuse donated arguments ({format_bytes(sum(row.donated_bytes for row in arguments))} donated)"
     )
     host = ("on the host", format_bytes(program.host_temp_bytes), "offloaded values, besides what the device needs")
     return [
-        ("step", format_bytes(program.step_bytes), by),
+        ("step", format_bytes(program.step_bytes), program.step_source),
         ("arguments", format_bytes(program.argument_bytes), "what the step is given and uses"),
         ("outputs", format_bytes(program.output_bytes), "what it returns, reused arguments included"),
         ("aliased", format_bytes(program.alias_bytes), donated),

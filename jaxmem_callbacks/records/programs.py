@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+_ALIKE = 0.01  # of a step's bytes: figures that differ by less are one figure
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArgumentMemory:
@@ -73,7 +75,9 @@ class ProgramMemory:
         alias_bytes: Results that reuse a donated argument's memory.
         temp_bytes: Temporaries: activations, residuals, workspace.
         constant_bytes: Arrays in the program, such as data that the step closes over; None where nobody read its text.
-        total_bytes: The runtime's own whole-program total where it has one (jaxlib 0.12), else None.
+        total_bytes: The runtime's own whole-program total where it has one (jaxlib 0.12), else None. It leaves out what XLA
+            keeps apart from the rest, such as temporaries under ``xla_gpu_temp_buffer_use_separate_color``.
+        assigned_bytes: The sum of the compiler's buffer assignment where it gives one (CPU and GPU), else None.
         compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit.
         host_temp_bytes: Host memory in which offloaded values wait; not part of what the device needs.
     """
@@ -87,16 +91,42 @@ class ProgramMemory:
     temp_bytes: int
     constant_bytes: int | None = None
     total_bytes: int | None = None
+    assigned_bytes: int | None = None
     compiler_remat: int = 0
     host_temp_bytes: int = 0
 
     @property
-    def step_bytes(self) -> int:
-        """What one step needs on one device: the runtime's own total, else argument + output - alias + temp + constant."""
-        if self.total_bytes is not None:
-            return self.total_bytes
+    def parts_bytes(self) -> int:
+        """Its parts added up: argument + output - alias + temp + constant."""
         known = self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
         return known + (self.constant_bytes or 0)
+
+    @property
+    def step_bytes(self) -> int:
+        """What one step needs on one device: its buffer assignment, else the larger of its parts and the runtime's own total."""
+        if self.assigned_bytes is not None:
+            return self.assigned_bytes
+        return max(self.parts_bytes, self.total_bytes or 0)
+
+    @property
+    def step_source(self) -> str:
+        """Where `step_bytes` comes from."""
+        if self.assigned_bytes is not None:
+            return "the compiler's buffer assignment"
+        if (self.total_bytes or 0) > self.parts_bytes:
+            return "the runtime's own total"
+        return "arguments + outputs - aliased + temporaries + constants"
+
+    @property
+    def disagreements(self) -> tuple[tuple[str, int], ...]:
+        """Other figures of the same bytes that differ from `step_bytes` by more than 1 %: what each is, and its bytes."""
+        parts = ("arguments, outputs, temporaries and constants add up to", self.parts_bytes)
+        total = ("the runtime's own total is", self.total_bytes)
+        return tuple(
+            (words, count)
+            for words, count in (parts, total)
+            if count is not None and abs(count - self.step_bytes) > _ALIKE * self.step_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

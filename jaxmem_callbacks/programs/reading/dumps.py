@@ -103,10 +103,10 @@ def read_allocations(folder: pathlib.Path) -> tuple[Allocation, ...]:
     return tuple(found)
 
 
-def temporary_bytes(folder: pathlib.Path) -> int:
-    """Bytes of a TPU's main memory that the program's temporaries share, as it will be asked for.
+def assigned_by_kind(folder: pathlib.Path, platform: str) -> dict[Kind, int]:
+    """Bytes of the device's main memory that a program will ask for, by kind of allocation.
 
-    libtpu before 0.0.52 tells up to a quarter more in its statistics than its buffer assignment, and than the runtime's total.
+    libtpu before 0.0.52 counts up to a quarter more temporaries in its statistics than its buffer assignment has.
 
     Raises:
         CompileError: there is no dump, or it has another form.
@@ -115,7 +115,11 @@ def temporary_bytes(folder: pathlib.Path) -> int:
     every = tuple(_allocation(head, []) for head in map(_ALLOCATION.match, lines) if head)
     if not every:
         raise _unknown_form(folder)
-    return sum(each.bytes for each in device_allocations(every, "tpu") if each.kind == "temporary")
+    sizes: dict[Kind, int] = {}
+    for each in device_allocations(every, platform):
+        if each.kind != "thread-local":
+            sizes[each.kind] = sizes.get(each.kind, 0) + each.bytes
+    return sizes
 
 
 def _unknown_form(folder: pathlib.Path) -> CompileError:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 
-from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.transforms.frameworks import framework_of
@@ -65,10 +65,12 @@ class Jitted:
         full = self.full(args, kwargs)
         return arrays_of(full) if self.is_equinox else full
 
-    def leaves(self, arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered) -> list[Leaf]:
+    def leaves(
+        self, arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered, jaxpr: Any
+    ) -> list[Leaf]:
         """`call_leaves` of the arguments that it takes: Equinox's program takes what it donates before all else."""
         if not self.is_equinox:
-            return call_leaves(arguments, positional, lowered)
+            return call_leaves(arguments, positional, lowered, jaxpr)
         names = parameter_names(self.function)
         order = {name: place for place, name in enumerate(names)}
         if self.lowering.donate_rest and not self.lowering.donate_first:
@@ -80,19 +82,24 @@ class Jitted:
         full_args, full_kwargs = self.full(args, kwargs)
         return self.lowering.lower(*full_args, **full_kwargs)
 
-    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[jax.stages.Lowered, str]:
-        """JAX's own lowering for these arguments, and what identifies its operations; empty for a jit that does not tell."""
+    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[jax.stages.Lowered, Any]:
+        """JAX's own lowering for these arguments, and what was traced; None for a jit that does not tell."""
         if not hasattr(self.lowering, "trace"):
-            return jax_lowered(self.lower(args, kwargs)), ""
+            return jax_lowered(self.lower(args, kwargs)), None
         full_args, full_kwargs = self.full(args, kwargs)
         traced = self.lowering.trace(*full_args, **full_kwargs)
-        return jax_lowered(traced.lower()), operations_of(jax_traced(traced).jaxpr)
+        return jax_lowered(traced.lower()), jax_traced(traced).jaxpr
 
 
 def already_jitted(step: Callable[..., Any]) -> Jitted | None:
     """The jit that the user made, through any partial of Python's or Equinox's around it; None for a plain function."""
     step = unwatched(step)
     if hasattr(step, "lower"):
+        if isinstance(step, types.MethodType):  # the jit is the class's, and has the object as its first argument
+            function = inspect.unwrap(step.__func__)
+            return Jitted(
+                call=step, lowering=step.__func__, function=function, bound_args=(step.__self__,), bound_kwargs={}
+            )
         return Jitted(call=step, lowering=step, function=inspect.unwrap(step), bound_kwargs={})
     if isinstance(step, functools.partial) or _is_bound_by_equinox(step):
         partial = cast("functools.partial[Any]", step)

@@ -6,6 +6,8 @@ The order and the shapes come from the lowered program; the names come from the 
 from __future__ import annotations
 
 import inspect
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +15,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
 from jaxmem_callbacks.programs.steps.moments import places_with_moments
+from jaxmem_callbacks.programs.steps.roles import Role, roles_of
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import PARAMETERS, NodeKind, kind_of_argument, kind_of_node
+from jaxmem_callbacks.transforms.kinds import (
+    BATCH,
+    OPTIMIZER,
+    PARAMETERS,
+    NodeKind,
+    is_named,
+    kind_of_argument,
+    kind_of_node,
+)
+
+# How JAX writes an input: the parameter, and what follows it.
+_INPUT = re.compile(r"(?P<name>\w+)(?:\[(?:(?P<place>\d+)|'(?P<key>\w+)')\])?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +46,7 @@ class Leaf:
         value: The array, `jax.ShapeDtypeStruct` or Python number itself, or None where it could not be told.
         donated: Whether JAX was told to donate it.
         by_class: Whether its class says what it holds, and not a name.
+        updated: Whether the step is known to return it updated.
     """
 
     argument: str
@@ -41,6 +57,7 @@ class Leaf:
     value: Any = None
     donated: bool = False
     by_class: bool = False
+    updated: bool = False
 
     @property
     def type_text(self) -> str:
@@ -102,24 +119,69 @@ def _nodes(
             yield (*root, *path), node, kind or around
 
 
-def call_leaves(arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered) -> list[Leaf]:
+def call_leaves(
+    arguments: Sequence[tuple[str, Any]], positional: int, lowered: jax.stages.Lowered, jaxpr: Any = None
+) -> list[Leaf]:
     """The leaves of a lowered call in the program's own order, named after the user's arguments.
 
     Args:
         arguments: All arguments with names, static ones included, as `named_arguments` gives them.
         positional: How many of them were given by position.
         lowered: What JAX made of the call: static arguments are gone, donation is marked.
+        jaxpr: What was traced, where the jit tells: it says which arguments are static and what each array is in the step.
     """
     infos = lowered.in_tree.flatten_up_to(lowered.args_info)
-    aligned = _dynamic_arguments(arguments, positional, lowered.in_tree)
+    aligned = _named_by_jax(arguments, jaxpr) or _dynamic_arguments(arguments, positional, lowered.in_tree, infos)
     if aligned is None:
         every = [leaf for name, value in arguments for leaf in user_leaves(name, value) if is_dynamic(leaf.value)]
-        return _parameters_known(_named("argument", every, infos))
-    leaves: list[Leaf] = []
-    for name, value, count in aligned:
-        part = infos[len(leaves) : len(leaves) + count]
-        leaves += _named(name, user_leaves(name, value), part)
-    return _parameters_known(leaves)
+        leaves = _named("argument", every, infos)
+    else:
+        leaves = []
+        for name, value, count in aligned:
+            part = infos[len(leaves) : len(leaves) + count]
+            leaves += _named(name, user_leaves(name, value), part)
+    return _parameters_known(_with_roles(leaves, jaxpr))
+
+
+def _named_by_jax(arguments: Sequence[tuple[str, Any]], jaxpr: Any) -> list[tuple[str, Any, int]] | None:
+    """(name, value, leaves) of the arguments that the program sees, by the names that JAX gives its inputs."""
+    inputs = None if jaxpr is None else argument_names(jaxpr)
+    if inputs is None:
+        return None
+    names = [name for name, _ in arguments]
+    counts = Counter(_argument_of(each, names) for each in inputs)
+    aligned = [(name, value, counts.pop(name)) for name, value in arguments if name in counts]
+    return aligned if not counts and all(_is_taken_whole(value, count) for _, value, count in aligned) else None
+
+
+def _argument_of(written: str, names: Sequence[str]) -> str | None:
+    """Which argument an input is of: JAX writes ``state['w']``, ``rest[0]`` for ``*rest``, ``options['x']`` for ``**options``."""
+    found = _INPUT.match(written)
+    if found is None or found["name"] in names:
+        return found and found["name"]
+    if found["key"]:
+        return found["key"] if found["key"] in names else None
+    unnamed = [name for name in names if name.startswith("args[")]
+    return unnamed[int(found["place"])] if found["place"] and int(found["place"]) < len(unnamed) else None
+
+
+def _with_roles(leaves: list[Leaf], jaxpr: Any) -> list[Leaf]:
+    """The leaves by what the step does with them, but for those whose class or own name says better."""
+    if jaxpr is None or len(open_jaxpr(jaxpr).invars) != len(leaves):
+        return leaves
+    roles = roles_of(jaxpr)
+    return [
+        leaf if role is None else replace(leaf, **_role(leaf, role)) for leaf, role in zip(leaves, roles, strict=True)
+    ]
+
+
+def _role(leaf: Leaf, role: Role) -> dict[str, Any]:
+    """What a leaf's role in the step says of it. A name below the argument's own stays where it is of the same sort."""
+    is_trained = role.updated and role.kind in (PARAMETERS, OPTIMIZER)
+    if leaf.kind == BATCH and not is_trained:  # given back changed, or differentiated for its own sake
+        return {}
+    is_certain = leaf.by_class or (leaf.kind in (PARAMETERS, OPTIMIZER) and is_named(leaf.path))
+    return {"updated": role.updated, "kind": leaf.kind if is_certain or role.kind is None else role.kind}
 
 
 def _parameters_known(leaves: list[Leaf]) -> list[Leaf]:
@@ -128,7 +190,7 @@ def _parameters_known(leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _dynamic_arguments(
-    arguments: Sequence[tuple[str, Any]], positional: int, in_tree: Any
+    arguments: Sequence[tuple[str, Any]], positional: int, in_tree: Any, infos: Sequence[Any]
 ) -> list[tuple[str, Any, int]] | None:
     """(name, value, leaves) of the arguments that the program sees, or None where the call has another form."""
     by_position, by_name = in_tree.children()
@@ -139,7 +201,8 @@ def _dynamic_arguments(
     aligned: list[tuple[str, Any, int]] = []
     for i, (name, value) in enumerate(given):
         rest_defs = len(defs) - len(aligned)
-        if rest_defs and (len(given) - i == rest_defs or _fits(value, defs[len(aligned)])):
+        shapes = [tuple(info.shape) for info in infos[sum(count for _, _, count in aligned) :]]
+        if rest_defs and (len(given) - i == rest_defs or _fits(value, defs[len(aligned)], shapes)):
             aligned.append((name, value, defs[len(aligned)].num_leaves))
     if len(aligned) != len(defs) or not all(_is_taken_whole(value, count) for _, value, count in aligned):
         return None
@@ -153,12 +216,13 @@ def _is_taken_whole(value: Any, count: int) -> bool:
     return framework_of(value) is not None or len(jax.tree.leaves(value)) == count
 
 
-def _fits(value: Any, treedef: Any) -> bool:
+def _fits(value: Any, treedef: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether a value can be what the program takes at this place (so it is not static)."""
     if framework_of(value) is not None:
         return True
     leaves, own = jax.tree.flatten(value)
-    return own == treedef and all(is_dynamic(leaf) for leaf in leaves)
+    are_alike = all(getattr(leaf, "shape", ()) == shape for leaf, shape in zip(leaves, shapes, strict=False))
+    return own == treedef and are_alike and all(is_dynamic(leaf) for leaf in leaves)
 
 
 def is_array(leaf: Any) -> bool:

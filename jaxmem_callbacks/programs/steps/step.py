@@ -24,6 +24,7 @@ from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.arrays_apart import arrays_apart
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
+from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced
@@ -227,7 +228,7 @@ class JitStep(Generic[_Arguments, _Results]):
             traced = jax_traced(self.trace(*args, **kwargs))
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
-            leaves = self._making.pinned(jitted.leaves(arguments, count, traced))
+            leaves = self._making.pinned(jitted.leaves(arguments, count, traced, traced.jaxpr))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings)
@@ -345,14 +346,14 @@ class JitStep(Generic[_Arguments, _Results]):
         jitted = self._made(args, kwargs)
         self.latest_call = abstract_call(args, kwargs)
         with self._tracing():
-            lowered, operations = jitted.lowered(args, kwargs)
+            lowered, jaxpr = jitted.lowered(args, kwargs)
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
             if self._own_jit is not None:
                 self._making.require_placed(jitted.function, arguments, lowered.out_info)
             compiled = lowered.compile()
             require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted)
-        leaves = jitted.leaves(arguments, count, lowered)
+        leaves = jitted.leaves(arguments, count, lowered, jaxpr)
         program = read_program(
             self.name,
             leaves,
@@ -361,7 +362,7 @@ class JitStep(Generic[_Arguments, _Results]):
             static={name: value for name, value in arguments if name in self._making.static},
             requested_names=self._making.donated,
             undonated=undonated_names(arguments, leaves, lowered.out_info),
-            operations=operations,
+            operations="" if jaxpr is None else operations_of(jaxpr),
         )
         self._register(program)
         return Judged(program, leaves, lowered, jitted.function)

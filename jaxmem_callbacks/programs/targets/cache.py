@@ -45,7 +45,7 @@ _READ_BY_COMPILERS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "NVIDIA_TF32
 _NAMES_FILES = re.compile(r"xla_dump|--\w*(?:file|path|dir|_from|_to)(?:_\w*)?=|=\S*/")
 _TOOLS = re.compile(r"--xla_gpu_cuda_data_dir=\S+")  # where CUDA's tools lie, which come with the versions
 # Modules of reading/ whose code makes figures of an answer.
-_FIGURES_IN = ("compiler_figures", "dumps")
+_FIGURES_IN = ("assignment", "compiler_figures", "dumps")
 # What an entry that is truncated, foreign or made by other code raises when it is read.
 _BROKEN = (
     OSError,

@@ -51,22 +51,25 @@ def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
     compiled = lowered.compile(compiler_options=request["compiler_options"])
     seconds = time.monotonic() - start
     (place / "optimised.hlo").write_text(compiled.as_text() or "", "utf-8")
-    figures = memory_figures(compiled)
-    if request["platform"] == "tpu":
-        figures["temp_bytes"] = _allocated(request["compiler_options"]["xla_dump_to"], figures["temp_bytes"] or 0)
+    figures = memory_figures(compiled, request["platform"])
+    figures |= _assigned(request, place)
     return {"figures": figures, "compile_seconds": seconds, "kept": kept}
 
 
-def _allocated(dump: str, told: int) -> int:
-    """Temporary bytes by the buffer assignment, where it can be read; else those that the statistics told."""
-    from jaxmem_callbacks.programs.reading.dumps import temporary_bytes
+def _assigned(request: dict[str, Any], place: pathlib.Path) -> dict[str, int]:
+    """Figures by the buffer assignment, where this compile wrote it beside its answer and it can be read."""
+    from jaxmem_callbacks.programs.reading.dumps import assigned_by_kind
     from jaxmem_callbacks.records.errors import CompileError
 
+    dump = pathlib.Path(request["compiler_options"].get("xla_dump_to", ""))
+    if dump.parent != place:
+        return {}
     try:
-        return temporary_bytes(pathlib.Path(dump))
+        sizes = assigned_by_kind(dump, request["platform"])
     except CompileError as error:
-        warnings.warn(f"{error} Temporary bytes are those of its statistics, which can be others.", stacklevel=1)
-        return told
+        warnings.warn(f"{error} Its figures are those of the compiler's statistics, which can be others.", stacklevel=1)
+        return {}
+    return {"temp_bytes": sizes.get("temporary", 0), "assigned_bytes": sum(sizes.values())}
 
 
 def _lower(request: dict[str, Any], place: pathlib.Path) -> tuple[Any, list[int]]:

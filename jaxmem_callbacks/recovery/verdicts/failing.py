@@ -124,7 +124,7 @@ def by_size(facts: OomFacts, before: CallsBefore | None = None) -> Failing | Non
 
 
 def _is_asked(memory: ProgramMemory, asked: int | None) -> bool:
-    sizes = (memory.temp_bytes, memory.total_bytes or 0)
+    sizes = (memory.temp_bytes, memory.total_bytes or 0, memory.assigned_bytes or 0)
     return asked is not None and any(size and abs(size - asked) <= _NEAR * asked for size in sizes)
 
 
@@ -201,7 +201,7 @@ def _others() -> list[ProgramMemory]:
 
 def _memory(program: LiveProgram) -> ProgramMemory:
     platform = jax.local_devices()[0].platform
-    figures: Any = figures_of(program.statistics)
+    figures: Any = figures_of(program.statistics, platform)
     return ProgramMemory(name=program.name, platform=platform, target="attached", **figures)
 
 

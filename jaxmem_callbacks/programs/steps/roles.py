@@ -1,0 +1,247 @@
+"""A traced step enters; what each of its inputs is in it leaves: trained, an optimizer's, other state, or nothing that is known.
+
+Told from dataflow, whatever the arguments are called. An input is returned updated where some result has its shape and dtype and
+is made of it element by element. If the result is also made of the backward pass, the input is a parameter where the forward pass
+reads it, and the optimizer's where it does not. An input without such a result is a parameter where the step returns a gradient
+for it. What the step only reads is left open: no dataflow tells a batch from a frozen weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, scan_arity, subjaxprs
+from jaxmem_callbacks.transforms.equations import is_variable
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
+
+# What makes its result of other elements of an operand than those at the same place.
+_MIXING = frozenset(
+    {
+        "dot_general",
+        "conv_general_dilated",
+        "gather",
+        "sort",
+        "rev",
+        "transpose",
+        "cumsum",
+        "cumprod",
+        "cummax",
+    }
+    | {
+        "cummin",
+        "cumlogsumexp",
+        "dynamic_slice",
+        "triangular_solve",
+        "cholesky",
+        "lu",
+        "qr",
+        "svd",
+        "fft",
+        "random_bits",
+    }
+    | {"random_wrap", "random_unwrap", "random_split", "random_fold_in", "threefry2x32", "all_gather", "ppermute"}
+    | {"all_to_all", "psum_scatter", "reduce_scatter", "rng_bit_generator", "eigh", "eig", "schur", "iota"}
+)
+_PASSES = ("jvp(", "transpose(")
+_MOST_PASSES_OF_LOOP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one input is in a step.
+
+    Attributes:
+        kind: A word of `transforms.kinds`, or None where dataflow does not tell.
+        updated: Whether some result is the same array updated.
+    """
+
+    kind: str | None
+    updated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a value is made of.
+
+    Attributes:
+        elements: Inputs that it is made of element by element, as bits.
+        sources: Inputs that it is made of in any way.
+        is_gradient: Whether the backward pass is in it.
+    """
+
+    elements: int = 0
+    sources: int = 0
+    is_gradient: bool = False
+
+    def __or__(self, other: _Made) -> _Made:
+        gradient = self.is_gradient or other.is_gradient
+        return _Made(self.elements | other.elements, self.sources | other.sources, gradient)
+
+
+_NOTHING = _Made()
+
+
+def roles_of(closed: Any) -> tuple[Role | None, ...]:
+    """The role of each input of a traced step; None where the step only reads it.
+
+    Args:
+        closed: What was traced.
+    """
+    jaxpr = open_jaxpr(closed)
+    flow = _Flow()
+    made = flow.through(jaxpr, [_Made(1 << place, 1 << place) for place in range(len(jaxpr.invars))], pass_around="")
+    claimed = _claimed(jaxpr, made, flow.read_forward)
+    forward = [bool(flow.read_forward >> place & 1) for place in range(len(jaxpr.invars))]
+    roles: list[Role | None] = [None] * len(jaxpr.invars)
+    for place, result in claimed.items():
+        roles[place] = Role(_kind_of_updated(jaxpr.invars[place], made[result], is_read=forward[place]), updated=True)
+    for place in _with_gradients(jaxpr, made, claimed, forward):
+        roles[place] = Role(PARAMETERS, updated=False)
+    return tuple(roles)
+
+
+def _kind_of_updated(var: Any, result: _Made, *, is_read: bool) -> str:
+    is_float = jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    if result.is_gradient and is_float:
+        return PARAMETERS if is_read else OPTIMIZER
+    return STATE
+
+
+def _claimed(jaxpr: Any, made: Sequence[_Made], read_forward: int) -> dict[int, int]:
+    """Input -> the result that is the same array updated.
+
+    Results that are made of fewest inputs choose first: new moments, then new parameters, then averages of these. An input that
+    the forward pass reads is left for a later result that is made of it too, as where moments hold decayed weights.
+    """
+    places: dict[Any, list[int]] = {}
+    for place, var in enumerate(jaxpr.invars):
+        places.setdefault(_type(var), []).append(place)
+    claimed: dict[int, int] = {}
+    order = sorted(range(len(made)), key=lambda each: made[each].elements.bit_count())
+    later = Counter(
+        place
+        for result in order
+        for place in places.get(_type(jaxpr.outvars[result]), ())
+        if made[result].elements >> place & 1
+    )
+    for result in order:
+        alike = [place for place in places.get(_type(jaxpr.outvars[result]), ()) if made[result].elements >> place & 1]
+        later.subtract(alike)
+        free = [place for place in alike if place not in claimed]
+        read = [place for place in free if read_forward >> place & 1]
+        others = [place for place in free if place not in read]
+        if made[result].is_gradient and any(not later[place] for place in read):
+            others = []
+        for place in (others or free)[:1]:
+            claimed[place] = result
+    return claimed
+
+
+def _with_gradients(
+    jaxpr: Any, made: Sequence[_Made], claimed: dict[int, int], forward: Sequence[bool]
+) -> Iterable[int]:
+    """Inputs that the forward pass reads and whose gradient the step returns as it is."""
+    taken = set(claimed.values())
+    left: dict[Any, int] = {}
+    for result, var in enumerate(jaxpr.outvars):
+        if result not in taken and made[result].is_gradient and not made[result].elements and var.aval.shape:
+            left[_type(var)] = left.get(_type(var), 0) + 1
+    for place, var in enumerate(jaxpr.invars):
+        if place not in claimed and forward[place] and left.get(_type(var)):
+            left[_type(var)] -= 1
+            yield place
+
+
+def _type(var: Any) -> Any:
+    return getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", None)
+
+
+class _Flow:
+    """Follows inputs through a jaxpr; remembers which of them the differentiated function reads."""
+
+    def __init__(self) -> None:
+        self.read_forward = 0
+
+    def through(self, jaxpr: Any, given: Sequence[_Made], *, pass_around: str) -> list[_Made]:
+        """What the results of a jaxpr are made of.
+
+        Args:
+            jaxpr: An open one.
+            given: What its inputs are made of.
+            pass_around: The names of the transforms that the jaxpr as a whole is a part of.
+        """
+        known: dict[Any, _Made] = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [known.get(each, _NOTHING) if is_variable(each) else _NOTHING for each in eqn.invars]
+            scope = pass_around + _scope(eqn.source_info.name_stack)
+            results = self._made_by(eqn, operands, scope)
+            known |= dict(zip(eqn.outvars, results, strict=True))
+        return [known.get(each, _NOTHING) if is_variable(each) else _NOTHING for each in jaxpr.outvars]
+
+    def _made_by(self, eqn: Any, operands: list[_Made], scope: str) -> list[_Made]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self._made_by_scan(eqn, operands, scope)
+        if name == "while":
+            return self._made_by_while(eqn, operands, scope)
+        inner = subjaxprs(eqn)
+        if name == "cond":
+            branches = [self.through(each, operands[1:], pass_around=scope) for each in inner]
+            return [functools.reduce(_Made.__or__, several) for several in zip(*branches, strict=True)]
+        if inner and len(inner[0].invars) == len(operands) and len(inner[0].outvars) == len(eqn.outvars):
+            return self.through(inner[0], operands, pass_around=scope)
+        is_differentiated = any(word in scope for word in _PASSES)
+        if is_differentiated:
+            for operand in operands:
+                self.read_forward |= 0 if operand.is_gradient else operand.sources
+        is_gradient = _PASSES[1] in scope or any(operand.is_gradient for operand in operands)
+        sources = functools.reduce(int.__or__, (operand.sources for operand in operands), 0)
+        return [_Made(_elements(eqn, operands, var), sources, is_gradient) for var in eqn.outvars]
+
+    def _made_by_scan(self, eqn: Any, operands: list[_Made], scope: str) -> list[_Made]:
+        constants, carried = scan_arity(eqn)
+        (body,) = subjaxprs(eqn)
+        sliced = operands[constants + carried :]
+        held, results = operands[constants : constants + carried], []
+        for _ in range(_MOST_PASSES_OF_LOOP):
+            results = self.through(body, [*operands[:constants], *held, *sliced], pass_around=scope)
+            grown = [one | other for one, other in zip(held, results[:carried], strict=True)]
+            if grown == held:
+                break
+            held = grown
+        # Slice by slice is element by element: a loop over layers updates each of them.
+        return [*held, *results[carried:]]
+
+    def _made_by_while(self, eqn: Any, operands: list[_Made], scope: str) -> list[_Made]:
+        before, inside = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        body = open_jaxpr(eqn.params["body_jaxpr"])
+        held = operands[before + inside :]
+        for _ in range(_MOST_PASSES_OF_LOOP):
+            results = self.through(body, [*operands[before : before + inside], *held], pass_around=scope)
+            grown = [one | other for one, other in zip(held, results, strict=True)]
+            if grown == held:
+                break
+            held = grown
+        return held
+
+
+def _elements(eqn: Any, operands: Sequence[_Made], result: Any) -> int:
+    """Inputs that a result is made of element by element: through operands of its shape."""
+    if eqn.primitive.name in _MIXING:
+        return 0
+    shape, elements = getattr(result.aval, "shape", ()), 0
+    for atom, operand in zip(eqn.invars, operands, strict=True):
+        if getattr(atom.aval, "shape", ()) == shape:
+            elements |= operand.elements
+    return elements
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope(name_stack: Any) -> str:
+    return str(name_stack)
