@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers
 
-The texts of tests/data/oom_wordings.jsonl enter, each with the answer that is right for it: failures for want of memory as public
-reports, documents and sources word them, and texts that only look like one. They were collected for this library, whose tests
-hold it to all of them; so its own share says nothing. The peer is installed by `make bench-peers`.
+The texts of tests/data/oom_wordings.jsonl and oom_prose.jsonl enter, each with the answer that is right for it: failures for want
+of memory as public reports, documents and sources word them, texts that only look like one, and prose about one. They were made
+for this library, whose tests hold it to all of them; so its own share says nothing. The peer is installed by `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Callable
 import jaxmem_callbacks as jm
 from benchmarks.sources import ROOT, write_result
 
-TEXTS = ROOT / "tests" / "data" / "oom_wordings.jsonl"
+TEXTS = [ROOT / "tests" / "data" / name for name in ("oom_wordings.jsonl", "oom_prose.jsonl")]
 
 
 def told(is_oom: Callable[[str], bool]) -> dict[str, dict[str, int]]:
     """How many texts are taken for a failure for want of memory: of those that are one, by platform, and of the others."""
-    rows = [json.loads(line) for line in TEXTS.read_text("utf-8").splitlines()]
+    rows = [json.loads(line) for file in TEXTS for line in file.read_text("utf-8").splitlines()]
     found: dict[str, Counter[str]] = {"failures": Counter(), "others": Counter()}
     for row in rows:
         group = found["failures" if row["expect"]["is_oom"] else "others"]

@@ -93,7 +93,7 @@ def test_a_gpu_log_tells_figures_dump_and_tables_with_their_lines():
         requested_bytes=4 * GIB,
         limit_bytes=16 * GIB,
         used_bytes=6 * GIB + 256 * MIB,
-        fragmentation=True,
+        fragmentation=True,  # by the dump
         allocator="GPU_0_bfc",
         program="jit_train_step",
     )
@@ -171,7 +171,7 @@ def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told()
         (
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4.00GiB.",
             "unknown",
-            "does not say what was free",
+            "nothing says what was free",
         ),
         (
             "Attempting to allocate 5.94M. That was not possible. There are 4.20M free.",
@@ -181,8 +181,8 @@ def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told()
         ("Allocation (size=200) would exceed memory (size=100) :: #a", "capacity", "it alone is larger than the limit"),
         (
             "RESOURCE_EXHAUSTED: Failed to instantiate CUDA graph: CUDA_ERROR_OUT_OF_MEMORY",
-            "unknown",
-            "how much was asked for",
+            "refused",
+            "the device itself was full",
         ),
         (
             "Attempting to allocate 31.06M. That was not possible. There are 58.64M free.",
@@ -208,6 +208,45 @@ def test_why_it_did_not_fit_is_told_or_unknown_because(text, cause, words):
     assert why(found)[1] in sentence(found)
 
 
+def pool_log(asked: int, pool: int, limit: int, used: int, before: str = "") -> str:
+    told = f"I Total bytes in pool: {pool} memory_limit_: {limit} available bytes: {limit - pool}\n"
+    return f"{before}W Allocator (GPU_0_bfc) ran out of memory trying to allocate {asked}\n{told}Limit: {limit}\nInUse: {used}\n"
+
+
+DRIVER = "I failed to allocate 6.00GiB (6442450944 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "words"),
+    [
+        (pool_log(4 * GIB, 10 * GIB, 16 * GIB, 9 * GIB), "refused", "could still grow by 6.0 GiB"),
+        (pool_log(4 * GIB, 10 * GIB, 16 * GIB, 9 * GIB, before=DRIVER), "refused", "something else holds the rest"),
+        (
+            pool_log(4 * GIB, 14 * GIB, 16 * GIB, 11 * GIB),
+            "growth",
+            "neither that nor the 3.0 GiB free in it was enough alone",
+        ),
+        (pool_log(6 * GIB, 14 * GIB, 16 * GIB, 11 * GIB), "capacity", "more was asked for than was free"),
+        (pool_log(3 * GIB, 14 * GIB, 16 * GIB, 11 * GIB), "fragmentation", "not in one piece"),
+        (
+            DRIVER + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.",
+            "refused",
+            "the device itself was full",
+        ),
+        (
+            f"W Allocator (GPU_0_bfc) ran out of memory trying to allocate {GIB}\nLimit: {16 * GIB}\nInUse: {9 * GIB}\n",
+            "unknown",
+            "nothing says what the pool itself had free",
+        ),
+    ],
+)
+def test_a_pool_that_could_grow_and_a_driver_that_refused_are_no_fragmentation(text, cause, words):
+    found = one(text)
+    assert why(found)[0] == cause
+    assert words in why(found)[1]
+    assert why(found)[1] in sentence(found)
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -227,11 +266,20 @@ def test_why_it_did_not_fit_is_told_or_unknown_because(text, cause, words):
         ("NCCL WARN Cuda failure 2 'out of memory'", "XLA_CLIENT_MEM_FRACTION"),
         ("Autotuning failed for HLO: x: Out of memory while trying to allocate 4.00GiB", "xla_gpu_autotune_level"),
         (GPU_LOG, "gpu_async"),
+        (pool_log(4 * GIB, 14 * GIB, 16 * GIB, 11 * GIB), "gpu_preallocate"),
         (GPU_LOG, "jm.defragment(state)"),
     ],
 )
 def test_what_can_be_tried_suits_the_failure(text, line):
     assert any(line in told for _, told in tries(one(text)))
+
+
+def test_where_the_device_had_no_more_it_is_asked_who_holds_it():
+    text = pool_log(4 * GIB, 10 * GIB, 16 * GIB, 9 * GIB, before=DRIVER)
+    words, line = tries(one(text))[0]
+    assert words.startswith("Does something else hold memory of the GPU: another process, or PyTorch")
+    assert line == ""
+    assert not any("defragment" in line or "apply_environment" in line for _, line in tries(one(text)))
 
 
 def test_fifty_megabytes_take_seconds_and_little_memory():

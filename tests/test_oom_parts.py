@@ -137,7 +137,14 @@ def sentence_of(facts, *devices):
 
 
 def test_the_cause_is_told_from_figures_or_unknown():
-    in_pieces = MemoryLimit(name="gpu:0", limit_bytes=10 * GIB, used_bytes=4 * GIB, source="", largest_free_bytes=GIB)
+    in_pieces = MemoryLimit(
+        name="gpu:0",
+        limit_bytes=10 * GIB,
+        used_bytes=4 * GIB,
+        source="",
+        largest_free_bytes=GIB,
+        pool_bytes=10 * GIB,
+    )
     asked = OomFacts(phase="run", platform="gpu", requested_bytes=2 * GIB)
     found = sentence_of(asked, in_pieces)
     assert (found.cause, found.lacking_bytes) == ("fragmentation", GIB)
@@ -153,6 +160,31 @@ def test_the_cause_is_told_from_figures_or_unknown():
     assert "needs 30.0 GiB while it was compiled; there are 16.0 GiB" in found.sentence
     nearly = dataclasses.replace(needs, used_bytes=2**20, limit_bytes=2**20)  # more by less than is printed
     assert (sentence_of(nearly).cause, sentence_of(nearly).lacking_bytes) == ("capacity", None)
+
+
+def test_what_a_pool_may_still_grow_by_is_not_free_in_it():
+    """By the statistics after the failure, where the text says no more than what was asked for."""
+    pool = MemoryLimit(
+        name="gpu:0",
+        limit_bytes=16 * GIB,
+        used_bytes=9 * GIB,
+        source="",
+        largest_free_bytes=GIB // 2,
+        pool_bytes=10 * GIB,
+    )
+    asked = OomFacts(phase="run", platform="gpu", requested_bytes=4 * GIB)
+    found = sentence_of(asked, pool)
+    assert (found.cause, found.lacking_bytes) == ("refused", None)
+    assert "the device had no more to give: the pool could still grow by 6.0 GiB" in found.sentence
+    found = sentence_of(asked, dataclasses.replace(pool, pool_bytes=13 * GIB))
+    assert (found.cause, found.lacking_bytes) == ("fragmentation", 7 * GIB // 2)
+    found = sentence_of(asked, dataclasses.replace(pool, used_bytes=11 * GIB, pool_bytes=14 * GIB))
+    assert (found.cause, found.lacking_bytes) == ("growth", GIB)
+    assert "neither that nor the 3.0 GiB free in it was enough alone" in found.sentence
+    unsaid = dataclasses.replace(pool, pool_bytes=None)  # an allocator that does not say what its pool holds
+    assert sentence_of(asked, unsaid).cause == "unknown"
+    tpu = dataclasses.replace(unsaid, name="tpu:0")  # has no pool: all of its memory is the runtime's
+    assert sentence_of(dataclasses.replace(asked, platform="tpu"), tpu).cause == "fragmentation"
 
 
 def test_where_the_hosts_memory_ran_out_nothing_of_a_gpu_is_told():
@@ -177,6 +209,12 @@ def test_settings_of_the_allocator_come_first_where_fragmentation_is_the_cause()
         'jm.apply_environment("gpu_async")',
     ]
     assert not any(remedy.compiled or remedy.saves_bytes for remedy in first)
+    grown = remedies(None, Forecasts(), (), cause="growth", **asked)
+    assert [remedy.lines[0].partition("  #")[0] for remedy in grown] == ['jm.apply_environment("gpu_preallocate")']
+    # The device had no more: a pool that asks for more of it, and arrays that are moved, change nothing.
+    (held,) = remedies(None, Forecasts(), (), cause="refused", **asked)
+    assert held.what.startswith("Does something else hold memory of the GPU: another process, or PyTorch")
+    assert held.lines == ()
     assert remedies(None, Forecasts(), (), cause="capacity", lacking_bytes=None, platform="cpu") == ()
 
 

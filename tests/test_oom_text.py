@@ -30,7 +30,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
 
 
-SEEN, MADE = rows("oom_messages.jsonl"), rows("oom_wordings.jsonl")
+SEEN, MADE, PROSE = rows("oom_messages.jsonl"), rows("oom_wordings.jsonl"), rows("oom_prose.jsonl")
 
 
 def same(got: object, wanted: object) -> bool:
@@ -79,6 +79,57 @@ def test_no_text_about_something_else_is_taken_for_a_failure():
 
 def test_texts_made_from_the_wordings_of_the_sources():
     assert [line for row in MADE for line in wrong(row, row["text"])] == []
+
+
+def test_prose_about_a_failure_is_none():
+    """Documents, issues, remarks of a log and quoted code name failures; no program met them."""
+    assert [row["id"] for row in PROSE if jm.parse_oom(row["text"]) is not None] == []
+    around = NEUTRAL * 100
+    assert [row["id"] for row in PROSE if jm.parse_oom(f"{around}{row['text']}\n{around}") is not None] == []
+
+
+def test_prose_beside_a_failure_hides_nothing_of_it():
+    met = "\nE pjrt.cc:2] Execution of replica 0 failed: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 77.00MiB.\n"
+    for row in PROSE:
+        for text in (row["text"] + met, met + row["text"]):
+            facts = jm.parse_oom(text)
+            assert facts is not None, row["id"]
+            assert (facts.phase, facts.platform, facts.requested_bytes) == ("run", "gpu", 77 * 2**20), row["id"]
+
+
+OUT = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 88 bytes."
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"ERROR:root:step 120 failed because {OUT}",
+        f"Training failed with the following error: {OUT}",
+        f"worker 3 raised XlaRuntimeError: {OUT}",
+        f"XlaRuntimeError('{OUT}')",
+        f'{{"level": "error", "msg": "{OUT}", "step": 3}}',
+        f'level=error msg="{OUT}" step=3',
+        f'Got unexpected error "{OUT}"',
+        f"W Retrying after failure '{OUT}'",
+        f"FAILED tests/test_step.py::test_step - jax.errors.JaxRuntimeError: {OUT}",
+        f"E       jax.errors.JaxRuntimeError: {OUT}",
+        f"    return fn(*args)\njax.errors.JaxRuntimeError: {OUT}",
+        f"The step could not be run. {OUT}",
+        f"trial 7 crashed -> {OUT}",
+        f"rank 5 died with {OUT}",
+        f"If you see this often, lower the batch.\n{OUT}",
+        f">>> step(state)\n{OUT}",
+        f"```\n{OUT}\n```",
+        f"F status.cc:3] Check failed: status is OK ({OUT})",
+        f"2026-01-01 10:00:00 trainer crash {OUT}",
+        f"# {OUT}",
+        '  File "/w/y.py", line 3, in f\n    return g()\n' + OUT,
+    ],
+)
+def test_a_line_of_a_program_is_a_failure(line):
+    facts = jm.parse_oom(line)
+    assert facts is not None
+    assert facts.requested_bytes == 88
 
 
 def test_every_rule_has_a_text():
@@ -215,6 +266,53 @@ def test_sizes_are_powers_of_1024(text, size):
     assert size_of(text) == size
 
 
+SIZES = st.integers(1, 64).map(lambda gib: gib * 2**30)
+ASKED = "W Allocator (GPU_0_bfc) ran out of memory trying to allocate {0}\n"
+STATS = "I Stats: \nLimit: {limit}\nInUse: {used}\n"
+TOLD = {  # how each version of the allocator tells of its pool, and whether it says what the pool holds
+    "a table": (STATS, False),
+    "the first name": (
+        "I total_region_allocated_bytes_: {pool} memory_limit_: {limit} available bytes: 1\n" + STATS,
+        True,
+    ),
+    "the second name": ("I Total bytes in pool: {pool} memory_limit_: {limit} available bytes: 1\n" + STATS, True),
+}
+
+
+def human(size: int) -> str:
+    return f"{size / 2**30:.2f}GiB"
+
+
+@pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
+@given(asked=SIZES, sizes=st.lists(SIZES, min_size=3, max_size=3).map(sorted), written=st.sampled_from([str, human]))
+def test_fragmentation_is_claimed_only_where_the_pool_itself_had_enough_free(told, asked, sizes, written):
+    used, pool, limit = sizes
+    words, says_pool = told
+    text = ASKED.format(written(asked)) + words.format(
+        **{name: written(size) for name, size in (("used", used), ("pool", pool), ("limit", limit))}
+    )
+    facts = jm.parse_oom(text)
+    assert facts is not None
+    assert (facts.requested_bytes, facts.limit_bytes, facts.used_bytes) == (asked, limit, used)
+    assert facts.fragmentation is (True if says_pool and asked <= pool - used else None)
+
+
+@given(asked=SIZES, pool=SIZES, more=SIZES, shares=st.tuples(st.integers(0, 64), st.integers(0, 64)))
+def test_the_summary_of_a_pool_claims_it_only_where_no_piece_was_large_enough(asked, pool, more, shares):
+    free = pool * max(shares) // 64
+    largest = pool * min(shares) // 64
+    text = ASKED.format(human(asked)) + (
+        f"I Allocator memory summary: rounded request {human(asked)}, total free in pool {human(free)}, largest free chunk "
+        f"usable by lower end {human(largest)}, unallocated bytes {human(more)}, pool size {human(pool)}, "
+        f"pool limit {human(pool + more)}\n"
+    )
+    facts = jm.parse_oom(text)
+    assert facts is not None
+    assert facts.pool_bytes == pool
+    said = facts.free_bytes, facts.largest_free_bytes
+    assert facts.fragmentation is (True if said[1] < asked <= said[0] else None)
+
+
 PARTS = [
     *(
         "RESOURCE_EXHAUSTED: ",
@@ -293,6 +391,8 @@ def test_no_text_makes_it_raise(text):
             "java.lang.OutOfMemoryError ",
             'exceeds job hard limit "h_vmem" of queue "',
         ),
+        *("to avoid CUDA_ERROR_OUT_OF_MEMORY ", '"Out of memory: ', "`std::bad_alloc", "| CUDA_ERROR_OUT_OF_MEMORY "),
+        *("RuntimeError: RESOURCE_EXHAUSTED: ", '  File "x.py", line 1, in f\n    CUDA_ERROR_OUT_OF_MEMORY\n'),
         *("Failed to materialize symbols: ", "unable to mmap 1 bytes from file ", "Exceeded hbm capacity by 1"),
     ],
 )

@@ -105,8 +105,8 @@ def _lines(log: OomLog) -> Iterator[str]:
     yield ""
     yield "What can be tried (not compiled: what each saves is unknown until it is):"
     for words, line in tries(log):
-        yield f"  {words}:"
-        yield f"    {line}"
+        yield f"  {words}:" if line else f"  {words}."
+        yield from (f"    {line}",) if line else ()
 
 
 def _pool(pool: PoolDump) -> Iterator[str]:
@@ -146,5 +146,5 @@ def _as_json(log: OomLog | None) -> dict[str, object]:
         "because": because,
         **dataclasses.asdict(log),
         "pool": pool,
-        "tries": [{"what": words, "line": line, "compiled": False} for words, line in tries(log)],
+        "tries": [{"what": words, "line": line or None, "compiled": False} for words, line in tries(log)],
     }

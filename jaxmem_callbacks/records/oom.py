@@ -7,6 +7,9 @@ from typing import Literal
 
 Phase = Literal["compile", "run"]
 OomPlatform = Literal["gpu", "tpu", "cpu", "host"]
+# Why it did not fit: the limit was too small; the pool had enough free, but in pieces; the pool could still grow, but neither by
+# that nor by what it had free was there enough in one piece; the device gave no more, since something else holds the rest.
+OomCause = Literal["capacity", "fragmentation", "growth", "refused", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +26,11 @@ class OomFacts:
         largest_free_bytes: The largest contiguous, or reservable, part of what was free.
         limit_bytes: The capacity or limit that was exceeded.
         used_bytes: What was in use, or what the whole program needs.
-        fragmentation: True where the text says that fragmentation is the cause or its numbers prove it (a request no
-            larger than limit less use, yet refused); None where it only hints.
+        pool_bytes: What the allocator's pool held, in use and free; below ``limit_bytes`` the pool could still grow.
+        fragmentation: True where the text names fragmentation as the cause and no number contradicts, or where its numbers
+            prove it: memory that the pool itself had free was enough for the request. What a pool may still grow by is not
+            free memory of the pool. None where the text only hints.
+        driver_refused: True where the GPU's driver refused memory, so that the device itself had no more to give.
         allocator: The allocator's name, such as ``GPU_0_bfc``.
         program: The executable's name, such as ``jit_train_step``.
     """
@@ -36,6 +42,8 @@ class OomFacts:
     largest_free_bytes: int | None = None
     limit_bytes: int | None = None
     used_bytes: int | None = None
+    pool_bytes: int | None = None
     fragmentation: bool | None = None
+    driver_refused: bool | None = None
     allocator: str | None = None
     program: str | None = None

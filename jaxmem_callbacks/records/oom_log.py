@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxmem_callbacks.records.oom import OomFacts
-
-OomCause = Literal["capacity", "fragmentation", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +56,10 @@ class PoolDump:
     def free_bytes(self) -> int:
         """What the pool holds and nobody uses."""
         return self.pool_bytes - self.in_use_bytes
+
+    def has_in_pieces(self, size: int) -> bool:
+        """Whether so much is free, but not in one chunk."""
+        return self.largest_free_bytes < size <= self.free_bytes
 
     @property
     def fragmentation(self) -> float | None:

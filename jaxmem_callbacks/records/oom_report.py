@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.records.oom import OomCause, OomFacts
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-
-Cause = Literal["capacity", "fragmentation", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +25,7 @@ class MemoryLimit:
         used_bytes: What is taken of it.
         source: Where both come from.
         largest_free_bytes: The largest block that could be given out, or None where nobody says.
+        pool_bytes: What the allocator's pool holds; below the bound it may still grow. None where there is no pool.
     """
 
     name: str
@@ -35,6 +33,7 @@ class MemoryLimit:
     used_bytes: int
     source: str
     largest_free_bytes: int | None = None
+    pool_bytes: int | None = None
 
     @property
     def left_bytes(self) -> int:
@@ -123,7 +122,7 @@ class Remedy:
 
     Attributes:
         what: In words.
-        lines: To paste.
+        lines: To paste; none where it is a question.
         compiled: Whether the bytes come from compiles, which ``basis`` names.
         basis: Where the bytes come from; else "not compiled" or "counted", and why.
         saves_bytes: On one device; None where nobody knows.
@@ -199,7 +198,7 @@ class OomReport:
     """
 
     sentence: str
-    cause: Cause
+    cause: OomCause
     evidence: str
     time_s: float
     process: str

@@ -17,7 +17,7 @@ def oom_markdown(report: OomReport) -> str:
     lines += ["## What to do, the best first", ""]
     for number, remedy in enumerate(report.remedies, start=1):
         lines += [f"{number}. **{plain(remedy.what)}.** {plain(' '.join(remedy_facts(remedy)))}", ""]
-        lines += ["   ```", *(f"   {line}" for line in remedy.lines), "   ```", ""]
+        lines += ["   ```", *(f"   {line}" for line in remedy.lines), "   ```", ""] if remedy.lines else []
     if not report.remedies:
         lines += ["Nothing is known that would save memory here.", ""]
     lines += [plain(report.planning), ""]

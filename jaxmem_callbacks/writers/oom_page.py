@@ -71,7 +71,8 @@ def oom_html(report: OomReport, *, chart: str = "", version: str) -> str:
 def _remedy(number: int, remedy: Remedy) -> str:
     lines = escape("\n".join(remedy.lines))
     facts = "".join(f"<p>{escape(each)}</p>" for each in remedy_facts(remedy))
-    return f'<article class="remedy"><h4>{number}. {escape(remedy.what)}</h4><pre>{lines}</pre>{facts}</article>'
+    pasted = f"<pre>{lines}</pre>" if lines else ""
+    return f'<article class="remedy"><h4>{number}. {escape(remedy.what)}</h4>{pasted}{facts}</article>'
 
 
 def _section(section: Section, chart: str) -> Iterator[str]:

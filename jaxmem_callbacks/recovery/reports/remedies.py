@@ -3,8 +3,8 @@
 First what saves enough, by the operations that it adds to a step, to the whole percent; of those that add as many, what disturbs
 least: donation, remat, microbatches (whose smaller matrices no count of operations shows), then letting go of an array, which
 only the user can judge. Half the batch comes behind them, since it is another training. Then what else was compiled or counted,
-by bytes; then what nobody has compiled. Where fragmentation is the cause the allocator's settings come first. What saves nothing
-is not shown.
+by bytes; then what nobody has compiled. Where the pool or the device stands in the way, the allocator's settings come first. What
+saves nothing is not shown.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import Cause, Holder, Remedy
+from jaxmem_callbacks.records.oom import OomCause, OomFacts
+from jaxmem_callbacks.records.oom_report import Holder, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes, format_extra
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.holders import VARIABLE
-from jaxmem_callbacks.recovery.texts.log_words import host_tries
+from jaxmem_callbacks.recovery.texts.log_words import ELSEWHERE, host_tries
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
 
 _WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
 _MOST_HOLDERS = 3
 _ORDER = {"donation": 0, "remat": 1, "microbatches": 2, "rows": 4}  # of those that add as many operations
 _HOLDER = 3
+_OF_THE_POOL = ("fragmentation", "growth", "refused")
 
 
 def remedies(  # noqa: PLR0913 - what is known of the failure, each once
@@ -33,7 +34,7 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
     forecasts: Forecasts,
     holders: Sequence[Holder],
     *,
-    cause: Cause,
+    cause: OomCause,
     lacking_bytes: int | None,
     platform: str,
     facts: OomFacts | None = None,
@@ -61,7 +62,7 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
     ranked += [(_rank(remedy, _HOLDER, 0.0), remedy) for remedy in _of_holders(holders, lacking_bytes)]
     in_host = facts is not None and facts.platform in ("host", "cpu")
     for place, remedy in enumerate(_of_the_host(facts) if facts and in_host else _settings(cause, platform)):
-        ranked.append(((-1.0 if cause == "fragmentation" else 3.0, place), remedy))
+        ranked.append(((-1.0 if cause in _OF_THE_POOL else 3.0, place), remedy))
     for place, remedy in enumerate(_uncompiled(failing, forecasts, device_count)):
         ranked.append(((4.0, place), remedy))
     return tuple(remedy for _, remedy in sorted(ranked, key=lambda pair: pair[0]))
@@ -192,11 +193,14 @@ def _of_the_host(facts: OomFacts) -> Iterator[Remedy]:
         yield Remedy(what=what, lines=(line,), compiled=False, basis="not compiled: it is no memory of the program")
 
 
-def _settings(cause: Cause, platform: str) -> Iterator[Remedy]:
+def _settings(cause: OomCause, platform: str) -> Iterator[Remedy]:
     """The allocator's settings and what moves its arrays, which only GPUs need."""
     if platform != "gpu":
         return
     why = "not compiled: what an allocator's setting saves depends on the order of allocations"
+    if cause == "refused":  # a larger pool asks the device for more of what it does not have
+        yield Remedy(what=ELSEWHERE, lines=(), compiled=False, basis="not compiled: it is no memory of the program")
+        return
     if cause == "fragmentation":
         yield Remedy(
             what="Move what lives long together, between steps",

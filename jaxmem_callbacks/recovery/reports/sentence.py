@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import Cause, MemoryLimit
+from jaxmem_callbacks.records.oom import OomCause
+from jaxmem_callbacks.records.oom_report import MemoryLimit
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.texts.causes import Room, cause_of, is_too_large, room_of
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict
 from jaxmem_callbacks.recovery.verdicts.limits import ADDRESS_SPACE, DATA, GROUP
 
@@ -23,17 +24,8 @@ class Told:
     """
 
     sentence: str
-    cause: Cause
+    cause: OomCause
     lacking_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Free:
-    """What was free: in all, in one piece, and where."""
-
-    bytes: int | None
-    largest: int | None
-    words: str
 
 
 def told(verdict: Verdict, devices: Sequence[MemoryLimit]) -> Told:
@@ -44,14 +36,23 @@ def told(verdict: Verdict, devices: Sequence[MemoryLimit]) -> Told:
         devices: What the allocators of the devices say now.
     """
     asked, what = _asked(verdict)
-    free = _free(verdict, devices)
-    cause, why = _cause(verdict, asked, free)
-    room = free.largest if cause == "fragmentation" else free.bytes
-    lacking = asked - room if asked is not None and room is not None and asked > room else None
+    room, words = _room(verdict, devices)
+    cause, why = cause_of(asked, verdict.facts, room)
     facts = verdict.facts
     when = " while it was compiled" if facts.phase == "compile" else ""
-    sentence = f"{_who(verdict)} {what}{when}; {free.words}: {why}."
-    return Told(sentence=sentence, cause=cause, lacking_bytes=lacking)
+    sentence = f"{_who(verdict)} {what}{when}; {words}: {why}."
+    return Told(sentence=sentence, cause=cause, lacking_bytes=_lacking(asked, cause, room))
+
+
+def _lacking(asked: int | None, cause: OomCause, room: Room) -> int | None:
+    """What was lacking at least. Of a device that something else holds nobody says what it would have given."""
+    free, growth = room.free_bytes, room.growth_bytes
+    there = {
+        "fragmentation": room.largest_bytes,
+        "growth": max(free or 0, growth or 0),
+        "refused": None,
+    }.get(cause, room.left_bytes)
+    return asked - there if asked is not None and there is not None and asked > there else None
 
 
 def _who(verdict: Verdict) -> str:
@@ -65,7 +66,7 @@ def _asked(verdict: Verdict) -> tuple[int | None, str]:
     facts, failing = verdict.facts, verdict.failing
     if facts.requested_bytes is not None:
         return facts.requested_bytes, f"asked for {format_bytes(facts.requested_bytes)}"
-    if facts.used_bytes is not None and _is_too_large(facts):
+    if facts.used_bytes is not None and is_too_large(facts):
         return facts.used_bytes, f"needs {format_bytes(facts.used_bytes)}"
     own = None if failing is None else failing.own_bytes
     if own is not None:
@@ -74,59 +75,44 @@ def _asked(verdict: Verdict) -> tuple[int | None, str]:
     return None, "asked for more memory than it got (how much is unknown, because the exception does not say)"
 
 
-def _is_too_large(facts: OomFacts) -> bool:
-    """Whether a whole program needs more than there is; as printed both may be the same, such as 1.00M of 1.00M."""
-    used, limit = facts.used_bytes, facts.limit_bytes
-    if used is None or limit is None:
-        return False
-    return used > limit or (used == limit and facts.phase == "compile")
-
-
-def _free(verdict: Verdict, devices: Sequence[MemoryLimit]) -> _Free:
+def _room(verdict: Verdict, devices: Sequence[MemoryLimit]) -> tuple[Room, str]:
+    """What was there for the request, by the text, else by what says so now; and the words for it."""
     facts = verdict.facts
-    if facts.limit_bytes is not None and _is_too_large(facts):
-        return _Free(facts.limit_bytes, None, f"there are {format_bytes(facts.limit_bytes)}")
-    if facts.free_bytes is not None:
-        block = facts.largest_free_bytes
-        piece = "" if block is None else f", {format_bytes(block)} in one piece"
-        words = f"{format_bytes(facts.free_bytes)} were free{piece}"
-        return _Free(facts.free_bytes, block, words)
+    if facts.limit_bytes is not None and is_too_large(facts):
+        return Room(left_bytes=facts.limit_bytes), f"there are {format_bytes(facts.limit_bytes)}"
+    said = room_of(facts)
+    if said.free_bytes is not None or facts.free_bytes is not None:
+        free = said.free_bytes if said.free_bytes is not None else facts.free_bytes
+        piece = "" if facts.largest_free_bytes is None else f", {format_bytes(facts.largest_free_bytes)} in one piece"
+        return said, f"{format_bytes(free)} were free{piece}"
     if facts.largest_free_bytes is not None:
-        return _Free(None, facts.largest_free_bytes, f"{format_bytes(facts.largest_free_bytes)} were free in one piece")
+        return said, f"{format_bytes(facts.largest_free_bytes)} were free in one piece"
     if verdict.limits and (facts.platform in ("cpu", "host") or (facts.platform is None and not devices)):
         return _of_host(verdict.limits)
     if devices:
         tight = min(devices, key=lambda limit: limit.left_bytes)
         words = f"{format_bytes(tight.left_bytes)} of {format_bytes(tight.limit_bytes)} are free on {tight.name} now"
-        return _Free(tight.left_bytes, tight.largest_free_bytes, words)
-    return _Free(None, None, "what was free is unknown, because neither the exception nor the allocator says")
+        return _of_device(tight, pooled=facts.platform == "gpu" or tight.name.startswith("gpu")), words
+    return said, "what was free is unknown, because neither the exception nor the allocator says"
 
 
-def _of_host(limits: Sequence[MemoryLimit]) -> _Free:
+def _of_device(limit: MemoryLimit, *, pooled: bool) -> Room:
+    """What an allocator has now. A GPU's pool that does not say what it holds may still grow, or not."""
+    left, pool = limit.left_bytes, limit.pool_bytes
+    if pool is None:
+        whole = None if pooled else left
+        growth = None if pooled else 0
+    else:
+        whole, growth = max(pool - limit.used_bytes, 0), max(limit.limit_bytes - pool, 0)
+    return Room(
+        free_bytes=whole, largest_bytes=limit.largest_free_bytes, growth_bytes=growth, left_bytes=left, later=True
+    )
+
+
+def _of_host(limits: Sequence[MemoryLimit]) -> tuple[Room, str]:
     """The bound with least left; of the process's own ones that is what refused."""
     own = [limit for limit in limits if limit.name in (ADDRESS_SPACE, DATA, GROUP)]
     tight = (own or limits)[0]
     name = tight.name if tight.name.startswith("the ") else f"the {tight.name}"
     words = f"{format_bytes(tight.left_bytes)} of the {format_bytes(tight.limit_bytes)} of {name} are left now"
-    return _Free(tight.left_bytes, None, words)
-
-
-def _cause(verdict: Verdict, asked: int | None, free: _Free) -> tuple[Cause, str]:
-    facts = verdict.facts
-    limit, used = facts.limit_bytes, facts.used_bytes
-    room = limit - used if limit is not None and used is not None else None
-    in_pieces = (
-        free.bytes is not None and free.largest is not None and asked is not None and free.largest < asked <= free.bytes
-    )
-    if facts.fragmentation or in_pieces:
-        return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
-    if asked is None:
-        return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
-    if _is_too_large(facts) or any(each is not None and asked > each for each in (free.bytes, room)):
-        return "capacity", "it did not fit for lack of capacity, since more was asked for than was there"
-    if free.bytes is None:
-        return "unknown", "capacity or fragmentation is unknown, because nothing says what was free"
-    return (
-        "unknown",
-        "capacity or fragmentation is unknown, because more is free now, after the failure, than was asked for",
-    )
+    return Room(left_bytes=tight.left_bytes, later=True), words

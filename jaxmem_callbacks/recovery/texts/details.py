@@ -17,17 +17,22 @@ _ALLOCATOR = wording_pattern(
     r"(?:Allocator \((?P<a>[^)\s]{1,80})\) ran out of memory|BFCAllocator dump for (?P<b>[\w.-]{1,80})"
     r"|(?P<c>[\w.-]{1,80}) cuMemAllocAsync failed|by allocator (?P<d>[\w.-]{1,80}))"
 )
-# allocator.cc, AllocatorStats::DebugString.
-_STATS = wording_pattern(r"Limit: (?P<limit>\d{1,19}) InUse: (?P<used>\d{1,19})")
-# bfc_allocator.cc, DumpMemoryLog, since 2026.
+# allocator.cc, AllocatorStats::DebugString: counts of bytes, and sizes with units since 2026.
+_STATS = wording_pattern(r"Limit: <limit> InUse: <used>")
+# bfc_allocator.cc, DumpMemoryLog: before 2026 what the pool holds, under two names, and since then a summary.
+_POOL = wording_pattern(r"(?:Total bytes in pool|total_region_allocated_bytes_): <pool> memory_limit_: <limit>")
 _SUMMARY = wording_pattern(
     r"Allocator memory summary: rounded request <requested>, total free in pool <free>,"
     r" largest free chunk(?: usable by \w{1,12} end)? <largest>, unallocated bytes (?P<rest>[\d.]{1,20}\s?\w{0,5}),"
-    r" pool size (?P<pool>[\d.]{1,20}\s?\w{0,5}), pool limit <limit>"
+    r" pool size <pool>, pool limit <limit>"
 )
 # best_fit_allocator.cc, ReserveBottomOfMemory, where free blocks lie apart.
 _WERE_IT_WHOLE = wording_pattern(r"If fragmentation is eliminated, the maximum reservable bytes would be <largest>")
 _CUDA = wording_pattern(r"Free memory/Total memory: <free>/<limit>")
+# A pool that grows asks the driver for more than the request, in lines before the failing one.
+_DRIVER = wording_pattern(
+    r"(?:from device: [^\n]{0,80}?(?:OUT_OF_MEMORY|OutOfMemory|out of memory)|[Cc]ould not allocate device of size:)"
+)
 _TUNING = wording_pattern(
     r"(?:[Aa]utotuning failed|[Aa]utotuner|_algorithm_picker|[Bb]est cudnn convolution algorithm|No valid config found)"
 )
@@ -46,33 +51,36 @@ class Around:
     Attributes:
         facts: What it states.
         places: Name of a fact to where in the text it stands.
+        would_fit_bytes: The most that would have fit, had the free memory lain in one piece; None where nobody says.
     """
 
     facts: OomFacts
     places: dict[str, int]
+    would_fit_bytes: int | None = None
 
 
-def details(text: str, *, platform: OomPlatform | None, requested: int | None) -> Around:
+def details(text: str, *, platform: OomPlatform | None) -> Around:
     """The figures and names beside a failure.
 
     Args:
         text: The failing lines with their surroundings.
         platform: Whose memory ran out; a GPU pool's figures complete a GPU's failure only.
-        requested: Bytes that were asked for.
     """
     gpu = platform == "gpu"
-    stats, summary, cuda = (pattern.search(text) if gpu else None for pattern in (_STATS, _SUMMARY, _CUDA))
-    tuning = _TUNING.search(text) if gpu else None
+    stats, held, summary, cuda = (pattern.search(text) if gpu else None for pattern in (_STATS, _POOL, _SUMMARY, _CUDA))
+    tuning, driver = (pattern.search(text) if gpu else None for pattern in (_TUNING, _DRIVER))
     allocator = _ALLOCATOR.search(text) if platform in ("gpu", "host", None) else None
-    program, fragmented = _PROGRAM.search(text), _says_fragmented(text, requested)
-    bounded = stats if stats and int(stats["limit"]) else None  # 0 is no limit: the driver's pool has none of its own
+    program, fragmented = _PROGRAM.search(text), _says_fragmented(text)
+    bounded = stats if _size(stats, "limit") else None  # 0 is no limit: the driver's pool has none of its own
     found = {
         "phase": tuning,
         "free_bytes": summary or cuda,
         "largest_free_bytes": summary,
-        "limit_bytes": bounded or summary or cuda,
+        "limit_bytes": bounded or summary or held or cuda,
         "used_bytes": stats,
+        "pool_bytes": summary or held,
         "fragmentation": fragmented,
+        "driver_refused": driver,
         "allocator": allocator,
         "program": program,
     }
@@ -82,11 +90,17 @@ def details(text: str, *, platform: OomPlatform | None, requested: int | None) -
         largest_free_bytes=_size(summary, "largest"),
         limit_bytes=_size(found["limit_bytes"], "limit"),
         used_bytes=_size(stats, "used"),
+        pool_bytes=_size(found["pool_bytes"], "pool"),
         fragmentation=True if fragmented else None,
+        driver_refused=True if driver else None,
         allocator=_name(allocator),
         program=_name(program),
     )
-    return Around(facts=facts, places={name: match.start() for name, match in found.items() if match is not None})
+    return Around(
+        facts=facts,
+        places={name: match.start() for name, match in found.items() if match is not None},
+        would_fit_bytes=_size(_WERE_IT_WHOLE.search(text), "largest"),
+    )
 
 
 def _size(found: re.Match[str] | None, name: str) -> int | None:
@@ -98,12 +112,12 @@ def _name(found: re.Match[str] | None) -> str | None:
     return None if found is None else next(name for name in found.groups() if name).rstrip(".")
 
 
-def _says_fragmented(text: str, requested: int | None) -> re.Match[str] | None:
-    whole = _WERE_IT_WHOLE.search(text)
-    would_fit = _size(whole, "largest")
-    if requested is not None and would_fit is not None and requested <= would_fit:
-        return whole
-    for found in _FRAGMENTED.finditer(text):
-        if not _HINT.search(text, max(0, found.start() - 120), found.start()):
-            return found
-    return None
+def _says_fragmented(text: str) -> re.Match[str] | None:
+    return next(
+        (
+            found
+            for found in _FRAGMENTED.finditer(text)
+            if not _HINT.search(text, max(0, found.start() - 120), found.start())
+        ),
+        None,
+    )

@@ -12,8 +12,11 @@ _UNTUNED = (
     r"|[Ss]kipping (?:this |the )?(?:config|candidate|algorithm)\b)"
 )
 
-# A name that is explained, and not met.
-_EXPLAINED = r" (?:is|are|will be|can be) (?:raised|returned|reported|thrown) (?:when|if|where)\b"
+# What CUDA's driver and runtime and ROCm's call it.
+_REFUSED = (
+    r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|hipErrorMemoryAllocation"
+    r"|HIP_ERROR_OutOfMemory|out of memory)"
+)
 
 STATUSES: tuple[Rule, ...] = (
     # tf_allocator_adapter.cc, MemoryAllocationError: bytes until 2025-12, human sizes since, the allocator since 2026-07.
@@ -69,21 +72,77 @@ STATUSES: tuple[Rule, ...] = (
     rule(
         "command buffer",
         r"(?:ran out of memory trying to instantiate command buffer"
-        r"|[Ff]ailed to (?:instantiate|create|launch|update|add)[^.;]{0,60}? graph[^.;]{0,80}?"
-        r"(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|out of memory))",
+        rf"|[Ff]ailed to (?:instantiate|create|launch|update|add)[^.;]{{0,60}}? graph[^.;]{{0,80}}?{_REFUSED})",
         phase="run",
         platform="gpu",
+        driver=True,
+    ),
+    # cuda_kernel.cc, cuda_stream.cc and their like of ROCm: a launch takes local memory, and loads a kernel at its first one.
+    rule(
+        "kernel launch",
+        r"(?:[Ff]ailed to launch (?:a )?(?:cooperative )?(?:CUDA|ROCm|ROCM|HIP|GPU) (?:cooperative )?kernel"
+        rf"|\b(?:cu|cuda|hip)(?:Module)?LaunchKernel(?:ExC)? failed).{{0,400}}?{_REFUSED}",
+        phase="run",
+        platform="gpu",
+        driver=True,
+    ),
+    # The stream's other calls, which tell of what went wrong before them.
+    rule(
+        "stream",
+        r"(?:[Cc]ould not synchronize on (?:CUDA|ROCm|ROCM|HIP|GPU) (?:context|stream)"
+        r"|[Ff]ailed to (?:synchronize|enqueue (?:async )?(?:memcpy|memset)|(?:async )?mem(?:cpy|set))"
+        rf"|\b(?:cu|cuda|hip)(?:Stream|Ctx|Device)Synchronize failed).{{0,200}}?{_REFUSED}",
+        phase="run",
+        platform="gpu",
+        driver=True,
     ),
     # cuda_executor.cc LoadCubin / rocm LoadHsaco: where a program is named it is being loaded, so run; else unknown.
     rule(
         "kernel image",
-        r"[Ff]ailed to load (?:in-memory )?(?:CUBIN|PTX|HSACO|module).{0,200}?"
-        r"(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|out of memory)",
+        rf"[Ff]ailed to load (?:in-memory )?(?:CUBIN|PTX|HSACO|module).{{0,200}}?{_REFUSED}",
         platform="gpu",
+        driver=True,
     ),
     # NCCL's debug.h and RCCL's: buffers of collectives, which lie outside the pool.
-    rule("collective", r"(?:Cuda|HIP|CUDA) failure (?:\d{1,4} )?'out of memory'", phase="run", platform="gpu"),
-    rule("collective", r"Failed to CUDA (?:malloc|calloc)(?: async)? <requested>", phase="run", platform="gpu"),
+    rule(
+        "collective",
+        r"(?:Cuda|HIP|CUDA) failure (?:\d{1,4} )?'out of memory'",
+        phase="run",
+        platform="gpu",
+        driver=True,
+    ),
+    rule(
+        "collective",
+        r"Failed to CUDA (?:malloc|calloc)(?: async)? <requested>",
+        phase="run",
+        platform="gpu",
+        driver=True,
+    ),
+    # nvshmem_collectives.cc: a symmetric heap of its own.
+    rule(
+        "collective",
+        r"[Ff]ailed to allocate <requested> \(<requested_exact>\) from NVSHMEM memory",
+        phase="run",
+        platform="gpu",
+    ),
+    rule(
+        "collective", r"[Ff]ailed to allocate (?:nvshmem|NVSHMEM|NCCL) collective memory", phase="run", platform="gpu"
+    ),
+    # RAFT's resources in XLA's selection of the largest: RMM's words.
+    rule(
+        "RMM",
+        r"(?:Exceeded memory limit|Maximum pool size exceeded|CUDA error) \(failed to allocate <requested>\)",
+        phase="run",
+        platform="gpu",
+    ),
+    # stream_executor.h: a bound that was set for the device.
+    rule(
+        "device limit",
+        r"Not enough memory to allocate <requested> on device \d{1,5} within provided limit\."
+        r"(?:\s+\[?(?:used=<used>, )?limit=<limit>\]?)?",
+        platform="gpu",
+        strength="log",
+    ),
     # PyTorch's allocator, where its programs and JAX's share a log: three wordings of what was free. 2.0 and 2.1 misspell one.
     rule(
         "PyTorch",
@@ -99,11 +158,22 @@ STATUSES: tuple[Rule, ...] = (
         phase="run",
         platform="gpu",
     ),
+    # The same with the driver's pool (backend:cudaMallocAsync), a figure a line.
+    rule(
+        "PyTorch",
+        r"Allocation on device \d{1,4} would exceed allowed memory\.(?: \(out of memory\))?"
+        r"(?: Currently allocated : <used> Requested : <requested> Device limit : <limit>"
+        r"(?: Free \(according to CUDA\): <free>)?)?",
+        phase="run",
+        platform="gpu",
+        driver=True,
+    ),
     # iree and ROCm's HIP layer.
     rule(
         "HIP",
         r"(?:failed to allocate buffer of length <requested>|\bhip\w{0,40}\b.{0,80}?failed.{0,40}?out of memory)",
         platform="gpu",
+        driver=True,
     ),
 )
 
@@ -135,15 +205,24 @@ LINES: tuple[Rule, ...] = (
         r"(?:: [^\n]{0,200})?(?:\s+(?:Reported by CUDA: )?Free memory/Total memory: <free>/<limit>)?",
         platform="gpu",
         strength="log",
+        driver=True,
     ),
     # cuda_executor.cc and rocm_driver.cc, DeviceAllocate: the pool asks again for less after one of these.
     rule(
         "driver",
         r"failed to allocate <requested> \(<requested_exact>\) from device:"
-        r" (?:\w{1,30}(?: \d{1,5})?: )?(?::\s*)?"
-        r"(?:CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory|\w{0,40}out of memory)",
+        rf" (?:\w{{1,30}}(?: \d{{1,5}})?: )?(?::\s*)?(?:\w{{0,40}})?{_REFUSED}",
         platform="gpu",
         strength="hint",
+        driver=True,
+    ),
+    # stream_executor_allocator.cc, which the pool asks; of pinned memory see host.py.
+    rule(
+        "driver",
+        r"[Cc]ould not allocate (?:device|unified|collective|unknown)(?: memory)? of size: <requested>",
+        platform="gpu",
+        strength="hint",
+        driver=True,
     ),
     # cuda_collectives.cc: memory that NCCL allocates.
     rule(
@@ -160,6 +239,7 @@ LINES: tuple[Rule, ...] = (
         r" total memory reported: <limit>",
         platform="gpu",
         strength="hint",
+        driver=True,
     ),
     # Handles of cuBLAS, cuSOLVER, cuDNN, cuFFT: their own memory lies outside the pool.
     rule(
@@ -180,8 +260,8 @@ FALLBACKS: tuple[Rule, ...] = (
         r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA (?:driver |runtime )?error: out of memory)",
         platform="gpu",
         strength="log",
-        unless=_EXPLAINED,
         vague=True,
+        driver=True,
     ),
     rule(
         "HIP error",
@@ -189,8 +269,8 @@ FALLBACKS: tuple[Rule, ...] = (
         r"|HSA_STATUS_ERROR_OUT_OF_RESOURCES)",
         platform="gpu",
         strength="log",
-        unless=_EXPLAINED,
         vague=True,
+        driver=True,
     ),
     # jaxlib's kernels: "operation cudaMalloc(...) failed: out of memory".
     rule(
@@ -198,5 +278,6 @@ FALLBACKS: tuple[Rule, ...] = (
         r"\b(?:cuda|gpu|cu)[A-Z]\w{0,60}.{0,120}?failed.{0,40}?\bout of memory",
         platform="gpu",
         vague=True,
+        driver=True,
     ),
 )

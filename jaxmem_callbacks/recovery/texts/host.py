@@ -19,13 +19,19 @@ CPU: tuple[Rule, ...] = (
 HOST: tuple[Rule, ...] = (
     # cuda_executor.cc HostAllocate: pinned memory beside the GPU.
     rule("pinned memory", r"failed to alloc(?:ate)? <requested> (?:bytes )?(?:on|of) host\b", platform="host"),
+    # Also where it is bound to the memory beside one processor.
     rule(
         "pinned memory",
-        r"[Ff]ailed to allocate <requested> \(<requested_exact>\) of (?:pinned host memory|host memory|unified memory)",
+        r"[Ff]ailed to allocate <requested> \(<requested_exact>\) of"
+        r" (?:pinned host memory|host memory(?: pinned to NUMA node -?\d{1,5})?|unified memory)",
         platform="host",
     ),
+    # stream_executor_allocator.cc, which left a word out in 2024.
     rule(
-        "pinned memory", r"could not allocate pinned host memory of size: <requested>", platform="host", strength="log"
+        "pinned memory",
+        r"[Cc]ould not allocate pinned host(?: memory)? of size: <requested>",
+        platform="host",
+        strength="log",
     ),
     # The GPU client's staging buffers for transfers.
     rule(
@@ -47,11 +53,15 @@ HOST: tuple[Rule, ...] = (
         phase="run",
         platform="host",
     ),
+    # common_pjrt_client.cc, transfers of arrays and literals; libtpu's transfer buffers.
+    rule("staging buffer", r"[Ff]ailed to allocate staging buffer of size <requested>", phase="run", platform="host"),
+    rule("transfer buffer", r"[Ff]ailed to allocate transfer buffer: ", phase="run", platform="host"),
+    rule("literal", r"[Ff]ailed to allocate buffer for Literal\b", platform="host"),
     # NCCL's alloc.h, pinned and plain.
     rule("collective", r"Failed to (?:CUDA host alloc|malloc) <requested>", platform="host"),
     # NumPy's _ArrayMemoryError, which told no size until 1.19, and Python's own.
     rule("NumPy array", r"[Uu]nable to allocate (?:<requested> for an )?array with shape", platform="host"),
-    rule("C++ allocation", r"\bstd::bad_alloc\b", platform="host"),
+    rule("C++ allocation", r"\bstd::bad_alloc\b", platform="host", vague=True),
     rule("Python object", r"(?:^|(?<=\n))(?:\w{1,40}\.){0,5}MemoryError(?=:|\s|$)", platform="host", vague=True),
     # c10's CPU allocator, and its files mapped to memory.
     rule(
@@ -60,7 +70,8 @@ HOST: tuple[Rule, ...] = (
         platform="host",
     ),
     rule("PyTorch", r"unable to mmap <requested> from file [^\n]{0,400}?: Cannot allocate memory", platform="host"),
-    # TensorFlow's eager operations, which do not say whose memory.
+    # TensorFlow's kernels, where the rest was cut off, and its eager operations: neither says whose memory.
+    rule("tensor", r"OOM when allocating (?:temporary )?tensor\b", phase="run"),
     rule("tensor", r"failed to allocate memory \[Op:", phase="run"),
     # ENOMEM, as Python words it; and LLVM, which then ends the process, or fails to compile for the CPU.
     rule("system call", r"\[Errno 12\] (?:Cannot allocate memory|Not enough space)", platform="host"),
@@ -156,7 +167,7 @@ FALLBACKS: tuple[Rule, ...] = (
     rule(
         "status",
         r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted):[^\n]{0,300}?"
-        r"\b(?:[Oo]ut of (?:host |device )?memory|OOM\b(?!\s(?:score|killer)))",
+        r"\b(?:[Oo]ut of (?:host |device )?memory\b(?!\s+quota)|OOM\b(?!\s(?:score|killer)))",
         unless=r".{0,200}?[Cc]ontinuing with (?:the )?(?:next|other|remaining) ",
         vague=True,
     ),

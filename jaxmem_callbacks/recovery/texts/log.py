@@ -217,7 +217,10 @@ class _Reader:
         facts = joined([facts, failure.told])
         told = {name for name in _NAMES if getattr(facts, name) is not None}
         where = {name: line for name, line in (failure.lines | near_lines).items() if name in told}
-        pool = self._pools.get(facts.allocator or "") or next(iter(self._pools.values()), None)
+        found = self._pools.get(facts.allocator or "") or next(iter(self._pools.values()), None)
+        pool = None if found is None or not found.in_use_count + found.free_count else found.record()
+        if pool is not None and facts.requested_bytes is not None and pool.has_in_pieces(facts.requested_bytes):
+            facts = dataclasses.replace(facts, fragmentation=True)
         return OomLog(
             facts=facts,
             line=failure.line,
@@ -225,6 +228,6 @@ class _Reader:
             where=where,
             failures=self._failures,
             buffers=tuple(sorted(failure.buffers.values(), key=lambda each: -each.bytes)),
-            pool=None if pool is None or not pool.in_use_count + pool.free_count else pool.record(),
+            pool=pool,
             line_count=lines,
         )

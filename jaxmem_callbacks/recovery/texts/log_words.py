@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_log import OomCause, OomLog, PoolDump
+from jaxmem_callbacks.records.oom import OomCause, OomFacts
+from jaxmem_callbacks.records.oom_log import OomLog, PoolDump
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.texts.causes import cause_of, is_too_large, room_of
 
+ELSEWHERE = (
+    "Does something else hold memory of the GPU: another process, or PyTorch, TensorFlow or CuPy in this one? nvidia-smi lists "
+    "the processes"
+)
 _KERNEL_BYTES = 128 * 2**20
 """A TPU core's VMEM is no larger, and every HBM is."""
 
@@ -20,61 +25,32 @@ def sentence(log: OomLog) -> str:
 
 
 def why(log: OomLog) -> tuple[OomCause, str]:
-    """Capacity or fragmentation, and by what; or unknown, because."""
-    facts, pool = log.facts, log.pool
-    asked, free = facts.requested_bytes, _free_bytes(facts, pool)
-    if facts.fragmentation or (asked is not None and pool is not None and _holes_would_do(asked, pool)):
-        return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
-    if asked is not None and free is not None and asked > free:
-        return "capacity", "it did not fit for lack of capacity, since more was asked for than was free"
-    if asked is not None and facts.limit_bytes is not None and asked > facts.limit_bytes:
-        return "capacity", "it did not fit for lack of capacity, since it alone is larger than the limit"
-    if facts.used_bytes is not None and facts.limit_bytes is not None and facts.used_bytes >= facts.limit_bytes:
-        return "capacity", "it did not fit for lack of capacity, since the whole program is larger than the limit"
-    if asked is None:
-        return "unknown", "why it did not fit is unknown, because the log does not say how much was asked for"
-    return "unknown", "capacity or fragmentation is unknown, because the log does not say what was free"
-
-
-def _holes_would_do(asked: int, pool: PoolDump) -> bool:
-    return pool.largest_free_bytes < asked <= pool.free_bytes
+    """The cause, and the words for it."""
+    return cause_of(log.facts.requested_bytes, log.facts, room_of(log.facts, log.pool))
 
 
 def _asked(facts: OomFacts) -> str:
     if facts.requested_bytes is not None:
         return f"asked for {format_bytes(facts.requested_bytes)}"
-    if facts.used_bytes is not None and facts.limit_bytes is not None and facts.used_bytes >= facts.limit_bytes:
+    if is_too_large(facts):
         return f"needs {format_bytes(facts.used_bytes)}"
     return "asked for more memory than it got"
 
 
-def _free_bytes(facts: OomFacts, pool: PoolDump | None) -> int | None:
-    if facts.free_bytes is not None:
-        return facts.free_bytes
-    if pool is not None:
-        return pool.free_bytes
-    if facts.limit_bytes is not None and facts.used_bytes is not None and facts.phase != "compile":
-        left = facts.limit_bytes - facts.used_bytes
-        return left if left >= 0 else None  # of a batch system, which ends what took more
-    return None
-
-
 def _free(facts: OomFacts, pool: PoolDump | None) -> str:
-    free = _free_bytes(facts, pool)
-    largest = facts.largest_free_bytes
-    if largest is None and pool is not None:
-        largest = pool.largest_free_bytes
-    if free is not None:
-        return f"{format_bytes(free)} were free" + (
-            f", {format_bytes(largest)} in one piece" if largest is not None else ""
-        )
+    room = room_of(facts, pool)
+    if room.free_bytes is not None and not is_too_large(facts):
+        largest = "" if room.largest_bytes is None else f", {format_bytes(room.largest_bytes)} in one piece"
+        return f"{format_bytes(room.free_bytes)} were free{largest}"
+    if room.left_bytes is not None and facts.phase != "compile":
+        return f"{format_bytes(room.left_bytes)} were {'left of the limit' if facts.used_bytes else 'free'}"
     if facts.limit_bytes is not None:
         return f"there are {format_bytes(facts.limit_bytes)} in all"
     return "what was free is unknown, because the log does not say"
 
 
 def tries(log: OomLog) -> list[tuple[str, str]]:
-    """What can be tried, the likeliest first: words, and a line to paste. None of them is compiled."""
+    """What can be tried, the likeliest first: words, and a line to paste, or an empty one. None of them is compiled."""
     facts = log.facts
     cause = why(log)[0]
     if facts.platform == "tpu" and facts.limit_bytes is not None and facts.limit_bytes <= _KERNEL_BYTES:
@@ -91,9 +67,9 @@ def tries(log: OomLog) -> list[tuple[str, str]]:
     if facts.platform == "host":
         return host_tries(facts)
     found = [*(_fragmented(facts) if cause == "fragmentation" else []), *(_tuning(facts)), *_step(facts)]
-    if facts.platform == "gpu":
-        found += _settings(cause, pool=bool(facts.requested_bytes))
-    return found
+    settings = _settings(cause, pool=bool(facts.requested_bytes)) if facts.platform == "gpu" else []
+    # Where the pool and the device are what stands in the way, a smaller step is not what is needed first.
+    return [*settings, *found] if cause in ("growth", "refused") else [*found, *settings]
 
 
 def _step(facts: OomFacts) -> list[tuple[str, str]]:
@@ -146,6 +122,8 @@ def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
         "Leave more of the device to CUDA, NCCL and kernels, whose memory lies outside JAX's pool",
         "export XLA_CLIENT_MEM_FRACTION=0.6",
     )
+    if cause == "refused":
+        return [(ELSEWHERE, "")] if pool else [less, (ELSEWHERE, "")]
     return [more] if pool else [less] if cause != "fragmentation" else [less, more]
 
 

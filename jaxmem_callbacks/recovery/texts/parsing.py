@@ -87,7 +87,7 @@ def facts_of(text: str, failure: Sequence[Statement]) -> OomFacts:
     # Until 2025 the status was the same for pinned memory, and only the allocator's name told.
     in_host = facts.platform == "gpu" and "host" in (facts.allocator or "")
     facts = dataclasses.replace(facts, phase=phase, platform="host" if in_host else facts.platform)
-    return dataclasses.replace(facts, fragmentation=_fragmented(facts, around.facts))
+    return dataclasses.replace(facts, fragmentation=_fragmented(facts, around))
 
 
 def places_of(text: str, failure: Sequence[Statement]) -> dict[str, int]:
@@ -108,9 +108,7 @@ def _surroundings(text: str, failure: Sequence[Statement]) -> tuple[list[Stateme
     order = sorted(failure, key=lambda item: (item.rank, item.start))
     low = max(0, failure[0].start - _AROUND_BEFORE)
     told = joined([item.facts for item in order])
-    around = details(
-        text[low : failure[-1].end + _AROUND_AFTER], platform=told.platform, requested=told.requested_bytes
-    )
+    around = details(text[low : failure[-1].end + _AROUND_AFTER], platform=told.platform)
     return order, dataclasses.replace(around, places={name: low + place for name, place in around.places.items()})
 
 
@@ -124,10 +122,27 @@ def _agree(one: object, other: object) -> bool:
     return one is None or other is None or one == other
 
 
-def _fragmented(facts: OomFacts, around: OomFacts) -> bool | None:
-    """True where the text says so, or where more was free than was asked for, yet it was refused."""
-    free, requested = facts.free_bytes, facts.requested_bytes
-    if free is None and facts.limit_bytes is not None and facts.used_bytes is not None:
-        free = facts.limit_bytes - facts.used_bytes
-    fitted = facts.phase != "compile" and requested is not None and free is not None and requested <= free
-    return True if around.fragmentation or fitted else None
+def _fragmented(facts: OomFacts, around: Around) -> bool | None:
+    """True where free memory of the pool was enough, or where the text says so and no number says otherwise."""
+    asked = facts.requested_bytes
+    if facts.phase == "compile" or asked is None:
+        return around.facts.fragmentation
+    free = around.would_fit_bytes if around.would_fit_bytes is not None else free_in_pool(facts)
+    if free is None:
+        return around.facts.fragmentation
+    largest = facts.largest_free_bytes
+    return True if asked <= free and (largest is None or asked > largest) else None
+
+
+def free_in_pool(facts: OomFacts) -> int | None:
+    """Free memory that could be given out without a word of the driver; None where the text does not say.
+
+    A TPU's runtime owns the device's memory. A GPU's pool may still grow, and what is free on the device is not in the pool.
+    """
+    if facts.platform == "tpu":
+        return facts.free_bytes
+    if facts.pool_bytes is None:
+        return None
+    if facts.largest_free_bytes is not None:  # the allocator's summary, which says both
+        return facts.free_bytes
+    return None if facts.used_bytes is None else facts.pool_bytes - facts.used_bytes

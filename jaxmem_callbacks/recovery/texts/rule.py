@@ -14,8 +14,9 @@ from jaxmem_callbacks.records.oom import OomPlatform, Phase
 # A size as XLA prints it: `123`, `1.5GiB`, `21.90G`, `176.00MiB`, `12 bytes`, `16.0 TiB`. Named by the field it belongs to.
 # Others write `1,073,741,824` and `1.5e10`. A number is taken whole, so that none is read in part that `size_of` does not know.
 _NUMBER = r"(?>\d{1,40}(?:[.,_']\d{1,40}){0,8}(?:[eE][+-]?\d{1,3}\b)?)"
-_UNIT = r"(?:\s{0,40}(?:[kKMGTPE](?:i?B)?|[Bb]ytes?|B)\b)?"
-_SIZES = ("requested", "free", "largest", "limit", "used")
+# A letter alone is no unit at the next line's beginning, where logs write their level (`E`).
+_UNIT = r"(?:\s{0,40}(?:[kKMGTPE]i?B|[Bb]ytes?|B)\b|[\x20\t]{0,40}[kKMGTPE]\b)?"
+_SIZES = ("requested", "free", "largest", "limit", "used", "pool")
 _PLACEHOLDER = re.compile(r"(?<!\?P)<(" + "|".join(_SIZES) + r")(_exact)?>")
 _SIZE = re.compile(rf"(?P<number>{_NUMBER})\s{{0,40}}(?P<unit>[kKMGTPE])?")
 _KNOWN = re.compile(r"(?:\d+|\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+)(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -38,6 +39,7 @@ class Rule:
         unless: What must not follow within a sentence or two: words after which the program goes on.
         over: Whether the use that it states must reach the stated limit, since the same words also tell of programs that fit.
         vague: Whether the wording only says that memory ran out, so that any other wording at the same place tells more.
+        driver: Whether it is a GPU's driver that refuses in these words.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Rule:
     unless: re.Pattern[str] | None = None
     over: bool = False
     vague: bool = False
+    driver: bool = False
 
 
 def rule(  # noqa: PLR0913 - a row of a table, with its fields by name
@@ -60,6 +63,7 @@ def rule(  # noqa: PLR0913 - a row of a table, with its fields by name
     unless: str | None = None,
     over: bool = False,
     vague: bool = False,
+    driver: bool = False,
 ) -> Rule:
     """A rule of a wording, in which ``<requested>`` and its like stand for sizes and a space for any white space."""
     return Rule(
@@ -71,6 +75,7 @@ def rule(  # noqa: PLR0913 - a row of a table, with its fields by name
         unless=None if unless is None else wording_pattern(unless),
         over=over,
         vague=vague,
+        driver=driver,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.recovery.texts import gpu, host, tpu
+from jaxmem_callbacks.recovery.texts.prose import is_prose
 from jaxmem_callbacks.recovery.texts.rule import Rule, size_of
 
 RULES: tuple[Rule, ...] = (
@@ -79,6 +80,13 @@ _ANNOUNCING = tuple(
         r"Scoped\s+allocation",
         r"instantiate\s+command",
         r"running\s+low\s+on\s+memory",
+        r"unlikely\s+to\s+have\s+enough\s",
+        r"Not\s+enough\s+memory\s+to\s",
+        r"does\s+not\s+fit\s",
+        r"igh-Smem\s",
+        r"exceeds\s+[VSC]MEM\s",
+        r"alternate\s+memory,\s",
+        r"AllocationFailure\b",
     )
 )
 BEFORE, AFTER = 700, 3400
@@ -178,20 +186,13 @@ class _Taken:
 
 
 _SURVIVED = Rule(name="goes on", pattern=re.compile(r"(?!)"))
-"""Stands for words that a program goes on after, so that no vaguer rule takes them for a failure."""
-# Advice on what may come names it too: "if you see CUDA_ERROR_OUT_OF_MEMORY, lower the batch", "if the container was OOMKilled".
-_ADVICE = re.compile(
-    r"(?:\b(?:[Ii]f|[Ww]hen(?:ever)?|[Ss]hould|[Ii]n\s+case)\s+(?:you|one|users?)\s+(?:ever\s+)?"
-    r"(?:see|gets?|hit|meet|have|encounter|run\s+into)"
-    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of|\b[Tt]o\s+avoid|\b(?:[Ii]f|[Ww]hen|[Ww]hether)\s+(?:the|an?|your|one|any)(?:\s+(?:worker|main|child|parent|training))?)"
-    r"(?:\s+(?:an?|the|errors?|such\s+as|like|messages?|with)){0,5}\s+[\"'`(]{0,3}$"
-)
+"""Stands for words that a program goes on after or that prose names, so that no vaguer rule takes them for a failure."""
 
 
 def _statement(rule: Rule, match: re.Match[str]) -> Statement:
     follows = match.end()
     survived = rule.unless is not None and rule.unless.match(match.string, follows, follows + _SENTENCE)
-    survived = survived or _ADVICE.search(match.string, max(0, match.start() - 120), match.start())
+    survived = survived or is_prose(match.string, match.start(), follows)
     return Statement(
         rule=_SURVIVED if survived else rule,
         start=match.start(),
@@ -221,6 +222,7 @@ def _facts(rule: Rule, match: re.Match[str]) -> OomFacts:
         largest_free_bytes=sizes.get("largest"),
         limit_bytes=limit,
         used_bytes=used,
+        driver_refused=rule.driver or None,
         allocator=said.get("allocator"),
         program=said.get("program"),
     )

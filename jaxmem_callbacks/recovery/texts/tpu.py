@@ -45,6 +45,26 @@ COMPILE: tuple[Rule, ...] = (
         platform="tpu",
         over=True,
     ),
+    # Given up before buffers are assigned, where an estimate is far beyond the device.
+    rule(
+        "estimate",
+        r"unlikely to have enough (?:\w{1,12} )?memory\. Requires <used>, has <limit> available",
+        phase="compile",
+        platform="tpu",
+    ),
+    # Tables of embeddings, which are laid out before the program.
+    rule(
+        "embedding",
+        r"TPU table with HBM usage: <used> that does not fit in available space: <limit>",
+        phase="compile",
+        platform="tpu",
+    ),
+    rule(
+        "embedding",
+        r"embedding configuration does not fit on the TPU due to HBM space",
+        phase="compile",
+        platform="tpu",
+    ),
     # One allocation larger than the memory that it is to lie in.
     rule(
         "one allocation",
@@ -100,9 +120,30 @@ COMPILE: tuple[Rule, ...] = (
         vague=True,
     ),
     rule("core's memory", r"\bran out of (?:Smem|Vmem|Spmem|TileSpmem)\b", phase="compile", platform="tpu"),
+    rule("core's memory", r"\bhigh-Smem usage exceeds Smem capacity", phase="compile", platform="tpu"),
+    rule("core's memory", r"[\"'`] exceeds [VSC]MEM capacity\b", phase="compile", platform="tpu"),
+    rule(
+        "core's memory",
+        r"\b(?:[Mm]ax buffer size|[Oo]perand) does not fit in (?:[Tt]ile)?[Ss]pmem",
+        phase="compile",
+        platform="tpu",
+    ),
+    # Memory space assignment: what is pinned to the core's memory is more than the core has.
+    rule(
+        "core's memory",
+        r"requires allocation in the alternate memory, which could not be satisfied",
+        phase="compile",
+        platform="tpu",
+    ),
     # A kernel whose numbers were cut off, or a memory that is named alone.
     rule("memory space", r"Ran out of memory in memory space \w{2,12}", phase="compile", platform="tpu", vague=True),
-    rule("memory", r"CompileTime(?:Hbm|ScopedVmem|\w{2,20})Oom\b", phase="compile", platform="tpu", vague=True),
+    rule(
+        "memory",
+        r"CompileTime(?:(?:Hbm|ScopedVmem|\w{2,20})Oom|SparseCoreAllocationFailure)\b",
+        phase="compile",
+        platform="tpu",
+        vague=True,
+    ),
 )
 
 RUN: tuple[Rule, ...] = (
@@ -141,4 +182,5 @@ RUN: tuple[Rule, ...] = (
         vague=True,
     ),
     rule("buffer", r"RESOURCE_EXHAUSTED: Error allocating device buffer", phase="run", platform="tpu", vague=True),
+    rule("memory", r"Runtime(?:Buffer|Program)AllocationFailure\b", phase="run", platform="tpu", vague=True),
 )

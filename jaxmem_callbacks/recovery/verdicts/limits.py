@@ -39,6 +39,7 @@ def device_limits(readings: Iterable[Reading]) -> tuple[MemoryLimit, ...]:
             used_bytes=reading.in_use_bytes + (reading.reserved_bytes or 0),
             source="the allocator's statistics",
             largest_free_bytes=reading.largest_free_bytes,
+            pool_bytes=reading.pool_bytes,
         )
         for reading in readings
         if reading.limit_bytes is not None and reading.in_use_bytes is not None

@@ -1,0 +1,123 @@
+"""Why memory did not suffice: what was asked for and what room there was enter; the cause and its words leave.
+
+Four things are told apart. The limit was too small. The pool had enough free, but in pieces. The pool could still grow, and the
+device gave it no more, since something else holds the rest. Or the pool could still grow, but neither that nor what it had free
+was enough in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxmem_callbacks.records.oom import OomCause, OomFacts
+from jaxmem_callbacks.records.oom_log import PoolDump
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.texts.parsing import free_in_pool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The memory that was there for a request.
+
+    Attributes:
+        free_bytes: Free in the pool, or of a memory that has none; None where nobody says.
+        largest_bytes: The largest piece of it.
+        growth_bytes: What the pool could still have asked of the device; 0 where there is no such thing, None where nobody says.
+        left_bytes: Limit less use: in the pool or not.
+        later: Whether this was seen after the failure, when more may be free than was then.
+    """
+
+    free_bytes: int | None = None
+    largest_bytes: int | None = None
+    growth_bytes: int | None = None
+    left_bytes: int | None = None
+    later: bool = False
+
+
+def room_of(facts: OomFacts, pool: PoolDump | None = None) -> Room:
+    """What a text, and the pool's dump beside it, say of the room."""
+    limit, used = facts.limit_bytes, facts.used_bytes
+    left = limit - used if limit is not None and used is not None and limit >= used else None
+    if pool is not None:
+        growth = max(limit - pool.pool_bytes, 0) if limit is not None else None
+        return Room(
+            free_bytes=pool.free_bytes, largest_bytes=pool.largest_free_bytes, growth_bytes=growth, left_bytes=left
+        )
+    if facts.pool_bytes is not None:
+        growth = max(limit - facts.pool_bytes, 0) if limit is not None else None
+        return Room(
+            free_bytes=free_in_pool(facts), largest_bytes=facts.largest_free_bytes, growth_bytes=growth, left_bytes=left
+        )
+    if (
+        facts.platform == "gpu"
+    ):  # what a driver counts as free is no pool's; a limit alone does not say what the pool holds
+        return Room(left_bytes=left if left is not None else facts.free_bytes)
+    return Room(
+        free_bytes=facts.free_bytes,
+        largest_bytes=facts.largest_free_bytes,
+        growth_bytes=0,
+        left_bytes=left if left is not None else facts.free_bytes,
+    )
+
+
+def is_too_large(facts: OomFacts) -> bool:
+    """Whether a whole program needs more than there is; as printed both may be the same, such as 1.00M of 1.00M."""
+    used, limit = facts.used_bytes, facts.limit_bytes
+    return used is not None and limit is not None and (used > limit or (used == limit and facts.phase != "run"))
+
+
+def cause_of(asked: int | None, facts: OomFacts, room: Room) -> tuple[OomCause, str]:
+    """The cause, and the rest of a sentence that says why.
+
+    Args:
+        asked: Bytes of the one request.
+        facts: What the failure says.
+        room: What was there for it.
+    """
+    if facts.fragmentation or (asked is not None and _is_in_pieces(asked, room)):
+        return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
+    too_small = _limit_was_too_small(asked, facts, room)
+    if too_small:
+        return "capacity", f"it did not fit for lack of capacity, since {too_small}"
+    stopped = None if asked is None else _growing_stopped(asked, room)
+    if stopped is not None:
+        return stopped
+    if facts.driver_refused:
+        return "refused", "it did not fit because the GPU's driver refused more, so that the device itself was full"
+    if asked is None:
+        return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
+    if room.later and room.left_bytes is not None:
+        why = "more is free now, after the failure, than was asked for"
+    else:
+        why = f"nothing says what {'was free' if room.left_bytes is None else 'the pool itself had free'}"
+    return "unknown", f"capacity or fragmentation is unknown, because {why}"
+
+
+def _is_in_pieces(asked: int, room: Room) -> bool:
+    free, largest = room.free_bytes, room.largest_bytes
+    return free is not None and largest is not None and largest < asked <= free
+
+
+def _limit_was_too_small(asked: int | None, facts: OomFacts, room: Room) -> str:
+    """By which figures, in words; empty where none says so."""
+    if is_too_large(facts):
+        return "the whole program is larger than the limit"
+    if asked is None:
+        return ""
+    if facts.limit_bytes is not None and asked > facts.limit_bytes:
+        return "it alone is larger than the limit"
+    left = room.left_bytes if room.free_bytes is None else room.free_bytes + (room.growth_bytes or 0)
+    return "more was asked for than was free" if left is not None and asked > left else ""
+
+
+def _growing_stopped(asked: int, room: Room) -> tuple[OomCause, str] | None:
+    """What it was where a pool could still grow: the device gave no more, or no one piece was enough."""
+    free, growth = room.free_bytes, room.growth_bytes
+    if free is None or not growth or asked <= free:
+        return None
+    more = f"the pool could still grow by {format_bytes(growth)}"
+    if asked <= growth:
+        why = f"it did not fit because the device had no more to give: {more}, so that something else holds the rest"
+        return "refused", why
+    also = f"neither that nor the {format_bytes(free)} free in it was enough alone"
+    return "growth", f"it did not fit in one piece, since {more}, and {also}"
