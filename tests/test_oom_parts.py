@@ -21,12 +21,12 @@ from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_report import Holder, Hole, MemoryLimit
 from jaxmem_callbacks.records.readings import Unavailable
+from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.reports.folders import new_folder
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.holders import VARIABLE
 from jaxmem_callbacks.recovery.reports.holes import holes_now, largest_holes
 from jaxmem_callbacks.recovery.reports.remedies import remedies
-from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.reports.sentence import told
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict
@@ -77,7 +77,7 @@ def test_what_a_report_is_made_of_stays(text):
 
 def test_values_of_secret_variables_are_hidden_wherever_they_stand():
     known = secret_values({"MY_SERVICE_TOKEN": "plain words", "HOME": "/data/me", "RUN_KEY": "zebra-1"})
-    assert known == ("plain words", "zebra-1")
+    assert known == ("plain%20words", "plain words", "zebra-1")
     limit = MemoryLimit(name="say plain words", limit_bytes=1, used_bytes=0, source="zebra-1")
     assert scrubbed(limit, known) == dataclasses.replace(limit, name="say [hidden]", source="[hidden]")
 

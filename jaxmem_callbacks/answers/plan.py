@@ -22,6 +22,7 @@ from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.plan_progress import plan_progress
@@ -118,7 +119,7 @@ class Plan:
     """
 
     def __init__(self, record: PlanRecord) -> None:
-        self.record = record
+        self.record = scrubbed(record)
 
     @property
     def chosen(self) -> Candidate:

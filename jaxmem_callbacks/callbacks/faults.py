@@ -5,12 +5,13 @@ With `on_error="raise"` (tests) the exception is kept and raised at the next cal
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, final
+
+from jaxmem_callbacks.records.secrets import without_secrets
+from jaxmem_callbacks.records.terminal import say
 
 _Result = TypeVar("_Result")
 _KEPT = 100
@@ -62,11 +63,10 @@ class Faults:
             self.say(message)
 
     def say(self, message: str) -> None:
-        """One line on stderr; a closed stderr is no reason to disturb the run."""
-        line = " ".join(message.split())
+        """One line on stderr, and for the run's own files; an exception's text may hold secrets."""
+        line = without_secrets(" ".join(message.split()))
         self._said.append(line)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"jaxmem: {line}\n")
+        say(line)
 
     def said(self) -> list[str]:
         """What was said since the last call, for the run's own files: stderr may be read by nobody."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 from jaxmem_callbacks.analysis.across import across_scalars
 from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, values_of
@@ -28,7 +28,9 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.runs import Dropped, Said
 from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
 from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.records.traces import TracePart
 from jaxmem_callbacks.records.units import GIB
 from jaxmem_callbacks.recovery.witness import Witnessed
@@ -38,8 +40,13 @@ from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
 from jaxmem_callbacks.writers.saves_table import saves_table
 
+_Record = TypeVar("_Record")
 KNOWN_TAG = "memory/known_here"
 _SAVES = 1000  # that are drawn
+
+
+def _clean(record: _Record) -> _Record:
+    return scrubbed(record, recent_secrets(), then=printable)
 
 
 @final
@@ -64,7 +71,7 @@ class Recorder:
         plan: PlanRecord | None = None,
     ) -> None:
         self._settings = settings
-        self._plan = self._unwritten_plan = plan
+        self._plan = self._unwritten_plan = scrubbed(plan)
         self._open_writers = open_writers
         self._faults = faults
         self._writers: list[Writer] | None = None
@@ -90,7 +97,7 @@ class Recorder:
     def record(self, observation: Observation, events: Sequence[MemoryEvent], *, last: bool = False) -> None:
         """Take in one observation; ``last`` closes the open window and draws the figure."""
         ended = self._saves.learn(observation)
-        events = [self._saves.labelled(event) for event in events]
+        events = [scrubbed(self._saves.labelled(event)) for event in events]
         self.events += tuple(events)
         self._learn(observation)
         if self._unwritten_plan is not None:
@@ -172,7 +179,7 @@ class Recorder:
             if reading.limit_bytes is not None:
                 self._limit = min(reading.limit_bytes, self._settings.limit_bytes or reading.limit_bytes)
         for metrics in observation.metrics:
-            self._windows.add({f"train/{name}": value for name, value in metrics.values.items()})
+            self._windows.add({f"train/{name}": value for name, value in _clean(metrics).values.items()})
         for compiled in observation.compilations:
             name, memory = compiled.compilation.program, compiled.compilation.memory
             if memory is not None:  # of several compiles the largest counts: all of them may run again
@@ -277,7 +284,9 @@ class Recorder:
         return self._writers
 
     def _write(self, record: Record) -> None:
+        """To every writer, the user's own too: names of metrics, events and plans are texts of the outside."""
         self._unflushed |= not isinstance(record, Reading | Metrics)
+        record = _clean(record)
         self._each(lambda writer: writer.write(record))
 
     def _each(self, action: Callable[[Writer], None]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from jaxmem_callbacks.analysis.comparing import growth, parse_share
 from jaxmem_callbacks.cli.exits import GREW, OK
 from jaxmem_callbacks.readers.accounts import read_account
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.writers.growth_text import growth_json, growth_text
 
 
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
     most = None if args.max_regress is None else parse_share(args.max_regress)
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)
-    sys.stdout.write((growth_json(found) if args.json else growth_text(found, after)) + "\n")
+    put((growth_json(found) if args.json else growth_text(found, after)) + "\n", as_json=args.json)
     return GREW if found.too_much else OK

@@ -9,7 +9,6 @@ import argparse
 import ctypes.util
 import dataclasses
 import json
-import sys
 import textwrap
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, Surroundings
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 
 _WIDTH, _NAMES = 80, 23
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     seen = surroundings(started=settings_were_read())
     devices, failed = _started(seen) if args.start else (None, ())
     report = _Report(seen=seen, findings=(*findings(seen), *failed), devices=devices)
-    sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
+    put((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n", as_json=args.json)
     return FINDINGS if report.findings else OK
 
 

@@ -19,6 +19,7 @@ from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.shortening import short_shape
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 
 # What JAX's paths of operations have of each loop and checkpoint; the step's own name comes before them.
@@ -59,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
                 seen=seen,
             )
     except ScriptFailedError as error:
-        sys.stderr.write(f"jaxmem: {error}\n")
+        put(f"jaxmem: {error}\n", sys.stderr)
         return FAILED
-    sys.stdout.write((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n")
+    put((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n", as_json=args.json)
     return 0
 
 

@@ -8,10 +8,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jaxmem_callbacks
 from jaxmem_callbacks.cli.exits import BROKEN_PIPE, INTERRUPTED, OK, REFUSED
 from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
+from jaxmem_callbacks.records.terminal import put, shown
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -77,13 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxmemError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        sys.stderr.write("jaxmem: stopped by Ctrl-C.\n")
+        put("jaxmem: stopped by Ctrl-C.\n", sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Python would fail once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's, which says nothing of what was typed that a terminal should not show."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(shown(message))
 
 
 def _own_last(given: Sequence[str], unknown: Sequence[str]) -> str:
@@ -96,7 +105,7 @@ def _own_last(given: Sequence[str], unknown: Sequence[str]) -> str:
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     """The parser, with the options of the one command that was asked for."""
-    parser = argparse.ArgumentParser(prog="jaxmem", description="Plan, apply and watch the memory of JAX training.")
+    parser = _Parser(prog="jaxmem", description="Plan, apply and watch the memory of JAX training.")
     parser.add_argument("--version", action="version", version=f"jaxmem_callbacks {jaxmem_callbacks.__version__}")
     rows = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, (module, words) in COMMANDS.items():
@@ -109,7 +118,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"jaxmem: {message}\n")
+    put(f"jaxmem: {message}\n", sys.stderr)
     return REFUSED
 
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from jaxmem_callbacks.cli.exits import NOTHING_FOUND, OK
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
 from jaxmem_callbacks.recovery.texts.log_words import sentence, tries, why
@@ -52,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
     """
     found = read_oom_log(_pieces(args.log))
     if args.json:
-        sys.stdout.write(json.dumps(_as_json(found), indent=2) + "\n")
+        put(json.dumps(_as_json(found), indent=2) + "\n", as_json=True)
     elif found is None:
         name = "standard input" if args.log == "-" else args.log
-        sys.stdout.write(f"{name} tells of no failure for want of memory.\n")
+        put(f"{name} tells of no failure for want of memory.\n")
     else:
-        sys.stdout.write("\n".join(_lines(found)) + "\n")
+        put("\n".join(_lines(found)) + "\n")
     return NOTHING_FOUND if found is None else OK
 
 

@@ -33,7 +33,9 @@ from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import MIB
 from jaxmem_callbacks.transforms.sharding.mesh import fitting_axes, parse_axes
 
@@ -110,18 +112,19 @@ def run(args: argparse.Namespace) -> int:
         with as_written(args.script, step=args.step, target=target) as seen:
             made = _made(args, search, budget, mesh, seen)
     except ScriptFailedError as error:
-        sys.stderr.write(f"jaxmem: {error}\n")
+        put(f"jaxmem: {error}\n", sys.stderr)
         return FAILED
     except KeyboardInterrupt:  # later ones leave a plan of what was compiled until then
-        sys.stderr.write("jaxmem: stopped by Ctrl-C before the first compile ended, so there is no plan.\n")
+        put("jaxmem: stopped by Ctrl-C before the first compile ended, so there is no plan.\n", sys.stderr)
         return INTERRUPTED
-    sys.stdout.write(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n")
+    put(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n", as_json=args.json)
     unfit = made.chosen.fits is False
     try:
         _write(made, places, unfit=unfit)
     except OSError as error:  # it could be written when the command began
-        sys.stderr.write(
-            f"jaxmem: could not write {error.filename or 'the plan'}: {error.strerror}. The plan itself is above.\n"
+        put(
+            f"jaxmem: could not write {error.filename or 'the plan'}: {error.strerror}. The plan itself is above.\n",
+            sys.stderr,
         )
         return FAILED
     return REFUSED if unfit else OK
@@ -144,11 +147,12 @@ class _Places:
 
 def _write(made: Plan, places: _Places, *, unfit: bool) -> None:
     if places.save is not None and unfit:
-        sys.stderr.write(f"jaxmem: nothing fits, so {places.save} was not written.\n")
+        put(f"jaxmem: nothing fits, so {places.save} was not written.\n", sys.stderr)
     elif places.save is not None:
-        places.save.write_text(f"{made.to_json()}\n" if places.save.suffix == WHOLE else made.to_yaml(), "utf-8")
+        write_file(places.save, f"{made.to_json()}\n" if places.save.suffix == WHOLE else made.to_yaml())
     if places.figure is not None:
-        made.figure().savefig(places.figure, dpi=150)
+        with replacing(places.figure) as file:
+            made.figure().savefig(file, format=places.figure.suffix[1:], dpi=150)
     if places.logdir is not None:
         made.to_tensorboard(places.logdir)
 
@@ -281,6 +285,7 @@ def _require_places(args: argparse.Namespace) -> None:
             msg = f"{option} {path}: there is no folder {path.parent}. Make it first: mkdir -p {path.parent}."
             raise PlanError(msg)
         try:
+            require_place(path)
             with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
                 pass
         except OSError as error:

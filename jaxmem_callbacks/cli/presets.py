@@ -13,6 +13,7 @@ from jaxmem_callbacks.cli.exits import OK, REFUSED
 from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.config.presets import list_presets, load_preset
 from jaxmem_callbacks.records.errors import PresetError
+from jaxmem_callbacks.records.terminal import put
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,17 +51,17 @@ def _list() -> None:
     table.add_column()
     for name in list_presets():
         table.add_row(name, load_preset(name).description)
-    console = Console()
+    console = Console(color_system=None)  # what is printed passes through `put`, which shows no control sequence
     with console.capture() as captured:
         console.print(table)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
-    sys.stdout.write("\nThey compose, later keys win: `jaxmem presets donate full_remat` shows how,\n")
-    sys.stdout.write('and jm.load_preset("donate", "full_remat") loads it.\n')
+    put("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    put("\nThey compose, later keys win: `jaxmem presets donate full_remat` shows how,\n")
+    put('and jm.load_preset("donate", "full_remat") loads it.\n')
 
 
 def _show(names: list[str]) -> None:
     preset = load_preset(*names)
-    sys.stdout.write(f"# {preset.name}\n{preset_to_yaml(preset, defaults='show')}")
+    put(f"# {preset.name}\n{preset_to_yaml(preset, defaults='show')}")
 
 
 def _check(files: list[str]) -> int:
@@ -70,8 +71,8 @@ def _check(files: list[str]) -> int:
         try:
             preset = load_preset(Path(file))
         except PresetError as error:
-            sys.stderr.write(f"{error}\n")
+            put(f"{error}\n", sys.stderr)
             code = REFUSED
         else:
-            sys.stdout.write(f"{file}: ok, says {', '.join(preset.said) or 'nothing'}\n")
+            put(f"{file}: ok, says {', '.join(preset.said) or 'nothing'}\n")
     return code

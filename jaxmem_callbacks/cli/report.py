@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import jaxmem_callbacks
 from jaxmem_callbacks.cli.exits import OK
 from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.errors import RunFileError
+from jaxmem_callbacks.records.files import write_file
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.writers.report_words import happened
 
 _NAME = "report.html"
@@ -40,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     page = report_html(stories, source=source, version=jaxmem_callbacks.__version__, frontier=pareto)
     output = args.output or (args.place if args.place.is_dir() else args.place.parent) / _NAME
     try:
-        output.write_text(page, "utf-8")
+        write_file(output, page, private=True)
     except OSError as error:
         msg = (
             f"{output} cannot be written: {error.strerror or error}. Name a file in a folder that is there: -o {_NAME}."
         )
         raise RunFileError(msg) from error
     for story in stories:
-        sys.stdout.write(f"{story.run}: {happened(story)}\n")
-    sys.stdout.write(f"wrote {output}\n")
+        put(f"{story.run}: {happened(story)}\n")
+    put(f"wrote {output}\n")
     return OK

@@ -26,6 +26,7 @@ from jaxmem_callbacks.cli.unedited import is_unedited
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
+from jaxmem_callbacks.records.terminal import put
 
 LINE_TO_ADD = (
     "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
@@ -209,9 +210,10 @@ def _settings_told(path: pathlib.Path, command: str) -> Generator[None]:
 def _tell_late(made: Sequence[tuple[str, str]], path: pathlib.Path, command: str) -> None:
     if made:
         typed = " ".join(f"{name}={shlex.quote(value)}" for name, value in made)
-        sys.stderr.write(
+        put(
             f"jaxmem: {path} sets {', '.join(name for name, _ in made)}, which JAX reads when it is imported, and here that was "
-            f"before the script. What follows is without it. Type: {typed} jaxmem {command} {path}\n"
+            f"before the script. What follows is without it. Type: {typed} jaxmem {command} {path}\n",
+            sys.stderr,
         )
 
 

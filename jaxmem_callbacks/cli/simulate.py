@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, size_of, trace_of
 from jaxmem_callbacks.cli.exits import NONE_SURVIVES, OK
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.errors import SimulationError
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.simulation_figure import save_figure
 from jaxmem_callbacks.writers.simulation_text import simulation_json, simulation_text
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         rows = [(name, (make.__doc__ or "").split("\n")[0]) for name, make in CASES.items()]
-        sys.stdout.write("\n".join(columns(rows, ("left", "left"))) + "\n")
+        put("\n".join(columns(rows, ("left", "left"))) + "\n")
         return OK
     if args.trace is None:
         msg = "jaxmem simulate needs a trace. Name a file, a logdir, or one of `jaxmem simulate --list`."
@@ -65,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.figure is not None:
         save_figure(found, args.figure)
-    sys.stdout.write((simulation_json(found) if args.json else simulation_text(found)) + "\n")
+    put((simulation_json(found) if args.json else simulation_text(found)) + "\n", as_json=args.json)
     return OK if found.advised is not None else NONE_SURVIVES

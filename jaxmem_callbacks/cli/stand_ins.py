@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmem_callbacks.cli.callers import Caller, caller_of, is_asked_for_shapes
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.transforms import gradients
 
 
@@ -69,8 +70,9 @@ class Seen:
         """Say at once that a step has another name than is asked for: where that is misspelt, the script trains to its end."""
         if name not in self.passed:
             self.passed.add(name)
-            sys.stderr.write(
-                f"jaxmem: {name} takes a gradient; the script goes on to {wanted}. Stop it with Ctrl-C if {name} is meant.\n"
+            put(
+                f"jaxmem: {name} takes a gradient; the script goes on to {wanted}. Stop it with Ctrl-C if {name} is meant.\n",
+                sys.stderr,
             )
 
 
@@ -186,8 +188,9 @@ class StandIns:
         """Say once, and at once, what would else be known at the script's end, which may be days away."""
         if not self.is_told:
             self.is_told = True
-            sys.stderr.write(
-                f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and jit the whole step.\n"
+            put(
+                f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and jit the whole step.\n",
+                sys.stderr,
             )
 
 

@@ -15,6 +15,7 @@ import sys
 
 from jaxmem_callbacks.environment.variables import PREALLOCATE
 from jaxmem_callbacks.records.environment import DeviceFacts, Finding
+from jaxmem_callbacks.records.terminal import put
 
 LIMIT_S = 300.0
 _TOLD = 600
@@ -38,7 +39,7 @@ def devices_started(*, limit_s: float = LIMIT_S) -> tuple[DeviceFacts, ...] | Fi
         )
     except subprocess.TimeoutExpired:
         return _no_start(f"It had no devices within {limit_s:g} seconds, and was ended.")
-    sys.stderr.write(done.stderr)
+    put(done.stderr, sys.stderr)
     said = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not said:
         return _no_start(_last_words(done))
@@ -71,7 +72,7 @@ def main() -> None:
         answer = {"devices": [dataclasses.asdict(device) for device in devices_here()]}
     except (RuntimeError, AssertionError) as error:  # JAX raises either, by what is missing
         answer = {"failed": str(error) or "its own assertion failed: the platforms that are named give no device"}
-    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+    put(f"\n{json.dumps(answer)}\n", as_json=True)
 
 
 if __name__ == "__main__":

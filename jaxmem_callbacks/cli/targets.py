@@ -25,6 +25,7 @@ from jaxmem_callbacks.programs.targets.compilers import (
 from jaxmem_callbacks.programs.targets.target import target_names
 from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.errors import TargetError
+from jaxmem_callbacks.records.terminal import put
 
 _HARDWARE = {"tpu": "TPUs, such as v5e or v5p:4x4x4", "gpu": "NVIDIA GPUs, such as h100_sxm or h100_sxm:8"}
 
@@ -54,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """
     for kind in dict.fromkeys(args.install):
         if _install(kind):
-            sys.stderr.write(f"jaxmem: the compilers for {kind} could not be installed; why is above.\n")
+            put(f"jaxmem: the compilers for {kind} could not be installed; why is above.\n", sys.stderr)
             return FAILED
-    sys.stdout.write((json.dumps(_as_json(), indent=2) if args.json else _as_text()) + "\n")
+    put((json.dumps(_as_json(), indent=2) if args.json else _as_text()) + "\n", as_json=args.json)
     return OK
 
 
@@ -65,7 +66,7 @@ def _install(kind: str) -> int:
     folder = folder_to_fill()
     wanted = requirements(PLATFORMS[kind])
     command = [*_installer(), "--upgrade", "--no-deps", "--target", str(folder), *wanted]
-    sys.stderr.write(f"jaxmem: installing {', '.join(wanted)} into {folder}\n")
+    put(f"jaxmem: installing {', '.join(wanted)} into {folder}\n", sys.stderr)
     sys.stderr.flush()
     folder.mkdir(parents=True, exist_ok=True)
     code = subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode  # noqa: S603 - our own words

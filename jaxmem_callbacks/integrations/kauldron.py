@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from kauldron.inspect.profile_utils import Profiler  # pyright: ignore[reportMis
 from kauldron.utils.config_util import ROOT_CFG_REF, UpdateFromRootCfg  # pyright: ignore[reportMissingImports]
 
 from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
+from jaxmem_callbacks.records.terminal import say
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,9 +47,9 @@ class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseCla
             return self.monitor
         workdir = os.fspath(self.workdir)
         if "://" in workdir:
-            sys.stderr.write(
-                f"jaxmem: no memory curves are written, since workdir={workdir!r} is no local folder; events are told here. "
-                "Give a local one: MemoryProfiler(monitor=jm.MemoryMonitor(logdir='runs/a')).\n"
+            say(
+                f"no memory curves are written, since workdir={workdir!r} is no local folder; events are told here. "
+                "Give a local one: MemoryProfiler(monitor=jm.MemoryMonitor(logdir='runs/a'))."
             )
             return MemoryMonitor(self.preset)
         return MemoryMonitor(self.preset, logdir=Path(workdir) / "memory")

@@ -89,9 +89,12 @@ class StepGate:
         return path
 
     def _write(self, path: Path, account: Account) -> None:
+        from jaxmem_callbacks.records.files import write_file
+        from jaxmem_callbacks.records.secrets import scrubbed
+
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"account": dataclasses.asdict(account)}, indent=1, default=dict)
-        path.write_text(f"{text}\n", "utf-8")
+        text = json.dumps({"account": dataclasses.asdict(scrubbed(account))}, indent=1, default=dict)
+        write_file(path, f"{text}\n")
         self._node.user_properties.append((_PROPERTY, f"wrote {self._near(path)}"))
 
     def _hold(self, path: Path, memory: StepMemory, policy: Any, most: Any) -> None:

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jaxmem_callbacks
+from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.oom_report import OomReport
+from jaxmem_callbacks.records.secrets import scrubbed
+from jaxmem_callbacks.records.terminal import printable, say
 from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reports.folders import forget_oldest, new_folder
 from jaxmem_callbacks.recovery.reports.gathering import gather, process_index
 from jaxmem_callbacks.recovery.reports.parts import Parts
-from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values
 from jaxmem_callbacks.recovery.reports.told import is_first
 from jaxmem_callbacks.recovery.verdicts.judging import judge
 from jaxmem_callbacks.recovery.witness import Witness, Witnessed
@@ -68,7 +70,7 @@ def report_oom(
     try:
         return _reported(error, settings, witness, before)
     except BaseException as fault:  # noqa: BLE001 - the user's exception goes on, Ctrl-C in the middle of a report or not
-        _say(f"the out-of-memory report could not be made: {_words(fault)}")
+        say(f"the out-of-memory report could not be made: {_words(fault)}")
         return None
     finally:
         _busy.on = False
@@ -100,11 +102,11 @@ def _reported(
     try:
         folder = new_folder(outdir, process=index, pid=os.getpid(), time_s=time.time())
     except OSError as fault:
-        _say(f"out of memory: {report.sentence} No report was written: {_words(fault)}")
+        say(f"out of memory: {report.sentence} No report was written: {_words(fault)}")
         return None
     written = _write(folder, report, witnessed, parts)
     parts.attempt("removing old reports", forget_oldest, outdir, process=index, keep=settings.keep, default=())
-    _say(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, report, parts))
+    say(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, report, parts))
     return folder if written else None
 
 
@@ -118,11 +120,11 @@ def _write(folder: Path, report: OomReport, witnessed: Witnessed | None, parts: 
     writing: tuple[tuple[str, Callable[[OomReport], str]], ...] = (
         ("report.html", lambda known: oom_html(known, chart=chart, version=version)),
         ("facts.json", lambda known: json.dumps(dataclasses.asdict(known), indent=1)),
-        ("report.md", oom_markdown),  # the last: it names every other that failed
+        ("report.md", lambda known: printable(oom_markdown(known))),  # the last: it names every other that failed
     )
     done: list[str] = []
     for name, render in writing:
-        known = scrubbed(dataclasses.replace(report, failures=tuple(parts.failures)), secret_values(os.environ))
+        known = scrubbed(dataclasses.replace(report, failures=tuple(parts.failures)))
         if parts.attempt(name, _write_one, folder / name, render, known, default=False):
             done.append(name)
     if not done:
@@ -134,7 +136,7 @@ def _write(folder: Path, report: OomReport, witnessed: Witnessed | None, parts: 
 
 
 def _write_one(path: Path, render: Callable[[OomReport], str], report: OomReport) -> bool:
-    path.write_text(render(report), "utf-8")
+    write_file(path, render(report), private=True)
     return True
 
 
@@ -154,9 +156,3 @@ def _unwritten(folder: Path, report: OomReport, parts: Parts) -> str:
 
 def _words(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {' '.join(str(fault).split()) or 'without a word'}"
-
-
-def _say(message: str) -> None:
-    """One line on stderr; a closed stderr is no reason to disturb an exception."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"jaxmem: {' '.join(message.split())}\n")

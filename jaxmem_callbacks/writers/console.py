@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.writers.markdown import event_title
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
@@ -26,5 +27,5 @@ class ConsoleWriter(Writer):
     def write(self, record: Record) -> None:
         """Print one line for an event."""
         if isinstance(record, MemoryEvent):
-            line = Text.assemble((f"[memory] {event_title(record.kind)}: ", "bold yellow"), record.message)
+            line = Text.assemble((f"[memory] {event_title(record.kind)}: ", "bold yellow"), shown(record.message))
             self._console.print(line, soft_wrap=True)

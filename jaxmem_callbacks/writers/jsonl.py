@@ -15,7 +15,9 @@ from typing import final
 
 from jaxmem_callbacks.readers.parts import next_part
 from jaxmem_callbacks.readers.run_lines import fields_of
+from jaxmem_callbacks.records.files import append_to
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
+from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 
@@ -37,8 +39,8 @@ class JsonlWriter(Writer):
         self._run_id = run_id
         self._part_bytes = part_bytes
         self._start = RunStart(time_s=time.time()) if start is None else start
-        self._file = _append_to(path)
-        self._size = path.stat().st_size
+        self._file = append_to(path)
+        self._size = os.fstat(self._file).st_size
         self._header_bytes = 0
         # A run that was killed in the middle of a line must not spoil the first line of this one.
         if self._size > 0 and not _ends_a_line(path):
@@ -75,7 +77,7 @@ class JsonlWriter(Writer):
         """The full file gets its number, and its name goes to the next; a kill between the two loses nothing."""
         self._path.rename(next_part(self._path))
         os.close(self._file)
-        self._file, self._size = _append_to(self._path), 0
+        self._file, self._size = append_to(self._path), 0
 
     def _begin_part(self) -> None:
         header = self._header()
@@ -83,7 +85,7 @@ class JsonlWriter(Writer):
         self._put(header)
 
     def _header(self) -> bytes:
-        header = self._line(self._start)
+        header = self._line(scrubbed(self._start))
         assert header is not None
         return header
 
@@ -98,10 +100,6 @@ class JsonlWriter(Writer):
         self._size += len(data)
         while data:
             data = data[os.write(self._file, data) :]
-
-
-def _append_to(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
 
 
 def _ends_a_line(path: Path) -> bool:

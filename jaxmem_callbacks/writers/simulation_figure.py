@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from jaxmem_callbacks.records.errors import SimulationError
+from jaxmem_callbacks.records.files import replacing
 from jaxmem_callbacks.records.simulations import Simulated, Simulation
 from jaxmem_callbacks.records.units import GIB, format_bytes
 
@@ -57,7 +59,8 @@ def save_figure(found: Simulation, path: str | os.PathLike[str]) -> None:
         SimulationError: it cannot be written.
     """
     try:
-        simulation_figure(found).savefig(path)
+        with replacing(Path(path)) as file:
+            simulation_figure(found).savefig(file, format=Path(path).suffix[1:] or "png")
     except (OSError, ValueError) as error:
         msg = (
             f"{os.fspath(path)} cannot be written: {error}. Name a .png in a folder that is there: --figure blocks.png."

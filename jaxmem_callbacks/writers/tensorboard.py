@@ -21,6 +21,7 @@ from tensorboardX.summary import custom_scalars, text
 from jaxmem_callbacks.analysis.figures import figure_of
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.writers.layout import Layout, layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
@@ -53,9 +54,9 @@ class TensorBoardWriter(Writer):
             case Window():
                 self._add_scalars(record)
             case MemoryEvent():
-                self._add(text(EVENTS_TAG, event_markdown(record)), record.step, record.time_s)
+                self._add(_text(EVENTS_TAG, event_markdown(record)), record.step, record.time_s)
             case Table():
-                self._add(text(record.tag, table_markdown(record)), record.step, record.time_s)
+                self._add(_text(record.tag, table_markdown(record)), record.step, record.time_s)
             case Picture():
                 self._add(_image(record), record.step, record.time_s)
             case _:
@@ -70,7 +71,7 @@ class TensorBoardWriter(Writer):
         self._file.close()
 
     def _add_scalars(self, window: Window) -> None:
-        scalars = window.scalars()
+        scalars = {printable(tag): value for tag, value in window.scalars().items()}
         values = [
             Summary.Value(tag=tag, simple_value=value, metadata=None if tag in self._tags else _described(tag))
             for tag, value in scalars.items()
@@ -88,6 +89,11 @@ class TensorBoardWriter(Writer):
         event = Event(wall_time=time_s or time.time(), summary=summary)
         event.step = max(step, 0)  # before the first step there is no number that TensorBoard could show
         self._file.write_event(event)
+
+
+def _text(tag: str, words: str) -> Summary:
+    """A page's text; the format takes no half of a surrogate pair."""
+    return text(printable(tag), printable(words))
 
 
 def _described(tag: str) -> SummaryMetadata | None:

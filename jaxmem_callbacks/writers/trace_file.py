@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxmem_callbacks.readers.trace_lines import fields_of_event, fields_of_head
+from jaxmem_callbacks.records.files import append_to, write_file
+from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.traces import Trace, TraceHead, TracePart
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
@@ -31,10 +33,10 @@ class TraceWriter(Writer):
         if not isinstance(record, TracePart):
             return
         if not self._begun:
-            self._path.write_bytes(_lines([fields_of_head(self._head)]))
+            write_file(self._path, _lines([fields_of_head(scrubbed(self._head))]), private=True)
             self._begun = True
-        with self._path.open("ab", buffering=0) as file:
-            file.write(_lines(map(fields_of_event, record.events)))
+        with os.fdopen(append_to(self._path), "ab") as file:
+            file.write(_lines(map(fields_of_event, scrubbed(record).events)))
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:

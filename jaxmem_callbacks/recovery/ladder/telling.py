@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from typing import Protocol, final
 
@@ -11,6 +9,8 @@ import jax
 
 from jaxmem_callbacks.records.events import EventKind, MemoryEvent
 from jaxmem_callbacks.records.recoveries import RecoveryMove
+from jaxmem_callbacks.records.secrets import scrubbed
+from jaxmem_callbacks.records.terminal import say
 
 
 class Listener(Protocol):
@@ -33,9 +33,8 @@ class Telling:
         self._monitor = monitor
 
     def say(self, line: str) -> None:
-        """One line on stderr; a closed stderr is no reason to end a run."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"jaxmem: recovery: {' '.join(line.split())}\n")
+        """One line on stderr."""
+        say(f"recovery: {line}")
 
     def move(self, move: RecoveryMove, *, cause: str, action: str) -> None:
         """One recovery, or that there was none.
@@ -67,7 +66,7 @@ class Telling:
             event = MemoryEvent(
                 kind=kind, step=step, time_s=time.time(), device=label, message=message, action=action, figures=figures
             )
-            self._monitor.tell(event)
+            self._monitor.tell(scrubbed(event))
 
 
 def _processes(failed_on: tuple[int, ...]) -> str:

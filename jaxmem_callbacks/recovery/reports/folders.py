@@ -10,6 +10,8 @@ import re
 import time
 from pathlib import Path
 
+from jaxmem_callbacks.records.files import PRIVATE_FOLDER
+
 REPORT_FILES = ("report.md", "report.html", "facts.json")
 _NAME = re.compile(r"oom-\d{8}-\d{6}-process(\d+)-pid\d+(?:-(\d+))?")
 _TRIES = 1000
@@ -27,13 +29,13 @@ def new_folder(outdir: Path, *, process: int, pid: int, time_s: float) -> Path:
     Raises:
         OSError: it cannot be made.
     """
-    outdir.mkdir(parents=True, exist_ok=True)
+    outdir.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(time_s))
     name = f"oom-{stamp}-process{process}-pid{pid}"
     for number in range(1, _TRIES):
         folder = outdir / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir()
+            folder.mkdir(PRIVATE_FOLDER)
             return folder
     msg = f"{outdir} holds {_TRIES} reports of one second"
     raise FileExistsError(msg)

@@ -17,12 +17,12 @@ from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.records.oom_report import FailedProgram, MemoryLimit, OomReport
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.holders import Held, gone, held_arrays
 from jaxmem_callbacks.recovery.reports.holes import holes_now
 from jaxmem_callbacks.recovery.reports.parts import Parts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
-from jaxmem_callbacks.recovery.reports.secrets import scrubbed, secret_values
 from jaxmem_callbacks.recovery.reports.sentence import Told, told
 from jaxmem_callbacks.recovery.reports.variables import array_variables, users_frames
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
@@ -108,7 +108,7 @@ def gather(
         remedies=best,
         planning=forecasts.told,
     )
-    return scrubbed(report, secret_values(os.environ))
+    return scrubbed(report)
 
 
 def _known_at_once(
@@ -124,7 +124,7 @@ def _known_at_once(
         time_s=0.0,
         process=parts.attempt("the process", process_words, default=f"pid {os.getpid()}"),
         error_type=_type_of(error) if raised is error else f"{_type_of(raised)} from {_type_of(error)}",
-        error_text=_shortened(str(error)),
+        error_text=_shortened(without_secrets(str(error))),
         where=parts.attempt("the lines of code", _where, error, default=()),
         facts=verdict.facts,
         step=seen.step,

@@ -1,0 +1,65 @@
+r"""Text of the outside enters, text that a terminal shows as it is leaves: no control sequence, nothing that turns words around.
+
+A name in a log or a run's file may hold any character. One that would move the cursor, set a title or turn around the words
+behind it is written as Python writes it, ``\x1b``, and so is half of a surrogate pair, which no file can hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TextIO
+
+from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
+
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_LINES = (0x2028, 0x2029)
+_CONTROLS = (*range(0x09), 0x0B, 0x0C, *range(0x0D, 0x20), *range(0x7F, 0xA0))
+_INVISIBLE = (*_CONTROLS, *_DIRECTIONS, *_LINES, *range(0xD800, 0xE000), *range(0xE0000, 0xE0080))
+
+
+def _written(code: int) -> str:
+    if code < 0x100:  # noqa: PLR2004 - as Python writes them
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
+
+
+_SHOWN = {code: _written(code) for code in _INVISIBLE}
+
+
+def printable(text: str) -> str:
+    r"""The text with each character that shows nothing written out; ends of lines and tabs stay."""
+    return text if text.isascii() and text.isprintable() else text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+def shown(text: str) -> str:
+    """What may be printed of a text of the outside: no secrets, no control sequences."""
+    return printable(without_secrets(text))
+
+
+def put(text: str, stream: TextIO | None = None, *, as_json: bool = False) -> None:
+    """Write a text to a terminal's stream, whatever its encoding holds.
+
+    Args:
+        text: Lines with their ends.
+        stream: None for stdout.
+        as_json: The text is one JSON value, which stays one.
+    """
+    where = stream or sys.stdout
+    encoding = getattr(where, "encoding", None) or "utf-8"
+    clean = _json_shown(text) if as_json else shown(text)
+    where.write(clean.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _json_shown(text: str) -> str:
+    read = json.loads(text)
+    clean = scrubbed(read)
+    text = text if clean == read else json.dumps(clean, indent=2) + "\n"
+    return printable(text.replace("\x7f", "\\u007f"))
+
+
+def say(message: str) -> None:
+    """One line of the library's own on stderr; a closed stderr is no reason to disturb a run."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        put(f"jaxmem: {' '.join(message.split())}\n", sys.stderr)
