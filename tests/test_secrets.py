@@ -105,7 +105,7 @@ HARMLESS = (
     "jit_train_step-0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
     "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
     "fingerprint=0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
-    "/home/me/.cache/pip/wheels/aa/bb/site-packages/jax/_src/interpreters/pxla.py:1234:in __call__",
+    "/data/me/.cache/pip/wheels/aa/bb/site-packages/jax/_src/interpreters/pxla.py:1234:in __call__",
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
     "_ZN7cutlass6KernelI58cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128_32x4_tn_align8EE",
     "task-0123456, disk-usage, mask-12345678, wandb_project=mine, key-value-store, npm_config_cache",

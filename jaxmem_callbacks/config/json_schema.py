@@ -10,6 +10,8 @@ from typing import Any
 
 from jaxmem_callbacks.config.locate import SCHEMA_NAME, shipped_folder
 from jaxmem_callbacks.config.schema import PresetFile, short_key
+from jaxmem_callbacks.records.files import write_file
+from jaxmem_callbacks.records.terminal import put
 
 
 def json_schema() -> dict[str, Any]:
@@ -36,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     path = Path(given[0]) if given else shipped_folder() / SCHEMA_NAME
-    path.write_text(schema_text(), encoding="utf-8")
-    sys.stdout.write(f"wrote {path}\n")
+    write_file(path, schema_text())
+    put(f"wrote {path}\n")
     return 0
 
 

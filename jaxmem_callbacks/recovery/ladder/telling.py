@@ -9,7 +9,6 @@ import jax
 
 from jaxmem_callbacks.records.events import EventKind, MemoryEvent
 from jaxmem_callbacks.records.recoveries import RecoveryMove
-from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.terminal import say
 
 
@@ -66,7 +65,7 @@ class Telling:
             event = MemoryEvent(
                 kind=kind, step=step, time_s=time.time(), device=label, message=message, action=action, figures=figures
             )
-            self._monitor.tell(scrubbed(event))
+            self._monitor.tell(event)
 
 
 def _processes(failed_on: tuple[int, ...]) -> str:
