@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -369,3 +371,88 @@ def test_what_a_compile_loses_stands_in_its_record():
     (compiled,) = [each for each in registry.since(cursor)[0] if each.program == "halved_step"]
     assert compiled.lost == ("state['w']: it comes as float32 and is returned as bfloat16",)
     assert compiled.lost_bytes == 64
+
+
+# a batch that the user's own jit donates
+
+
+def rows_step(state, rows):
+    value, gradients = jm.value_and_grad(lambda w: jnp.square(jnp.tanh(rows @ w)).mean())(state["w"])
+    return {"w": state["w"] - gradients, "count": state["count"] + 1}, value
+
+
+def pair_step(params, momentum, pair):
+    value, gradients = jm.value_and_grad(lambda w: jnp.square(pair["in"] @ w - pair["out"]).mean())(params)
+    momentum = 0.9 * momentum + gradients
+    return params - momentum, momentum, value
+
+
+def float16_step(w, x):
+    gradients = jm.grad(lambda w: jnp.square(x @ w).mean())(w)
+    return (w - gradients).astype(jnp.bfloat16), x[:2, 0]
+
+
+class Trainer:
+    @functools.partial(jax.jit, donate_argnums=(1, 2), static_argnums=0)
+    def train_step(self, w, example):
+        return w - jm.grad(lambda w: jnp.square(example @ w).mean())(w), example.sum()
+
+
+DONATED_BATCHES = {
+    "a function": (jax.jit(rows_step, donate_argnames=("state", "rows")), ({"w": (4, 4), "count": ()}, (8, 4))),
+    "a tree of two": (jax.jit(pair_step, donate_argnums=(0, 1, 2)), ((4, 2), (4, 2), {"in": (8, 4), "out": (8, 2)})),
+    "a partial": (
+        jax.jit(
+            functools.partial(lambda scale, w, x: (w - jm.grad(lambda w: scale * (x @ w).sum())(w), 0.0), 0.5),
+            donate_argnums=(0, 1),
+        ),
+        ((4, 4), (8, 4)),
+    ),
+    "a method": (functools.partial(Trainer.train_step, Trainer()), ((4, 4), (8, 4))),
+    "Equinox": (
+        eqx.filter_jit(lambda m, x: (m - jm.grad(lambda m: (x @ m).sum())(m), 0.0), donate="all"),
+        ((4, 4), (8, 4)),
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", DONATED_BATCHES)
+def test_a_batch_that_the_users_jit_donates_is_no_error_and_no_state(kind):
+    own, shapes = DONATED_BATCHES[kind]
+
+    def args():
+        return jax.tree.map(
+            lambda shape: jnp.full(shape, 0.5),
+            shapes,
+            is_leaf=lambda s: isinstance(s, tuple) and all(isinstance(n, int) for n in s),
+        )
+
+    step = jm.jit_step(own, jm.StepPolicy(remat="full"))
+    cursor = registry.since(0)[1]
+    with pytest.warns(DonationWarning, match=r"Leave '\w+' out of donate_argnames\."):
+        ours = step(*args())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = own(*args())
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, ours, plain))
+    assert [each.lost for each in registry.since(cursor)[0]] == [()], "no event"
+    leaves = step.judge(args(), {}).leaves
+    assert {leaf.argument for leaf in leaves if leaf.passing} == {leaves[-1].argument}
+    rows = jm.plan(own, *args(), target="cpu", search={"batch": {"at_most": 16}}, budget="1GiB")
+    assert rows.chosen.batch_rows == 16
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("names", [("state", "rows"), ("rows",)])
+def test_a_batch_that_this_library_is_asked_to_donate_is_an_error(names):
+    step = jm.jit_step(rows_step, donate_argnames=names)
+    with pytest.raises(DonationError, match="Leave 'rows' out of donate_argnames"):
+        step({"w": jnp.ones((4, 4)), "count": 0}, jnp.ones((8, 4)))
+
+
+@pytest.mark.core
+def test_a_state_that_changes_its_width_is_still_lost_in_the_users_jit():
+    step = jm.jit_step(jax.jit(float16_step, donate_argnums=(0, 1)))
+    with pytest.raises(DonationError, match="it comes as float32 and is returned as bfloat16"):
+        step(jnp.ones((4, 4)), jnp.ones((8, 4)))

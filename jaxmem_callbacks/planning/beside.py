@@ -21,7 +21,7 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
-from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compile_traced_here, lower_traced_for
 from jaxmem_callbacks.records.errors import PlanError
@@ -144,7 +144,7 @@ def compile_beside(
     there = {leaf.path: leaf for leaf in placed.leaves}
     pairs = [(own.value, there.get(own.path, own)) for own in given.leaves]
     every = [Held(value, leaf.shape, leaf.dtype, leaf_bytes(leaf, _place(leaf)), _place(leaf)) for value, leaf in pairs]
-    updated = {leaf.argument for leaf in given.leaves if leaf.donated} | set(given.undonated)
+    updated = state_arguments(given.leaves, given.undonated)
     stays = [
         held for held, leaf in zip(every, given.leaves, strict=True) if leaf.argument in updated or leaf.kind in _KEPT
     ]

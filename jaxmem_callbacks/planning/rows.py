@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.programs.steps.leaves import named_arguments
+from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.transforms.frameworks import framework_of
@@ -46,7 +46,7 @@ def find_rows(problem: Problem, traced: Traced, said: Sequence[str] = ()) -> Row
     Raises:
         PlanError: no such argument, or arguments without one leading dimension in common.
     """
-    state = {leaf.argument for leaf in traced.leaves if leaf.donated or leaf.updated} | set(traced.undonated)
+    state = state_arguments(traced.leaves, traced.undonated)
     arguments = dict(named_arguments(problem.train_step, problem.args, dict(problem.kwargs)))
     free = {
         name: value

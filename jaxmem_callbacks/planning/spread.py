@@ -19,7 +19,7 @@ from jax.tree_util import keystr
 
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
-from jaxmem_callbacks.programs.steps.leaves import named_arguments
+from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules
@@ -133,7 +133,7 @@ def spread(
             f"{mesh.size // parts} times. The batch is divided over axes called {', '.join(STATE_AXES)}."
         )
     arguments = named_arguments(problem.train_step, problem.args, dict(problem.kwargs))
-    state = {leaf.argument for leaf in traced.leaves if leaf.donated} | set(traced.undonated)
+    state = state_arguments(traced.leaves, traced.undonated)
     free = [name for name, _ in arguments if name not in state]
     # Where one is called what batches are called, the others (a table, a random key) are whole on every device.
     batch = [name for name in free if kind_of_argument(name) == BATCH]

@@ -34,6 +34,7 @@ class LeafUse:
         requested: Whether it was to be donated.
         used: Whether the program takes it at all.
         aliased: Whether a result reuses its memory, or None where the program does not tell.
+        passing: Whether it is donated and no state, as `Leaf.passing`.
         lost: Why a requested donation is not happening, or None.
         remedy: What to type against it, or None.
     """
@@ -47,6 +48,7 @@ class LeafUse:
     requested: bool
     used: bool
     aliased: bool | None
+    passing: bool = False
     lost: str | None = None
     remedy: str | None = None
 
@@ -117,6 +119,7 @@ def unread(leaf: Leaf, placed: Any) -> LeafUse:
         placement="",
         bytes=leaf_bytes(leaf, placed),
         requested=leaf.donated,
+        passing=leaf.passing,
         used=False,
         aliased=None,
     )
@@ -181,7 +184,7 @@ def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result]) -> tuple[st
         )
     return (
         "no result that is left has its shape and dtype",
-        f"Leave {leaf.argument!r} out of donate_argnames, or return it updated.",
+        f"Leave {leaf.argument!r} out of donate_argnames{'' if leaf.passing else ', or return it updated'}.",
     )
 
 

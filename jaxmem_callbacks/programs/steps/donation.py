@@ -14,7 +14,7 @@ step back first. Objects of a framework that are updated in place count as updat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,32 @@ def updated_arguments(arguments: Sequence[tuple[str, Any]], results: Any) -> dic
         updated[name] = place
         free = {p: s for p, s in free.items() if not _overlap(p, place)}
     return {name: updated[name] for name, _ in arguments if name in updated}
+
+
+def passing_arguments(
+    arguments: Sequence[tuple[str, Any]], donated: Collection[str], state: Collection[str], results: Any
+) -> set[str]:
+    """The donated arguments of which the step returns no update, as where a user donates the batch too.
+
+    Args:
+        arguments: The traced arguments with their names, in order.
+        donated: Names of those that are donated.
+        state: Names of those that are known to be state by their class or name.
+        results: The step's results as shapes.
+    """
+    updated = updated_arguments(arguments, results)
+    nodes = _result_nodes(results)
+    free = {p: s for p, s in nodes.items() if not any(q is not None and _overlap(p, q) for q in updated.values())}
+    passing: set[str] = set()
+    for name, value in arguments:
+        if name not in donated or name in updated or name in state:
+            continue
+        structure, types = _shape_of(value)
+        shapes = [shape for shape, _ in types]
+        is_only_state = not updated or not is_batch_name(name)
+        if not (is_only_state and any(s == structure and [x for x, _ in t] == shapes for s, t in free.values())):
+            passing.add(name)
+    return passing
 
 
 def needs_results(arguments: Sequence[tuple[str, Any]]) -> bool:

@@ -45,6 +45,7 @@ class Leaf:
         dtype: Its dtype.
         value: The array, `jax.ShapeDtypeStruct` or Python number itself, or None where it could not be told.
         donated: Whether JAX was told to donate it.
+        passing: Whether it is donated although the step returns no update of its argument: a batch, and no state.
         by_class: Whether its class says what it holds, and not a name.
         updated: Whether the step is known to return it updated.
     """
@@ -56,6 +57,7 @@ class Leaf:
     dtype: Any
     value: Any = None
     donated: bool = False
+    passing: bool = False
     by_class: bool = False
     updated: bool = False
 
@@ -80,6 +82,12 @@ def parameter_names(function: Callable[..., Any]) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [parameter.name for parameter in parameters if parameter.kind in by_position]
+
+
+def state_arguments(leaves: Iterable[Leaf], undonated: Iterable[str]) -> set[str]:
+    """Names of the arguments that a step returns updated: what is donated, batches apart, and what is updated without it."""
+    updated = {leaf.argument for leaf in leaves if leaf.updated or (leaf.donated and not leaf.passing)}
+    return updated | set(undonated)
 
 
 def user_leaves(name: str, value: Any) -> list[Leaf]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 
 from jaxmem_callbacks.programs.steps.aliases import LeafUse
-from jaxmem_callbacks.programs.steps.donation import check_names, infer_donation, needs_results, updated_arguments
+from jaxmem_callbacks.programs.steps.donation import (
+    check_names,
+    infer_donation,
+    needs_results,
+    passing_arguments,
+    updated_arguments,
+)
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jit_plain, jit_word, static_arguments
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, parameter_names
 from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of_state, pinned_leaves, require_placed
@@ -19,6 +25,7 @@ from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,6 +195,17 @@ def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf]
     donated = {leaf.argument for leaf in leaves if leaf.donated}
     inferred = infer_donation([(n, v) for n, v in arguments if n in present], results)
     return tuple(name for name in inferred if name not in donated)
+
+
+def told_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
+    """The leaves, with what is donated and is no state marked as passing."""
+    donated = {leaf.argument for leaf in leaves if leaf.donated}
+    if not donated:
+        return list(leaves)
+    present = {leaf.argument for leaf in leaves}
+    state = {leaf.argument for leaf in leaves if leaf.updated or leaf.kind in (PARAMETERS, OPTIMIZER, STATE)}
+    passing = passing_arguments([(n, v) for n, v in arguments if n in present], donated, state, results)
+    return [replace(leaf, passing=True) if leaf.argument in passing else leaf for leaf in leaves]
 
 
 def _results_if_needed(

@@ -46,7 +46,7 @@ class Program:
             name: The step's.
             changed: What differs from the compile before.
         """
-        lost = lost_donations(self.uses)
+        lost = [use for use in lost_donations(self.uses) if not use.passing]  # of a batch nothing is lost
         return Compilation(
             program=name,
             time_s=time.time(),

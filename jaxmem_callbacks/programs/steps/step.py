@@ -29,7 +29,7 @@ from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
-from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, undonated_names
+from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, told_passing, undonated_names
 from jaxmem_callbacks.programs.steps.placement import require_returned
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
@@ -228,7 +228,8 @@ class JitStep(Generic[_Arguments, _Results]):
             traced = jax_traced(self.trace(*args, **kwargs))
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
-            leaves = self._making.pinned(jitted.leaves(arguments, count, traced, traced.jaxpr))
+            leaves = told_passing(arguments, jitted.leaves(arguments, count, traced, traced.jaxpr), traced.out_info)
+            leaves = self._making.pinned(leaves)
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings)
@@ -353,7 +354,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 self._making.require_placed(jitted.function, arguments, lowered.out_info)
             compiled = lowered.compile()
             require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted)
-        leaves = jitted.leaves(arguments, count, lowered, jaxpr)
+        leaves = told_passing(arguments, jitted.leaves(arguments, count, lowered, jaxpr), lowered.out_info)
         program = read_program(
             self.name,
             leaves,
@@ -377,14 +378,18 @@ class JitStep(Generic[_Arguments, _Results]):
         registry.record(program.compilation(self.name, changed), step=self)
 
     def _refuse_or_warn(self, program: Program, *, executed: bool) -> None:
-        """An explicit donation that is lost is an error while nothing has run; an inferred one is a warning, once."""
+        """An explicit donation that is lost is an error while nothing has run; an inferred one is a warning, once.
+
+        So is that of a batch which the user's own jit donates: JAX warns of it and runs.
+        """
         if self._own_jit is not None and not executed:
             self._making.check_jitted(self.__wrapped__, program.uses, program.undonated)
         lost = lost_donations(program.uses)
         if not lost:
             return
         message = donation_message(self.__wrapped__, lost)
-        if self._making.explicit(own_jit=self._own_jit is not None) and not executed:
+        is_state = self._own_jit is None or not all(use.passing for use in lost)
+        if self._making.explicit(own_jit=self._own_jit is not None) and is_state and not executed:
             raise DonationError(message)
         if not self._warned:
             self._warned = True

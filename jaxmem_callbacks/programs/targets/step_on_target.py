@@ -19,7 +19,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jaxmem_callbacks.programs.reading.groups import Argument
 from jaxmem_callbacks.programs.reading.hlo_header import read_header
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
-from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
@@ -61,7 +61,7 @@ def compile_step_for(
 
 def described(leaves: Sequence[Leaf], updated: Sequence[str] = ()) -> tuple[Argument, ...]:
     """What each array of a call holds. What is updated and has no better word is state."""
-    changing = {*updated, *(leaf.argument for leaf in leaves if leaf.donated)}
+    changing = state_arguments(leaves, updated)
     return tuple(
         Argument(
             path=leaf.path,
@@ -82,7 +82,7 @@ def refused_peak(traced: Traced, needed_bytes: int | None) -> Peak | None:
     if needed_bytes is None:
         return None
     uses = _uses(traced, "")
-    changing = {*traced.undonated, *(use.argument for use in uses if use.requested)}
+    changing = state_arguments(traced.leaves, traced.undonated)
     held = [
         Buffer(
             bytes=use.bytes,
