@@ -82,7 +82,6 @@ NOT_YET: dict[str, int] = {
     "probes/allocator.py": 1,
     "probes/driver.py": 2,
     "programs/memory.py": 1,
-    "programs/steps/aliases.py": 3,
     "programs/steps/jitting.py": 4,
     "programs/steps/making.py": 1,
     "programs/steps/placement.py": 3,

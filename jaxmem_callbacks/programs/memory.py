@@ -225,9 +225,7 @@ def _donating(step: JitStep, names: Sequence[str]) -> str:
 
 def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     """What is worth acting on in a compiled program."""
-    told = [
-        f"{use.path} is donated in vain: {use.lost}. {use.remedy or ''}".strip() for use in lost_donations(program.uses)
-    ]
+    told = _donated_in_vain(program)
     if program.undonated and not jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         held = format_bytes(sum(use.bytes for use in program.uses if use.argument in program.undonated))
         told.append(
@@ -252,6 +250,18 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         told.append("jax_debug_nans is on: JAX donates nothing while it is.")
     return (*told, *_cross_check(program))
+
+
+def _donated_in_vain(program: Program) -> list[str]:
+    """A sentence for all arrays of an argument that are lost for one reason."""
+    alike: dict[tuple[str, str | None, str | None], list[LeafUse]] = {}
+    for use in lost_donations(program.uses):
+        alike.setdefault((use.argument, use.lost, use.remedy), []).append(use)
+    return [
+        f"{uses[0].path}{f' and {len(uses) - 1} more of {argument}' if len(uses) > 1 else ''} "
+        f"{'are' if len(uses) > 1 else 'is'} donated in vain: {lost}. {remedy or ''}".strip()
+        for (argument, lost, remedy), uses in alike.items()
+    ]
 
 
 def _offloads_nothing(memory: ProgramMemory) -> str:

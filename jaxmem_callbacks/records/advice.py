@@ -93,7 +93,33 @@ _DATA = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA,)
+# What a step donates, and where its state lies
+
+_DONATION = (
+    Advice(
+        key="donation.lay_as_returned",
+        trigger="an argument is donated, and comes in another sharding than it is returned in, which needs less of a device",
+        text="{argument} = jax.device_put({argument}, jm.jit_step({step}).lower({call}).compile().output_shardings{place})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_steps.py::test_moments_are_laid_as_the_step_returns_them",),
+    ),
+    Advice(
+        key="donation.pin_returned",
+        trigger="a plain step's argument is donated, and is returned in another sharding than it comes in, which needs more",
+        text="jm.jit_step({step}, state_shardings=jax.tree.map(lambda x: x.sharding, {argument}))",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_steps.py::test_a_state_is_returned_as_it_comes",),
+    ),
+    Advice(
+        key="donation.debug_nans",
+        trigger="an argument is donated while `jax_debug_nans` is on",
+        text="jax.config.update('jax_debug_nans', False)",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_steps.py::test_debug_nans_is_turned_off",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION)
 
 ADVICE = {row.key: row for row in TABLE}
 

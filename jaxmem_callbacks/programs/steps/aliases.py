@@ -7,14 +7,15 @@ donation while `jax_debug_nans` is on. Each is found here and named.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jaxmem_callbacks.programs.reading.hlo_header import Header, read_header
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 8
@@ -53,6 +54,26 @@ class LeafUse:
     remedy: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """How a step's user writes its call.
+
+    Attributes:
+        step: The function's name; empty where it has none of its own, as a method or a lambda has none.
+        call: The arguments: ``state, batch``.
+        places: Where the update of an argument is among the results, as an index: ``[0]``, or nothing for the whole.
+        pinnable: Arguments that ``state_shardings`` of `jm.jit_step` would mean.
+    """
+
+    step: str = ""
+    call: str = ""
+    places: Mapping[str, str] = field(default_factory=dict[str, str])
+    pinnable: frozenset[str] = frozenset()
+
+
+UNWRITTEN = Written()
+
+
 @dataclass(frozen=True, slots=True)
 class _Result:
     shape: tuple[int, ...]
@@ -60,13 +81,14 @@ class _Result:
     sharding: Any
 
 
-def leaf_uses(
+def leaf_uses(  # noqa: PLR0913 - what the call and the compile know, each once
     leaves: Sequence[Leaf],
     lowered: jax.stages.Lowered,
     compiled: jax.stages.Compiled,
     *,
     hlo_text: str,
     requested_names: Sequence[str] = (),
+    written: Written = UNWRITTEN,
 ) -> tuple[LeafUse, ...]:
     """What became of each array of the call.
 
@@ -77,6 +99,7 @@ def leaf_uses(
         hlo_text: The optimised HLO.
         requested_names: Arguments that were to be donated besides what JAX itself has marked; JAX unmarks all while
             `jax_debug_nans` is on.
+        written: How its user writes the call, for the line against a loss.
     """
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     header = read_header(hlo_text)
@@ -89,7 +112,7 @@ def leaf_uses(
         requested = leaf.donated or leaf.argument in requested_names
         aliased = number is not None and number in reused
         placed = sharding if sharding is not None else getattr(leaf.value, "sharding", None)
-        lost, remedy = (None, None) if aliased or not requested else _why_lost(leaf, sharding, results)
+        lost, remedy = (None, None) if aliased or not requested else _why_lost(leaf, sharding, results, written)
         uses.append(
             replace(
                 unread(leaf, placed),
@@ -161,12 +184,12 @@ def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> list
     return [_Result(tuple(i.shape), i.dtype, s) for i, s in zip(infos, shardings, strict=True)]
 
 
-def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result]) -> tuple[str, str]:
+def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result], written: Written) -> tuple[str, str]:
     """The reason in words, and what to type."""
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10 does not declare it
         return (
             "jax_debug_nans is on, and JAX donates nothing while it is",
-            "Turn it off with jax.config.update('jax_debug_nans', False), or pass donate_argnames=() while you look for NaNs.",
+            f"Turn it off at the top of the script: {advise('donation.debug_nans')}. While you look for NaNs, donate nothing.",
         )
     if sharding is None:
         return (
@@ -176,7 +199,7 @@ def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result]) -> tuple[st
     same_shape = [result for result in results if result.shape == leaf.shape]
     if any(result.dtype == leaf.dtype for result in same_shape):
         other = next(result for result in same_shape if result.dtype == leaf.dtype)
-        return _why_same_type(leaf, sharding, other)
+        return _why_same_type(leaf, sharding, other, written)
     if same_shape:
         return (
             f"it comes as {leaf.dtype} and is returned as {same_shape[0].dtype}",
@@ -188,16 +211,34 @@ def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result]) -> tuple[st
     )
 
 
-def _why_same_type(leaf: Leaf, sharding: Any, other: _Result) -> tuple[str, str]:
+def _why_same_type(leaf: Leaf, sharding: Any, other: _Result, written: Written) -> tuple[str, str]:
     if other.sharding.is_equivalent_to(sharding, len(leaf.shape)):
         return (
             "the compiler keeps both the old and the new value alive",
-            "jm.step_memory(step, ...).top_buffers() shows what still reads the old one.",
+            "What makes the peak names what still reads the old one.",
         )
     return (
         f"it comes as {_spec(sharding)} and is returned as {_spec(other.sharding)}",
-        "Pin what it returns: jm.jit_step(..., state_shardings=jax.tree.map(lambda x: x.sharding, state)).",
+        _laid_alike(leaf, sharding, other, written),
     )
+
+
+def _laid_alike(leaf: Leaf, sharding: Any, other: _Result, written: Written) -> str:
+    """What makes an argument come as it is returned, in the way of the two that needs less of a device."""
+    comes, returned = leaf_bytes(leaf, sharding), leaf_bytes(leaf, other.sharding)
+    place = written.places.get(leaf.argument)
+    if returned < comes:
+        what = f"Lay {leaf.argument} as it is returned, before the first step"
+        if place is None or not written.step:
+            return f"{what}."
+        line = advise(
+            "donation.lay_as_returned", argument=leaf.argument, step=written.step, call=written.call, place=place
+        )
+        return f"{what}: {line}."
+    what = f"Return {leaf.argument} as it comes"
+    if not written.step or leaf.argument not in written.pinnable:
+        return f"{what}: pin it by the out_shardings of the step's jit."
+    return f"{what}: {advise('donation.pin_returned', step=written.step, argument=leaf.argument)}."
 
 
 def _spec(sharding: Any) -> str:

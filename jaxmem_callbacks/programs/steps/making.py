@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmem_callbacks.programs.steps.aliases import LeafUse
+from jaxmem_callbacks.programs.steps.aliases import LeafUse, Written
 from jaxmem_callbacks.programs.steps.donation import (
     check_names,
     infer_donation,
@@ -206,6 +206,32 @@ def told_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], r
     state = {leaf.argument for leaf in leaves if leaf.updated or leaf.kind in (PARAMETERS, OPTIMIZER, STATE)}
     passing = passing_arguments([(n, v) for n, v in arguments if n in present], donated, state, results)
     return [replace(leaf, passing=True) if leaf.argument in passing else leaf for leaf in leaves]
+
+
+def written_call(  # noqa: PLR0913 - what the call and its trace know, each once
+    jitted: Jitted,
+    arguments: Sequence[tuple[str, Any]],
+    positional: int,
+    leaves: Sequence[Leaf],
+    results: Any,
+    *,
+    own_jit: bool,
+) -> Written:
+    """How a step's user writes its call, as far as names tell."""
+    name = getattr(jitted.function, "__qualname__", "").rpartition("<locals>.")[2]
+    present = {leaf.argument for leaf in leaves}
+    updated = updated_arguments([(n, v) for n, v in arguments if n in present], results)
+    firsts: dict[Any, str] = {}
+    for argument, value in arguments[:positional]:
+        firsts.setdefault(jax.tree.structure(value), argument)
+    names = [n if at < positional else f"{n}={n}" for at, (n, _) in enumerate(arguments)]
+    return Written(
+        step=name if name.isidentifier() and not jitted.is_equinox else "",
+        call=", ".join(names),
+        places={n: "".join(f"[{index}]" for index in place) for n, place in updated.items() if place is not None},
+        pinnable=frozenset(() if own_jit else firsts.values())
+        & {n for n, place in updated.items() if place is not None},
+    )
 
 
 def _results_if_needed(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
-from jaxmem_callbacks.programs.steps.aliases import LeafUse, leaf_uses, lost_donations
+from jaxmem_callbacks.programs.steps.aliases import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.conditions import conditions_of
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
@@ -78,10 +78,11 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
     requested_names: Sequence[str] = (),
     undonated: Sequence[str] = (),
     operations: str = "",
+    written: Written = UNWRITTEN,
 ) -> Program:
     """What the compiled step needs on one device, from the compiler's own account."""
     hlo_text = compiled.as_text() or ""
-    uses = leaf_uses(leaves, lowered, compiled, hlo_text=hlo_text, requested_names=requested_names)
+    uses = leaf_uses(leaves, lowered, compiled, hlo_text=hlo_text, requested_names=requested_names, written=written)
     try:
         platform = _platform(compiled)
         memory = program_memory(compiled, name=name, platform=platform, target="attached", hlo_text=hlo_text)

@@ -29,7 +29,14 @@ from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
-from jaxmem_callbacks.programs.steps.making import Making, make_jit, require_pinned, told_passing, undonated_names
+from jaxmem_callbacks.programs.steps.making import (
+    Making,
+    make_jit,
+    require_pinned,
+    told_passing,
+    undonated_names,
+    written_call,
+)
 from jaxmem_callbacks.programs.steps.placement import require_returned
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
@@ -364,6 +371,7 @@ class JitStep(Generic[_Arguments, _Results]):
             requested_names=self._making.donated,
             undonated=undonated_names(arguments, leaves, lowered.out_info),
             operations="" if jaxpr is None else operations_of(jaxpr),
+            written=written_call(jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None),
         )
         self._register(program)
         return Judged(program, leaves, lowered, jitted.function)
