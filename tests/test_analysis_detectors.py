@@ -336,7 +336,7 @@ def test_an_unregistered_recompilation_says_why_the_argument_is_unknown():
     assert detector.detect(seen(compiled=(compiled(heard),))) == []
     (event,) = detector.detect(seen(compiled=(compiled(heard, 3),)))
     assert "Changed: unknown, because not registered" in event.message
-    assert "jm.jit_step(my_step, ...)" in event.action
+    assert event.action.startswith("Is it jitted inside the loop")
 
 
 def test_another_step_of_the_same_name_is_no_recompilation():

@@ -7,10 +7,13 @@ from typing import final
 
 from jaxmem_callbacks.analysis.donation import LostDonations
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation
 
 _QUIET_STEPS = 100  # an episode ends after so many steps without another compile for the same arguments
+_ANEW = 3  # steps of training that compile for the same arguments: a step that is made anew in the loop
+_MADE_ANEW = "made anew"
 _SHOWN = 4  # changed arguments spelled out in one message
 
 
@@ -18,7 +21,9 @@ _SHOWN = 4  # changed arguments spelled out in one message
 class RecompilationDetector:
     """Tells once a program and set of changed arguments; the first compile of a program is no event.
 
-    Nor is a compile that loses a donation: the donation's own event says what changed.
+    A registered step that is compiled for the same arguments at several steps of the training is made anew in the loop; several
+    of one name that are compiled together, or for two policies, are not. Nor is a compile that loses a donation told here: the
+    donation's own event says what changed.
 
     Args:
         since_s: Compiles before this moment (seconds since the epoch) are history: they count as first compiles only.
@@ -30,16 +35,26 @@ class RecompilationDetector:
         self._first_step: dict[str, int] = {}
         self._lost = LostDonations()
         self._last_step: dict[tuple[str, frozenset[str]], int] = {}
+        self._alike: dict[tuple[str, int], set[int]] = {}  # of a program and signature, the steps that compiled it
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """One event for each compile that begins an episode."""
         return [
-            _event(compiled, self._compiles[compiled.compilation.program])
+            _event(compiled, self._compiles[compiled.compilation.program], anew=anew)
             for compiled in observation.compilations
-            if self._begins(compiled.compilation, compiled.step)
+            for anew in [self._is_made_anew(compiled.compilation, compiled.step)]
+            if self._begins(compiled.compilation, compiled.step, anew=anew)
         ]
 
-    def _begins(self, compilation: Compilation, step: int) -> bool:
+    def _is_made_anew(self, compilation: Compilation, step: int) -> bool:
+        if compilation.has_run or compilation.changed or not compilation.signature:
+            return False
+        steps = self._alike.setdefault((compilation.program, hash(compilation.signature)), set())
+        if len(steps) < _ANEW:
+            steps.add(step)
+        return len(steps) >= _ANEW
+
+    def _begins(self, compilation: Compilation, step: int, *, anew: bool) -> bool:
         if compilation.has_run:
             return False
         count = self._compiles.get(compilation.program, 0) + 1
@@ -47,27 +62,34 @@ class RecompilationDetector:
         # Another step of the same name may be compiled for the first time; a registered step says itself what changed. What is
         # not registered is compiled for all that one step does with it: for two shapes, or on two groups of devices.
         first = self._first_step.setdefault(compilation.program, step)
-        again = bool(compilation.changed) if compilation.signature else step > first
+        again = anew or (bool(compilation.changed) if compilation.signature else step > first)
         loses_donation = bool(self._lost.news(compilation))
         if compilation.time_s < self._since_s or not again or loses_donation:
             return False
-        key = (compilation.program, frozenset(change.split(":", 1)[0] for change in compilation.changed))
+        changed = frozenset(change.split(":", 1)[0] for change in compilation.changed)
+        key = (compilation.program, frozenset((_MADE_ANEW,)) if anew else changed)
         last = self._last_step.get(key)
         self._last_step[key] = step
         return last is None or step - last > _QUIET_STEPS
 
 
-def _event(compiled: Compiled, count: int) -> MemoryEvent:
+def _event(compiled: Compiled, count: int, *, anew: bool) -> MemoryEvent:
     compilation = compiled.compilation
     name = compilation.program
     if compilation.changed:
         why = "; ".join(compilation.changed[:_SHOWN])
         more = len(compilation.changed) - _SHOWN
         why += f"; and {more} more" if more > 0 else ""
-        action = "Keep shapes and dtypes constant: drop or pad the last, shorter batch; pass Python numbers as arrays."
+        action = advise("recompilation.constant_shapes")
+    elif anew:
+        why = "no argument; jm.jit_step makes another step each time, inside the loop"
+        action = advise("recompilation.jit_once")
     else:
         why = compilation.unavailable or "unknown"
-        action = f"Make the step with jm.jit_step({name}, ...) to learn which argument changed."
+        action = (
+            f"Is it jitted inside the loop, or made by a function that the loop calls? {advise('recompilation.jit_once')} Is it "
+            f"jitted once, and do its arguments change? {advise('recompilation.learn')}"
+        )
     return MemoryEvent(
         kind="recompilation",
         step=compiled.step,

@@ -119,7 +119,33 @@ _DONATION = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION)
+# Events
+
+_RECOMPILATION = (
+    Advice(
+        key="recompilation.jit_once",
+        trigger="a program is compiled at step after step, and no argument is known to have changed",
+        text="Make it once, above the loop, and pass what changes from step to step as an argument.",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_events.py::test_a_step_made_anew_is_made_once",),
+    ),
+    Advice(
+        key="recompilation.learn",
+        trigger="a program that this library did not make is compiled again",
+        text="Wrap it by jm.jit_step, above the loop: the event then names the argument.",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_events.py::test_a_wrapped_step_names_the_argument_that_changed",),
+    ),
+    Advice(
+        key="recompilation.constant_shapes",
+        trigger="a step of this library is compiled again for changed arguments",
+        text="Keep shapes and dtypes constant: drop or pad the last, shorter batch; pass Python numbers as arrays.",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_events.py::test_constant_shapes_compile_once",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION)
 
 ADVICE = {row.key: row for row in TABLE}
 

@@ -180,7 +180,7 @@ def static_arguments(arguments: Sequence[tuple[str, Any]], function: Callable[..
     for name, value in arguments:
         if name in static and name not in names and name.startswith("args["):
             msg = (
-                f"{name} of {_name(function)} is {value!r}, which is no array. Expected arrays in *args: give the step a "
+                f"{name} of {name_of(function)} is {value!r}, which is no array. Expected arrays in *args: give the step a "
                 f"named parameter for it, or close over it: functools.partial(step, switch={value!r})."
             )
             raise TypeError(msg)
@@ -203,12 +203,15 @@ def _require_arrays(name: str, value: Any, function: Callable[..., Any]) -> None
         if not is_dynamic(leaf) and not isinstance(leaf, bool):
             where = name + jax.tree_util.keystr(path)
             msg = (
-                f"{where} of {_name(function)} is a {type(leaf).__name__}, expected an array or a number. Pass it as an "
+                f"{where} of {name_of(function)} is a {type(leaf).__name__}, expected an array or a number. Pass it as an "
                 f"argument of its own, or jit the step yourself: jm.jit_step(jax.jit(step, static_argnames=({name!r},)))."
                 " Equinox models: jm.jit_step(eqx.filter_jit(step))."
             )
             raise TypeError(msg)
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
+    """What a step is called: its function's name, under a `functools.partial` that of the function inside, else its class."""
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)

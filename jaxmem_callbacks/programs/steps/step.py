@@ -27,7 +27,7 @@ from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compi
 from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced, name_of
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
 from jaxmem_callbacks.programs.steps.making import (
     Making,
@@ -139,7 +139,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self.calls = 0
         self.latest_call: AbstractCall | None = None  # the newest signature, to compile again after a failure
         self.latest: Program | None = None  # what was judged last
-        self.name = getattr(train_step, "__name__", type(train_step).__name__)
+        self.name = name_of(train_step)
         self._own_jit = already_jitted(train_step)
         self._making = Making(
             donate=policy.donate if donate_argnames is None else tuple(donate_argnames),
@@ -330,6 +330,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 raise _NewSignature
             return train_step(*args, **kwargs)
 
+        traced_step.__name__ = self.name  # which JAX's compile events tell; a partial has none to take over
         return traced_step
 
     @contextmanager
