@@ -6,6 +6,7 @@ is one class, and `scan` says `ft_in`. Everything here goes through `jax.extend.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+
+_JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
 
 def open_jaxpr(closed: Any) -> Any:
@@ -53,6 +56,12 @@ def derive(template: Any, *, invars: Sequence[Any], outvars: Sequence[Any], eqns
     if hasattr(opened, "consts"):
         changes["consts"] = ()
     return opened.replace(**changes)
+
+
+def with_equations(template: Any, *, outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """The same traced function, open or closed, with its arguments and constants, by other equations of the same effects."""
+    opened = open_jaxpr(template).replace(outvars=list(outvars), eqns=list(eqns))
+    return opened if open_jaxpr(template) is template else template.replace(jaxpr=opened)
 
 
 def close(jaxpr: Any) -> Any:
@@ -126,4 +135,29 @@ def subjaxprs(eqn: Any) -> list[Any]:
     """The open jaxprs among an equation's parameters, in the order of its parameters."""
     values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
     items = (item for several in values for item in several)
-    return [open_jaxpr(item) for item in items if isinstance(item, (core.Jaxpr, core.ClosedJaxpr))]
+    return [open_jaxpr(item) for item in items if isinstance(item, _JAXPRS)]
+
+
+def with_subjaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """An equation with each jaxpr among its parameters, open or closed, replaced by what ``change`` makes of it."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, _JAXPRS):
+            return change(value)
+        if isinstance(value, (tuple, list)) and any(isinstance(item, _JAXPRS) for item in value):
+            items = map(changed, value)
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()})
+
+
+def source_lines(eqn: Any) -> list[tuple[str, int]]:
+    """Files and lines of the calls that made an equation, innermost first, inside the trace that it is part of; empty where JAX
+    recorded none.
+    """
+    recorded = eqn.source_info.traceback
+    if not hasattr(recorded, "as_python_traceback"):
+        return []
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(recorded.as_python_traceback())]
+    return lines[::-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -43,6 +43,8 @@ _CANONICAL = {word: name for name, synonyms in REMAT_SYNONYMS.items() for word i
     word: word for word in MAXTEXT_REMAT
 }
 _LEVELS = (1, 2)
+_SHOWN = 3  # places of own checkpoints that a sentence names
+_OWN_CHECKPOINTS = ("keep", "replace")
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
 # Words of `StepPolicy.offload` that are no names of the model: what the library itself stores between the passes of a loop.
 OFFLOAD_CUTS, OFFLOAD_KEPT = "cuts", "kept"
@@ -132,6 +134,9 @@ class StepPolicy:
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
         offload: What waits in host memory between forward and backward: such names, and two words for what the library stores
             of loops over layers: ``cuts`` (what each step hands to the next) and ``kept`` (what ``keep`` keeps of each step).
+        own_checkpoints: What becomes of checkpoints that the loss has already (``jax.checkpoint``, ``nn.remat``, ``nnx.remat``,
+            ``eqx.filter_checkpoint``): ``keep`` leaves them as they are written, and the policy acts on the rest; ``replace``
+            takes them out of the trace, and the policy stands in their place, also where ``remat`` is ``none``.
         microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
             live at a time; 1 takes the batch whole.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
@@ -146,6 +151,7 @@ class StepPolicy:
     keep: float = 0.0
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    own_checkpoints: Literal["keep", "replace"] = "keep"
     microbatches: int = 1
     donate: Literal["auto"] | tuple[str, ...] | None = None
     sharding: str | ShardingRules | None = None
@@ -183,6 +189,13 @@ class StepPolicy:
         if isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
             msg = f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is dear to compute)."
             raise PolicyError(msg)
+        if self.own_checkpoints not in _OWN_CHECKPOINTS:
+            hint = did_you_mean(str(self.own_checkpoints), _OWN_CHECKPOINTS)
+            msg = (
+                f"own_checkpoints={self.own_checkpoints!r}.{hint} Expected 'keep' (the checkpoints that the loss has stay) or "
+                "'replace' (the policy stands in their place)."
+            )
+            raise PolicyError(msg)
         if self.remat == "none" and (
             self.segments is not None or self.levels > 1 or self.keep or self.save or self.offload
         ):
@@ -211,12 +224,40 @@ class StepPolicy:
     @property
     def changes_gradients(self) -> bool:
         """Whether the policy acts inside ``jm.value_and_grad`` (and so needs the step to call it)."""
-        return self.remat != "none" or self.microbatches > 1
+        return self.remat != "none" or self.own_checkpoints == "replace" or self.microbatches > 1
 
     @property
     def rewrites_loss(self) -> bool:
-        """Whether a loss may be traced and written anew: for remat, or to gather what a sharding divides."""
-        return self.remat != "none" or self.sharding in GATHERED
+        """Whether a loss may be traced and written anew: for remat and own checkpoints, or to gather what a sharding divides."""
+        return self.remat != "none" or self.own_checkpoints == "replace" or self.sharding in GATHERED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnCheckpoint:
+    """A checkpoint that the author of a loss wrote.
+
+    Attributes:
+        place: The line that calls what is checkpointed, ``file:line``; empty where JAX recorded none.
+        function: The checkpointed function's name; empty where it has none of its own.
+        times: How often one evaluation of the loss passes it, trips of loops included.
+    """
+
+    place: str
+    function: str = ""
+    times: int = 1
+
+    @property
+    def words(self) -> str:
+        """Such as ``models/decoders.py:1159 around block, 12 times``."""
+        around = f" around {self.function}" if self.function else ""
+        return f"{self.place or 'no line was recorded'}{around}, {'once' if self.times == 1 else f'{self.times} times'}"
+
+
+def own_checkpoints_words(found: Sequence[OwnCheckpoint]) -> str:
+    """What stays as it is and where, in one clause; of many places the first ones."""
+    shown = "; ".join(each.words for each in found[:_SHOWN])
+    more = f"; and {len(found) - _SHOWN} more places" if len(found) > _SHOWN else ""
+    return f"The loss has its own checkpoints ({shown}{more}), and they are left alone"
 
 
 def policy_words(policy: StepPolicy) -> str:
@@ -231,6 +272,8 @@ def policy_words(policy: StepPolicy) -> str:
     words += [
         f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
     ]
+    if policy.own_checkpoints == "replace":
+        words.append("own checkpoints replaced")
     if policy.microbatches > 1:
         words.append(f"{policy.microbatches} microbatches")
     if policy.donate is not None:

@@ -5,7 +5,7 @@ Enters: a closed jaxpr. Leaves: `Equations`, whose variables are each made once 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Equations:
         eqns: In order of evaluation.
         outvars: Variables or literals.
         hoist_constants: Whether constants of nested jits may be added to ``consts``.
-        every_jit: Whether nested jits that say where values lie are inlined too, and their word is lost.
+        is_inlined: Which equations with a function of their own are replaced by its equations; None for `is_plain_jit`.
     """
 
     template: Any
@@ -41,7 +41,7 @@ class Equations:
     eqns: list[Any] = field(default_factory=list)
     outvars: list[Any] = field(default_factory=list)
     hoist_constants: bool = True
-    every_jit: bool = False
+    is_inlined: Callable[[Any], bool] | None = None
 
 
 def is_variable(atom: Any) -> bool:
@@ -67,15 +67,15 @@ def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
     return flat
 
 
-def inlined(closed: Any, *, hoist_constants: bool = True, every_jit: bool = False) -> Equations:
-    """The same with every equation kept; ``every_jit`` as in `Equations`."""
+def inlined(closed: Any, *, hoist_constants: bool = True, is_inlined: Callable[[Any], bool] | None = None) -> Equations:
+    """The same with every equation kept; ``is_inlined`` as in `Equations`."""
     opened = open_jaxpr(closed)
     flat = Equations(
         template=closed,
         invars=list(opened.constvars),
         consts=list(consts_of(closed)),
         hoist_constants=hoist_constants,
-        every_jit=every_jit,
+        is_inlined=is_inlined,
     )
     arguments = list(opened.invars)
     flat.outvars = _inline(opened, {}, None, flat)
@@ -92,6 +92,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], call: Any, flat: Equations) -> li
         call: Scope and source line of the call being inlined, or None at the top, whose variables keep their names.
         flat: What is being built; constants of inlined jaxprs are added to it.
     """
+    is_inlined = flat.is_inlined or is_plain_jit
 
     def look(atom: Any) -> Any:
         return known.get(atom, atom) if is_variable(atom) else atom
@@ -99,7 +100,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], call: Any, flat: Equations) -> li
     for eqn in jaxpr.eqns:
         invars = [look(atom) for atom in eqn.invars]
         source = eqn.source_info if call is None else _seen_from(call, eqn.source_info)
-        if _is_inlined(eqn, flat) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
+        if is_inlined(eqn) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
             inner = eqn.params["jaxpr"]
             body = open_jaxpr(inner)
             fresh = {var: new_variable(var) for var in body.constvars}
@@ -117,7 +118,7 @@ def _inline(jaxpr: Any, known: dict[Any, Any], call: Any, flat: Equations) -> li
 
 
 def _seen_from(call: Any, source: Any) -> Any:
-    """Where an equation of an inlined jit stands: in the call's scope, and on the call's line where it is no line of the user's.
+    """Where an inlined equation stands: in the call's scope, and on the call's line where its own is no line of the user's.
 
     JAX traces a library's jitted function, such as `jnp.take`, once for all that call it: its equations know no caller.
     """
@@ -125,11 +126,12 @@ def _seen_from(call: Any, source: Any) -> Any:
     return seen if source_info_util.summarize(source) else seen.replace(traceback=call.traceback)
 
 
-def _is_inlined(eqn: Any, flat: Equations) -> bool:
-    return eqn.primitive.name in _JITS if flat.every_jit else _is_plain_jit(eqn)
+def is_jit(eqn: Any) -> bool:
+    """Whether an equation is a nested jit. Inlined, what it says of where values are placed is lost."""
+    return eqn.primitive.name in _JITS
 
 
-def _is_plain_jit(eqn: Any) -> bool:
+def is_plain_jit(eqn: Any) -> bool:
     """Whether an equation is a nested jit that says nothing about placement, so that inlining it changes nothing."""
     if eqn.primitive.name not in _JITS:
         return False

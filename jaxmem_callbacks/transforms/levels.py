@@ -21,8 +21,9 @@ from jaxmem_callbacks.records.policies import OFFLOAD_CUTS
 from jaxmem_callbacks.transforms.chunks import sizes
 from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, variables
 from jaxmem_callbacks.transforms.names import ON_HOST, offloading
+from jaxmem_callbacks.transforms.own_checkpoints import has_own_checkpoint
 from jaxmem_callbacks.transforms.residuals import Sunk
-from jaxmem_callbacks.transforms.segments import Loop, Policy, Segment, has_own_checkpoint, results_by_segment
+from jaxmem_callbacks.transforms.segments import Loop, Policy, Segment, results_by_segment
 from jaxmem_callbacks.transforms.sharing import Sharing
 
 # Of fewer, a second level would save hardly anything.

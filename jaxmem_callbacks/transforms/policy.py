@@ -18,10 +18,12 @@ import jax
 
 from jaxmem_callbacks.config.named import Name, policy_of
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.keeping import Share
+
+_PLAIN = StepPolicy()
 
 
 class ActivePolicy:
@@ -37,6 +39,8 @@ class ActivePolicy:
         mesh: That of the shardings that the state is pinned to, for where no mesh is set around the step; or None.
         checked: Losses that were compared where the gradient was taken.
         notes: What the policy left as it was, a sentence each, in the order of their first meeting.
+        left_alone: Checkpoints of the losses' own that it left as they were.
+        replaced: Whether it took such checkpoints out of a loss.
     """
 
     def __init__(self, policy: StepPolicy, survey: Callable[[list[Share]], None] | None = None) -> None:
@@ -48,6 +52,8 @@ class ActivePolicy:
         self.mesh: Any = None
         self.checked: set[Any] = set()
         self.notes: dict[str, None] = {}
+        self.left_alone: dict[OwnCheckpoint, None] = {}
+        self.replaced = False
 
 
 @functools.cache
@@ -102,14 +108,17 @@ def apply_policy(train_step: Callable[..., Any], policy: StepPolicy | Preset | N
 
 
 def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
-    """Refuse a policy that did nothing, because no gradient of the step went through the library.
+    """Refuse a policy that did nothing: no gradient of the step went through the library, or no loss had what it replaces.
 
     Raises:
         PolicyError: with the line of ``train_step`` that takes the gradient past the library, where it can be found.
     """
+    name = getattr(train_step, "__name__", type(train_step).__name__)
+    if active.used and active.policy.own_checkpoints == "replace" and not active.replaced:
+        msg = f"own_checkpoints='replace' would do nothing: no loss of {name} has checkpoints of its own. Leave it out."
+        raise PolicyError(msg)
     if active.used or not active.policy.changes_gradients:
         return
-    name = getattr(train_step, "__name__", type(train_step).__name__)
     msg = (
         f"The policy {_said(active.policy)} would do nothing: {name} never calls jm.value_and_grad, jm.grad or "
         f"jm.nnx.value_and_grad. {_line_to_change(train_step)}"
@@ -119,8 +128,10 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
 
 def _said(policy: StepPolicy) -> str:
     """What of a policy acts on gradients."""
-    parts = [f"remat={policy.remat!r}"] if policy.remat != "none" else []
-    return ", ".join([*parts, *([f"microbatches={policy.microbatches}"] if policy.microbatches > 1 else [])])
+    changed = ("remat", "own_checkpoints", "microbatches")
+    return ", ".join(
+        f"{name}={getattr(policy, name)!r}" for name in changed if getattr(policy, name) != getattr(_PLAIN, name)
+    )
 
 
 def _line_to_change(train_step: Callable[..., Any]) -> str:

@@ -10,14 +10,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import derive, evaluate
+from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
@@ -59,9 +59,15 @@ from jaxmem_callbacks.transforms.names import (
     require_names,
     require_offloaded,
 )
+from jaxmem_callbacks.transforms.own_checkpoints import (
+    checkpointed_functions,
+    has_own_checkpoint,
+    own_checkpoints,
+    without_checkpoints,
+)
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import nbytes, residual_bytes, sink
-from jaxmem_callbacks.transforms.segments import Cuts, cut, has_own_checkpoint, is_layer_scan, keeping
+from jaxmem_callbacks.transforms.segments import Cuts, cut, is_layer_scan, keeping
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
@@ -78,6 +84,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
     keep: float = 0.0,
     save: Sequence[str] = (),
     offload: Sequence[str] = (),
+    own_checkpoints: Literal["keep", "replace"] = "keep",
 ) -> Callable[..., Any]:
     """The same loss, keeping less between its forward and its backward pass.
 
@@ -93,17 +100,25 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
         offload: Such names that wait in host memory; ``cuts`` and ``kept`` mean what the library stores of loops over layers:
             what each step hands to the next, and what ``keep`` keeps of each.
+        own_checkpoints: ``replace`` takes the checkpoints that the loss has already (``jax.checkpoint``, ``nn.remat``,
+            ``eqx.filter_checkpoint``) out of the trace, so that the policy stands in their place; ``keep`` leaves them alone.
 
     Returns:
-        A function with the same arguments and results; ``loss`` itself for ``none``.
+        A function with the same arguments and results; ``loss`` itself for ``none`` that replaces nothing.
 
     Raises:
-        PolicyError: no such policy or name, or more segments than the loss can be cut into.
+        PolicyError: no such policy or name, or more segments than the loss can be cut into; when called: nothing to replace.
         LossRefusedError: when called: the loss has effects a recomputation would repeat, or nothing to cut.
         TypeError: when called with objects of a framework that are not plain arrays; names the call to use.
     """
     chosen = StepPolicy(
-        remat=policy, segments=segments, levels=levels, keep=keep, save=tuple(save), offload=tuple(offload)
+        remat=policy,
+        segments=segments,
+        levels=levels,
+        keep=keep,
+        save=tuple(save),
+        offload=tuple(offload),
+        own_checkpoints=own_checkpoints,
     )
     return rematerialised(loss, chosen)
 
@@ -113,18 +128,21 @@ def rematerialised(
 ) -> Callable[..., Any]:
     """``loss`` under the remat part of a policy; see `remat`. Under ``fsdp`` its loops gather their weights.
 
+    Checkpoints of its own that are to be replaced are left out of the trace before anything else is done.
+
     Args:
         loss: The function.
         policy: What is done to it.
         weights: From the positional arguments to those that are differentiated, which ``fsdp`` divides.
     """
     mesh = gathering_mesh(policy)
-    if policy.remat == "none" and mesh is None:
+    replaces = policy.own_checkpoints == "replace"
+    if policy.remat == "none" and mesh is None and not replaces:
         return loss
 
     @functools.wraps(loss)
     def cheaper_loss(*args: Any, **kwargs: Any) -> Any:
-        if policy.remat == "none" and framework_of(args, kwargs) is not None:
+        if policy.remat == "none" and not replaces and framework_of(args, kwargs) is not None:
             return loss(*args, **kwargs)
         refuse_framework_objects(args, kwargs)
         arrays, join = leaves.split((args, kwargs))
@@ -135,7 +153,11 @@ def rematerialised(
             with activate(None):  # a gradient taken inside the loss is part of what is being cut
                 return result.split(loss(*inner_args, **inner_kwargs))
 
-        flat = flatten(jax.make_jaxpr(traced)(*arrays))
+        closed = jax.make_jaxpr(traced)(*arrays)
+        if replaces:
+            written, closed = closed, without_checkpoints(closed)
+            _tell_replaced(loss, was_replaced=closed is not written)
+        flat = flatten(closed)
         places = {} if weights is None or mesh is None else gathered_places(weights(args), policy, mesh)
         mine = list(zip(flat.invars[len(flat.consts) :], arrays, strict=True))
         own = {var: places[id(array)] for var, array in mine if id(array) in places}
@@ -145,11 +167,28 @@ def rematerialised(
             jaxpr = cut_equations(flat, policy, own, differentiated or None)
         elif not any(map(side_effects, flat.eqns)) and gathering_loops(flat, own, mesh):
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
+        elif replaces:
+            return result.join(evaluate_closed(closed, arrays))
         else:
             return loss(*args, **kwargs)
         return result.join(evaluate(jaxpr, [*flat.consts, *arrays]))
 
     return cheaper_loss
+
+
+def _tell_replaced(loss: Callable[..., Any], *, was_replaced: bool) -> None:
+    """Tell the active policy whether it replaced checkpoints; where none is active, refuse that there are none.
+
+    Raises:
+        PolicyError: nobody else will know that nothing was replaced.
+    """
+    active = active_policy()
+    if active is not None:
+        active.replaced |= was_replaced
+    elif not was_replaced:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        msg = f"own_checkpoints='replace' would do nothing: {name} has no checkpoints of its own. Leave it out."
+        raise PolicyError(msg)
 
 
 def refuse_framework_objects(*trees: Any) -> None:
@@ -192,8 +231,12 @@ def cut_equations(
     active = active_policy()
     notes, survey = ({}, None) if active is None else (active.notes, active.survey)
     told = _Told(notes=notes, survey=survey, weights=weights or {}, differentiated=differentiated)
+    own, known = own_checkpoints(flat.eqns), checkpointed_functions(flat.eqns)
+    if active is not None:
+        active.left_alone |= dict.fromkeys(own)
     jaxpr = _cut(flat, policy, keep, told)
-    _require_checkpoint(jaxpr, flat, policy)
+    if not checkpointed_functions(jaxpr.eqns) - known:
+        _refuse_no_checkpoint(flat, policy, own)
     require_offloaded(policy, jaxpr, keep)
     return jaxpr
 
@@ -306,27 +349,24 @@ def _with_cut_body(eqn: Any, policy: StepPolicy, keep: Callable[..., Any], told:
 
 
 def _left_whole(eqns: Sequence[Any], own: Sequence[int], residuals: np.ndarray) -> list[str]:
-    """What stays as it is and could be thought to be cut: loops and branches that report, and the user's own checkpoints."""
-    reporting = [index for index in own if reports_inside(eqns[index])]
-    told = [
+    """What stays as it is and could be thought to be cut: loops and branches that report."""
+    return [
         f"A `{eqns[index].primitive.name}` stays as it is and keeps about {format_bytes(int(residuals[index]))} for the backward "
         f"pass: it reports from inside a loop or branch, and recomputed it would report twice{where(eqns[index])}. Move its "
         "jax.debug calls into the body of the outermost loop, or out of it."
-        for index in reporting
+        for index in own
+        if reports_inside(eqns[index])
     ]
-    checkpointed = len(own) - len(reporting)
-    if checkpointed:
-        told.append(
-            f"{checkpointed} of the loss's loops and blocks have checkpoints of their own (jax.checkpoint, nn.remat, nnx.remat) "
-            "and stay as you wrote them; the policy acts on the rest. Remove yours to let it choose there too."
+
+
+def _refuse_no_checkpoint(flat: Equations, policy: StepPolicy, own: Sequence[OwnCheckpoint]) -> NoReturn:
+    """Refuse a policy that made no checkpoint; see `cut_equations`."""
+    if own:
+        msg = (
+            f"remat={policy.remat!r} would do nothing. {own_checkpoints_words(own)}: nothing else can be cut. With "
+            "own_checkpoints='replace' the policy stands in their place; or leave remat out."
         )
-    return told
-
-
-def _require_checkpoint(jaxpr: Any, flat: Equations, policy: StepPolicy) -> None:
-    """Refuse a policy that left every equation as it was; see `cut_equations`."""
-    if any(has_own_checkpoint(eqn) for eqn in jaxpr.eqns):
-        return
+        raise LossRefusedError(msg)
     advice = "Put jm.remat around the function inside it, or"
     if any(eqn.primitive.name == "scan" and reports_inside(eqn) for eqn in flat.eqns):
         advice = "A loop whose inner loop or branch reports stays whole: move jax.debug calls into the outer body, or"

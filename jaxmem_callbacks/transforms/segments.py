@@ -39,7 +39,8 @@ from jaxmem_callbacks.transforms.flops import equation_flops
 from jaxmem_callbacks.transforms.inside import named
 from jaxmem_callbacks.transforms.joining import join
 from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier
-from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
+from jaxmem_callbacks.transforms.names import KEPT, ON_HOST
+from jaxmem_callbacks.transforms.own_checkpoints import has_own_checkpoint
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes, view_roots
 from jaxmem_callbacks.transforms.sharing import Sharing
 
@@ -47,13 +48,6 @@ from jaxmem_callbacks.transforms.sharing import Sharing
 _UNNOTICED = 0.003
 # Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
 _WORTH_MOVING = 0.05
-
-
-def has_own_checkpoint(eqn: Any) -> bool:
-    """Whether an equation is checkpointed by its author, or is a loop whose body is."""
-    if eqn.primitive.name in CHECKPOINTS:
-        return True
-    return any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
 
 
 def is_layer_scan(eqn: Any, enough: int) -> bool:

@@ -21,7 +21,7 @@ from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.check import Comparison, compare, require_equal, rounding
-from jaxmem_callbacks.transforms.equations import inlined, needed_by
+from jaxmem_callbacks.transforms.equations import inlined, is_jit, needed_by
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 
@@ -84,7 +84,7 @@ def _at_gradients(
         with activate(active):
             called(*values)
 
-    flat = inlined(jax.make_jaxpr(traced)(*arrays), every_jit=True)
+    flat = inlined(jax.make_jaxpr(traced)(*arrays), is_inlined=is_jit)
     places = {
         int(eqn.params["name"].removeprefix(_MARK)): eqn.outvars[0]
         for eqn in flat.eqns

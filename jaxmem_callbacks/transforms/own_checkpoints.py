@@ -1,0 +1,144 @@
+"""The checkpoints that a loss's author wrote: where they are, and the same loss without them.
+
+Enters: equations or a traced function. Leaves: `OwnCheckpoint` records, or the traced function with every checkpoint replaced by
+the equations inside it: in loops, branches, nested jits, the bodies of `shard_map` and in other checkpoints. Derivative rules of
+`jax.custom_vjp` and `jax.custom_jvp` stay as they are, since JAX traces them later.
+"""
+
+from __future__ import annotations
+
+import collections
+import linecache
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs, with_equations, with_subjaxprs
+from jaxmem_callbacks.records.policies import OwnCheckpoint
+from jaxmem_callbacks.transforms.equations import inlined, is_variable
+from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
+
+# Their functions make checkpoints for others (nn.remat, nnx.remat, eqx.filter_checkpoint, hk.remat, keras.remat, jm.remat).
+_FRAMEWORKS = ("jax", "flax", "equinox", "haiku", "keras", "jaxmem_callbacks")
+_INSTALLED = {"site-packages", "dist-packages"}
+_WRITTEN = re.compile("checkpoint|remat", re.IGNORECASE)
+_Line = tuple[str, int]
+# Names that the library gives inside checkpoints of its own, which mean nothing without them.
+_OUR_NAMES = {KEPT, *ON_HOST.values()}
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a checkpoint."""
+    return eqn.primitive.name in CHECKPOINTS
+
+
+def has_own_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is checkpointed by its author, or is a loop whose body is."""
+    return is_checkpoint(eqn) or any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
+
+
+def checkpointed_functions(eqns: Iterable[Any]) -> frozenset[Any]:
+    """The functions under checkpoints among equations and in their bodies, as jaxprs, which are equal only to themselves."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        bodies = subjaxprs(eqn)
+        found.update(bodies if is_checkpoint(eqn) else ())
+        found.update(*(checkpointed_functions(body.eqns) for body in bodies))
+    return frozenset(found)
+
+
+def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
+    """The checkpoints among equations and in their bodies, by place, in the order of their first appearance."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def look(some: Iterable[Any], around: Sequence[_Line], trips: int) -> None:
+        for eqn in some:
+            lines = [*_own_lines(eqn)[:1], *around]
+            if is_checkpoint(eqn):
+                function, defined = _function(eqn)
+                found[_place([*lines, *defined]), function] += trips
+            inside = trips * int(eqn.params["length"]) if eqn.primitive.name == "scan" else trips
+            for body in subjaxprs(eqn):
+                look(body.eqns, lines, inside)
+
+    look(eqns, [], 1)
+    return tuple(OwnCheckpoint(place=place, function=name, times=times) for (place, name), times in found.items())
+
+
+def without_checkpoints(closed: Any) -> Any:
+    """A traced function without its checkpoints; the same object where it has none."""
+    return _without(closed, {})
+
+
+def _without(jaxpr: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """The same.
+
+    Args:
+        jaxpr: Open or closed.
+        known: The functions that were done, by their ids: what several equations share they share afterwards too.
+    """
+    if not any(map(has_own_checkpoint, open_jaxpr(jaxpr).eqns)):
+        return jaxpr
+    if id(jaxpr) not in known:
+        flat = inlined(jaxpr, hoist_constants=False, is_inlined=is_checkpoint)
+        eqns, outvars = _without_our_names(flat.eqns, flat.outvars)
+        eqns = [
+            with_subjaxprs(eqn, lambda body: _without(body, known)) if has_own_checkpoint(eqn) else eqn for eqn in eqns
+        ]
+        known[id(jaxpr)] = jaxpr, with_equations(jaxpr, outvars=outvars, eqns=eqns)
+    return known[id(jaxpr)][1]
+
+
+def _without_our_names(eqns: Iterable[Any], outvars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Equations and results without the names by which `jm.remat` keeps values: a policy would keep them again."""
+    named: dict[Any, Any] = {}
+
+    def look(atom: Any) -> Any:
+        return named.get(atom, atom) if is_variable(atom) else atom
+
+    kept: list[Any] = []
+    for eqn in eqns:
+        invars = [look(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "name" and eqn.params["name"] in _OUR_NAMES:
+            named[eqn.outvars[0]] = invars[0]
+        else:
+            kept.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
+    return kept, [look(atom) for atom in outvars]
+
+
+def _place(lines: Sequence[_Line]) -> str:
+    """The first of some lines on which a checkpoint is written, as ``file:line``; where none is, the first; empty without any."""
+    written = (each for each in lines if _WRITTEN.search(linecache.getline(*each)))
+    file, line = next(written, lines[0] if lines else ("", 0))
+    return f"{_short(file)}:{line}" if file else ""
+
+
+def _own_lines(eqn: Any) -> list[_Line]:
+    """The lines of the user's own that made an equation, innermost first."""
+    return [each for each in source_lines(eqn) if not _is_framework(each[0])]
+
+
+def _function(eqn: Any) -> tuple[str, list[_Line]]:
+    """The name of the function that is checkpointed, and where it is defined; nothing where it is a framework's."""
+    words = getattr(getattr(eqn.params["jaxpr"], "debug_info", None), "func_src_info", None) or ""
+    name, _, place = words.partition(" at ")
+    file, _, line = place.rpartition(":")
+    if not line.isdigit() or _is_framework(file):
+        return "", []
+    return "" if name.startswith("<") else name, [(file, int(line))]
+
+
+def _is_framework(file: str) -> bool:
+    folders = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
+    return any(folder is not None and Path(file).is_relative_to(Path(folder).parent) for folder in folders)
+
+
+def _short(file: str) -> str:
+    """A path as people know it: from the working folder, or from the package that it was installed with."""
+    path = Path(file)
+    installed = [place for place, part in enumerate(path.parts) if part in _INSTALLED]
+    if installed:
+        return str(Path(*path.parts[installed[-1] + 1 :]))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
