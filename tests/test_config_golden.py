@@ -22,6 +22,7 @@ MISTAKES = {
     "one name instead of a list": "policy:\n  remat: full\n  save: context\n",
     "YAML 1.1 boolean": "monitor:\n  tensorboard: yes\n",
     "not a size": "monitor:\n  limit: 12 parsec\n",
+    "misspelt own checkpoints": "policy:\n  own_checkpoints: replaced\n",
     "contradiction": "policy:\n  remat: none\n  segments: 4\n",
     "contradiction of platform and setting": "environment:\n  platform: tpu\n  preallocate: false\n",
     "misspelt allocator": "environment:\n  allocator: cuda_asinc\n",

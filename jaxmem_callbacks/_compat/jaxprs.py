@@ -153,9 +153,7 @@ def with_subjaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def source_lines(eqn: Any) -> list[tuple[str, int]]:
-    """Files and lines of the calls that made an equation, innermost first, inside the trace that it is part of; empty where JAX
-    recorded none.
-    """
+    """Files and lines of the calls that made an equation, innermost first, within the trace that it is part of."""
     recorded = eqn.source_info.traceback
     if not hasattr(recorded, "as_python_traceback"):
         return []

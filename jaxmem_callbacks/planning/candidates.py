@@ -35,7 +35,7 @@ from jaxmem_callbacks.programs.targets.target import roomier
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.plans import Candidate
-from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
 from jaxmem_callbacks.transforms.keeping import Share
@@ -83,6 +83,7 @@ class Compiler:
         self.leaves: tuple[Leaf, ...] = ()
         self.answers: list[TargetCompilation] = []
         self.notes: dict[str, None] = {}
+        self.left_alone: dict[OwnCheckpoint, None] = {}
         self._plain_step = problem.step(problem.base)
         self._disagreed: tuple[str, ...] = ()
         self.plain = self.facts(problem.base, self._plain_step)
@@ -108,8 +109,11 @@ class Compiler:
         found: list[tuple[Share, ...]] = []
         if step is None:
             step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
-        with problem.in_mesh(), self._told_of_jax(policy):
-            traced = step.traced(problem.args, dict(problem.kwargs))
+        try:
+            with problem.in_mesh(), self._told_of_jax(policy):
+                traced = step.traced(problem.args, dict(problem.kwargs))
+        finally:  # a loss may be refused for its own checkpoints
+            self.left_alone |= dict.fromkeys(step.left_alone)
         self.notes |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
         speed, counted = problem.speed, count_flops(traced.jaxpr)

@@ -62,6 +62,11 @@ def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
             break
 
 
+def compile_as_written(compiler: Compiler, ledger: Ledger) -> None:
+    """The step under its author's own checkpoints, to compare with what stands in their place."""
+    ledger.compile([(compiler, replace(compiler.problem.base, own_checkpoints="keep"))])
+
+
 def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
     """Compile what lies between the two ends of some placements, with the compiles that are left: as many as for remat alone.
 

@@ -20,8 +20,8 @@ from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
-from jaxmem_callbacks.records.errors import JaxmemError, PlanError, did_you_mean
-from jaxmem_callbacks.records.policies import ShardingRules
+from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
+from jaxmem_callbacks.records.policies import ShardingRules, gradient_words
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 # Keywords of `jm.plan` itself; all others are the step's.
@@ -123,9 +123,8 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         return OwnStep(function=of_arrays.function, args=of_arrays.args, kwargs=of_arrays.kwargs)
     policy = train_step.policy
     if policy.changes_gradients:
-        what = f"microbatches={policy.microbatches}" if policy.remat == "none" else f"remat={policy.remat!r}"
         msg = (
-            f"The step is already under {what}. Plan the function that you wrote: "
+            f"The step is already under {gradient_words(policy)}. Plan the function that you wrote: "
             f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
         )
         raise PlanError(msg)
@@ -163,6 +162,19 @@ def _require_known(train_step: Callable[..., Any], kwargs: Mapping[str, Any]) ->
                 f"{', '.join(OPTIONS)}."
             )
             raise PlanError(msg)
+
+
+def without_own_checkpoints(problem: Problem, note: Callable[[str], None]) -> Problem:
+    """The problem whose plain step has none of its author's checkpoints; as it is, and a note, where there are none."""
+    base = replace(problem.base, own_checkpoints="replace")
+    step = problem.step(base)
+    try:
+        with problem.in_mesh():
+            step.traced(problem.args, dict(problem.kwargs))
+    except (PolicyError, LossRefusedError) as error:
+        note(f"No checkpoints were replaced: {error}")
+        return problem
+    return replace(problem, base=base, plain=step)
 
 
 def traced_plainly(problem: Problem) -> Traced:

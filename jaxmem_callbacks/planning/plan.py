@@ -13,10 +13,11 @@ from jaxmem_callbacks.environment.variables import FRACTION
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.donating import donation_of, note_donation
+from jaxmem_callbacks.planning.explore import compile_as_written
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.layouts import is_divided, with_donation
 from jaxmem_callbacks.planning.ledger import MOST, MOST_OF_REMAT, Entry, Ledger, Progress
-from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows
+from jaxmem_callbacks.planning.own_step import own_step, traced_plainly, traced_with_rows, without_own_checkpoints
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.rows import Rows, find_rows
 from jaxmem_callbacks.planning.space import Space, parse_search
@@ -94,6 +95,9 @@ def make_plan(
     divided = is_divided(problem, traced, space, ask.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
     ledger, compared = Ledger(progress, MOST), False
+    if space.own_checkpoints:
+        problem = without_own_checkpoints(problem, ledger.note)
+    replaces = problem.base.own_checkpoints == "replace"
     planned = Planned(problem=problem, traced=traced, space=_of_use(space, problem, ledger), ask=ask, resident=resident)
     try:
         with interrupts_heard() as ledger.check:
@@ -101,11 +105,13 @@ def make_plan(
             compared = _compared(planned, counts, ledger)
             counts = () if compared is None else counts
             if not (divided or counts or planned.space.offload or space.batch is not None):
-                ledger.allow(MOST_OF_REMAT)
-            with ledger.within(ledger.most - bool(traced.undonated)):
+                ledger.allow(MOST_OF_REMAT + replaces)
+            with ledger.within(ledger.most - bool(traced.undonated) - replaces):
                 spend(planned, counts, ledger, divided=divided)
             if not ledger.entries:
                 raise next((each for each in ledger.failed if isinstance(each, CompileTimeoutError)), ledger.failed[0])
+            if replaces:
+                compile_as_written(chosen(ledger)[0].compiler, ledger)
             note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
@@ -186,7 +192,8 @@ def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
 def _note_undone(ledger: Ledger, best: Entry) -> None:
     """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
     tried = [entry.candidate for entry in ledger.entries if entry.compiler is best.compiler]
-    whole = [each for each in tried if each.policy.microbatches == 1]
+    own = best.compiler.problem.base.own_checkpoints
+    whole = [each for each in tried if each.policy.microbatches == 1 and each.policy.own_checkpoints == own]
     plain = [each.temp_bytes or 0 for each in whole if each.policy.remat == "none"]
     again = [each.temp_bytes or 0 for each in whole if each.policy.remat != "none"]
     is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
@@ -286,6 +293,7 @@ def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanR
         device_kind=kind_here() if hardware is None else hardware.device_kind,
         process_flags=flags_now(),
         fraction=_share_of(best),
+        own_checkpoints=tuple(dict.fromkeys(each for entry in ledger.entries for each in entry.compiler.left_alone)),
         notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
 
@@ -338,6 +346,7 @@ def unfit_reason(record: PlanRecord) -> str:
     return (
         f"Nothing fits: {record.step} {_over(record, best)} (parameters and optimizer state alone are "
         f"{format_bytes(record.least_bytes)})."
+        + (f" {record.left_alone}" if record.left_alone else "")
         + "".join(f" {sentence}" for sentence in best.peak_sentences)
         + " Plan for more or larger devices, a larger budget or a smaller batch."
     )

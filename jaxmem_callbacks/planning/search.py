@@ -105,7 +105,11 @@ class RematSearch:
         try:
             self._offered = offers(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
-            self._ledger.note(f"Remat was not tried: {error}")
+            only_own = (
+                isinstance(error, LossRefusedError) and self._compiler.left_alone
+            )  # which the verdict says, with places
+            why = "nothing but the loss's own checkpoints could be cut." if only_own else error
+            self._ledger.note(f"Remat was not tried: {why}")
             self._compile([self._plain] if plain else [])
             return False
         self._compile([self._plain, self._full] if plain else [self._full])
@@ -345,7 +349,8 @@ def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
         return "nothing fits; this comes nearest"
     if best.batch_rows is not None:
         return f"{best.batch_rows} rows are the largest batch that was compiled and fits{_price(best, candidates)}"
-    return "the plain step fits" if best.extra_flops == 0 else "of those that fit it computes least again"
+    without = " without its own checkpoints" if best.policy.own_checkpoints == "replace" else ""
+    return f"the plain step fits{without}" if best.extra_flops == 0 else "of those that fit it computes least again"
 
 
 def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:

@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.policies import SHARDING_SYNONYMS, ShardingRules, 
 
 # What is tried for `"sharding": True`; the last needs a second mesh axis.
 SHARDINGS = tuple(SHARDING_SYNONYMS)
-_KEYS = ("remat", "offload", "microbatches", "donate", "sharding", "batch")
+_KEYS = ("remat", "own_checkpoints", "offload", "microbatches", "donate", "sharding", "batch")
 _BATCH_KEYS = ("multiple_of", "at_most", "argnames")
 _EXAMPLE = 'search={"microbatches": [1, 2, 4], "sharding": True, "batch": {"multiple_of": 8, "at_most": 512}}'
 
@@ -41,6 +41,7 @@ class Space:
 
     Attributes:
         remat: Whether remat is searched.
+        own_checkpoints: Whether policies stand in the place of the checkpoints that the loss has already.
         offload: Whether what waits between the passes may be moved into host memory.
         microbatches: Numbers to try besides 1, ascending; ``all`` for powers of two that divide the rows.
         donate: Whether the plan may donate what the step's own word does not.
@@ -49,6 +50,7 @@ class Space:
     """
 
     remat: bool = True
+    own_checkpoints: bool = False
     offload: bool = False
     microbatches: tuple[int, ...] | Literal["all"] = ()
     donate: bool = False
@@ -77,6 +79,7 @@ def parse_search(said: Any) -> Space:
         raise PlanError(msg)
     return Space(
         remat=_switch(given, "remat", default=True),
+        own_checkpoints=_switch(given, "own_checkpoints", default=False),
         offload=_switch(given, "offload", default=False),
         microbatches=_microbatches(given.get("microbatches", ())),
         donate=_switch(given, "donate", default=False),

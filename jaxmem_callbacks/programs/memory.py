@@ -25,7 +25,7 @@ from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
 from jaxmem_callbacks.records.errors import CompileError, DonationError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.kinds import OTHER, STATE
@@ -244,6 +244,11 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     if program.memory is not None:
         told += large_constants(step.name, program.memory.step_bytes, program.memory.constant_bytes)
         told += disagreement_words(program.memory)
+    if step.left_alone:
+        told.append(
+            f"{own_checkpoints_words(step.left_alone)}: the policy acts on the rest. With own_checkpoints='replace' in the "
+            "policy it stands in their place."
+        )
     told += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
         told.append(_offloads_nothing(program.memory))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxmem_callbacks.records.peaks import Peak
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 
 
@@ -159,6 +159,7 @@ class PlanRecord:
         process_flags: Flags of XLA's compilers in the process that planned; None where nobody looked.
         fraction: Share of an absent GPU that JAX's allocator must be told to take for the choice; None where what it takes
             untold is enough, and where nobody knows.
+        own_checkpoints: Checkpoints of the loss's own that the policies left alone; empty where they were replaced.
         notes: Further remarks, one sentence each.
     """
 
@@ -186,7 +187,25 @@ class PlanRecord:
     device_kind: str = ""
     process_flags: Mapping[str, str] | None = None
     fraction: float | None = None
+    own_checkpoints: tuple[OwnCheckpoint, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def left_alone(self) -> str:
+        """What the loss's own checkpoints keep the policies from, where they are, and what to ask for; empty without any."""
+        if not self.own_checkpoints:
+            return ""
+        is_cut = any(each.policy.remat != "none" for each in self.candidates)
+        rest = "policies act on the rest" if is_cut else "nothing else can be cut"
+        return (
+            f"{own_checkpoints_words(self.own_checkpoints)}: {rest}. "
+            "With --search own_checkpoints (search={'own_checkpoints': True} of jm.plan) policies stand in their place."
+        )
+
+    def is_as_written(self, candidate: Candidate) -> bool:
+        """Whether a candidate has the checkpoints that the loss's author wrote, which other candidates replace."""
+        replaced = any(each.policy.own_checkpoints == "replace" for each in self.candidates)
+        return replaced and candidate.policy.own_checkpoints == "keep"
 
     @property
     def over_bytes(self) -> int | None:

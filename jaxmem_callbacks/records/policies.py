@@ -260,6 +260,12 @@ def own_checkpoints_words(found: Sequence[OwnCheckpoint]) -> str:
     return f"The loss has its own checkpoints ({shown}{more}), and they are left alone"
 
 
+def gradient_words(policy: StepPolicy) -> str:
+    """What of a policy acts on gradients, such as ``remat='full', microbatches=4``."""
+    plain, names = StepPolicy(), ("remat", "own_checkpoints", "microbatches")
+    return ", ".join(f"{name}={value!r}" for name in names if (value := getattr(policy, name)) != getattr(plain, name))
+
+
 def policy_words(policy: StepPolicy) -> str:
     """A policy in few words, such as ``fsdp: full, keep 0.35, 4 microbatches``."""
     words = [policy.remat]

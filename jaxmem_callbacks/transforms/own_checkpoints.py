@@ -8,9 +8,11 @@ the equations inside it: in loops, branches, nested jits, the bodies of `shard_m
 from __future__ import annotations
 
 import collections
+import itertools
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,10 @@ def checkpointed_functions(eqns: Iterable[Any]) -> frozenset[Any]:
 
 
 def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
-    """The checkpoints among equations and in their bodies, by place, in the order of their first appearance."""
+    """The checkpoints among equations and in their bodies, by place, in the order of their first appearance.
+
+    To be called where the user's own code asks for what the equations compute: a trace does not say what stands around it.
+    """
     found: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def look(some: Iterable[Any], around: Sequence[_Line], trips: int) -> None:
@@ -63,7 +68,8 @@ def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
             for body in subjaxprs(eqn):
                 look(body.eqns, lines, inside)
 
-    look(eqns, [], 1)
+    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    look(eqns, list(itertools.islice((each for each in calls if not _is_framework(each[0])), 1)), 1)
     return tuple(OwnCheckpoint(place=place, function=name, times=times) for (place, name), times in found.items())
 
 

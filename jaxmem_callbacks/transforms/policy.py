@@ -18,12 +18,10 @@ import jax
 
 from jaxmem_callbacks.config.named import Name, policy_of
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
+from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.keeping import Share
-
-_PLAIN = StepPolicy()
 
 
 class ActivePolicy:
@@ -120,18 +118,10 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
     if active.used or not active.policy.changes_gradients:
         return
     msg = (
-        f"The policy {_said(active.policy)} would do nothing: {name} never calls jm.value_and_grad, jm.grad or "
+        f"The policy {gradient_words(active.policy)} would do nothing: {name} never calls jm.value_and_grad, jm.grad or "
         f"jm.nnx.value_and_grad. {_line_to_change(train_step)}"
     )
     raise PolicyError(msg)
-
-
-def _said(policy: StepPolicy) -> str:
-    """What of a policy acts on gradients."""
-    changed = ("remat", "own_checkpoints", "microbatches")
-    return ", ".join(
-        f"{name}={getattr(policy, name)!r}" for name in changed if getattr(policy, name) != getattr(_PLAIN, name)
-    )
 
 
 def _line_to_change(train_step: Callable[..., Any]) -> str:

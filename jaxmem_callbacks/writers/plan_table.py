@@ -98,12 +98,15 @@ def candidate_words(candidate: Candidate, record: PlanRecord) -> str:
     rows = f" at {candidate.batch_rows} rows" if candidate.batch_rows is not None else ""
     is_other = bool(candidate.mesh) and dict(candidate.mesh) != dict(record.mesh)
     mesh = f" on mesh {mesh_words(candidate.mesh)}" if is_other else ""
-    return policy_words(candidate.policy) + rows + mesh
+    words = policy_words(candidate.policy)
+    if record.is_as_written(candidate):
+        words = words.replace("none", "the author's own checkpoints", 1)
+    return words + rows + mesh
 
 
 def plain_flops(record: PlanRecord) -> int:
     """Operations of the plain step, also where it was not compiled itself; 0 where unknown."""
-    plain = [each.flops for each in record.candidates if each.policy.remat == "none"]
+    plain = [each.flops for each in record.candidates if each.policy.remat == "none" and not record.is_as_written(each)]
     return min(plain) if plain else max((each.flops - each.extra_flops for each in record.candidates), default=0)
 
 
@@ -155,7 +158,14 @@ def _beside(chosen: Candidate) -> list[str]:
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
     verdict = _shortfall(record) if chosen.fits is False else f"{record.reason}."
-    lines = [f"-> {candidate_words(chosen, record)}: {verdict}", "* no other is better in both bytes and operations"]
+    saves_none = chosen.fits and not chosen.extra_flops  # so nobody asks what else could be saved
+    stops, noted = ("", record.left_alone) if saves_none else (record.left_alone, "")
+    if stops:
+        verdict = f"{stops} {verdict[0].upper()}{verdict[1:]}"
+    lines = [
+        f"-> {candidate_words(chosen, record)}: {verdict}",
+        "* no other is better in both bytes and operations",
+    ]
     lines += _beside(chosen)
     lines += chosen.peak_sentences
     if chosen.peak is None and record.target == "attached":
@@ -176,7 +186,7 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines.append(f"{compiles_text(record)} ({versions}).")
     if record.margin:
         lines.append(f"Keep a margin: {record.margin}.")
-    return [*lines, *record.notes]
+    return [*lines, *([noted] if noted else []), *record.notes]
 
 
 def _shortfall(record: PlanRecord) -> str:

@@ -43,7 +43,7 @@ from jaxmem_callbacks.programs.steps.program import Program, read_program, witho
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, changes
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
@@ -245,6 +245,11 @@ class JitStep(Generic[_Arguments, _Results]):
     def notes(self) -> tuple[str, ...]:
         """What the policy left as it was in what has been traced so far, a sentence each."""
         return tuple(self._active.notes)
+
+    @property
+    def left_alone(self) -> tuple[OwnCheckpoint, ...]:
+        """The losses' own checkpoints that the policy left as they were in what has been traced so far."""
+        return tuple(self._active.left_alone)
 
     def without_policy(self) -> JitStep | None:
         """The same step without remat and without donation by this library, to compare with; None where it has neither."""
