@@ -83,7 +83,9 @@ def test_what_stays_as_it_is_is_told() -> None:
     told = warnings_of(by_hand)
     assert len(told) == 1
     place = r"tests/test_remat_told.py:\d+ around block, 6 times"
-    assert re.match(rf"The loss has its own checkpoints \({place}\), and they are left alone: the policy acts on", told[0])
+    assert re.match(
+        rf"The loss has its own checkpoints \({place}\), and they are left alone: the policy acts on", told[0]
+    )
     plan = jm.plan(lambda weights, x: train_step(weights, x, reporting), WEIGHTS, INPUTS, budget="1GiB")
     assert any("report twice" in note for note in plan.record.notes)
 
