@@ -145,7 +145,19 @@ _RECOMPILATION = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION)
+# Plans
+
+_PLANS = (
+    Advice(
+        key="plan.own_checkpoints",
+        trigger="the loss's own checkpoints were left alone, and more was to be saved",
+        text="--search own_checkpoints (search={{'own_checkpoints': True}} of jm.plan)",
+        proof=Proof.TRAINED,
+        tests=("tests/test_plan_own_checkpoints.py::test_what_a_plan_of_a_script_prints_is_pasted",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS)
 
 ADVICE = {row.key: row for row in TABLE}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
@@ -197,10 +198,8 @@ class PlanRecord:
             return ""
         is_cut = any(each.policy.remat != "none" for each in self.candidates)
         rest = "policies act on the rest" if is_cut else "nothing else can be cut"
-        return (
-            f"{own_checkpoints_words(self.own_checkpoints)}: {rest}. "
-            "With --search own_checkpoints (search={'own_checkpoints': True} of jm.plan) policies stand in their place."
-        )
+        asked = advise("plan.own_checkpoints")
+        return f"{own_checkpoints_words(self.own_checkpoints)}: {rest}. With {asked} policies stand in their place."
 
     def is_as_written(self, candidate: Candidate) -> bool:
         """Whether a candidate has the checkpoints that the loss's author wrote, which other candidates replace."""
