@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.transforms.accumulation.weighted import weighted as weighted
     from jaxmem_callbacks.transforms.gradients import grad as grad
     from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
-    from jaxmem_callbacks.transforms.policy import apply_policy as apply_policy
     from jaxmem_callbacks.transforms.prefetch import prefetch as prefetch
+    from jaxmem_callbacks.transforms.reach import apply_policy as apply_policy
     from jaxmem_callbacks.transforms.remat import remat as remat
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
@@ -90,7 +90,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "StepPolicy": ("records.policies", "StepPolicy"),
     "TargetError": ("records.errors", "TargetError"),
     "apply_environment": ("answers.environment", "apply_environment"),
-    "apply_policy": ("transforms.policy", "apply_policy"),
+    "apply_policy": ("transforms.reach", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
     "defragment": ("recovery.defragment", "defragment"),
     "grad": ("transforms.gradients", "grad"),

@@ -243,7 +243,11 @@ def of_losses(state: State, batch: Batch) -> None:
     jm.remat(summed, save="h", segment=4)  # pyright: ignore[reportCallIssue]
     jm.weighted(3.0)  # pyright: ignore[reportCallIssue]
     jm.apply_policy(train_step, jm.StepPolicy(remat="dots"))(state, batch)
+    jm.apply_policy(train_step, jm.StepPolicy(remat="dots"), gradients="all")(state, batch)
     jm.apply_policy(train_step)  # pyright: ignore[reportCallIssue]
+    jm.apply_policy(train_step, jm.StepPolicy(), gradients="every")  # pyright: ignore[reportArgumentType]
+    assert_type(jm.jit_step(train_step, gradients="all")(state, batch)[1], dict[str, jax.Array])
+    jm.jit_step(train_step, gradients=True)  # pyright: ignore[reportArgumentType]
 
 
 def of_flax(model: nnx.Module, loss: Callable[[nnx.Module], jax.Array], apply: Callable[..., Any]) -> None:

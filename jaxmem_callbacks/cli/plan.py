@@ -266,7 +266,8 @@ def _without_gradient_policy(step: Any, *, places: bool) -> Any:
         donate=None if already_jitted(step.__wrapped__) is not None else step.donation,
         sharding=step.policy.sharding if places else None,
     )
-    return JitStep(step.__wrapped__, policy, state_shardings=step.state_shardings if places else None)
+    pinned = step.state_shardings if places else None
+    return JitStep(step.__wrapped__, policy, state_shardings=pinned, gradients=step.gradients)
 
 
 def _require_places(args: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def _by_whole_plan(plan: Plan, saved: Path, step: str) -> list[str]:
         *_started(plan),
         f'plan = jm.load_plan("{saved}")',
         *_placed(plan, "plan.policy"),
-        f"step = jm.jit_step({step}, plan.policy)",
+        f"step = jm.jit_step({step}, plan.policy{_reaching(plan)})",
         "monitor = jm.MemoryMonitor(plan=plan)  # and monitor(i, metrics) after each step",
     ]
 
@@ -53,8 +53,13 @@ def _by_policy(plan: Plan, saved: Path | None, step: str) -> list[str]:
     if before and saved is not None:  # the preset says it
         before, placed = [], ["jm.apply_environment(policy)  # above the first use of JAX", *placed]
     if not placed:
-        return [*before, f"step = jm.jit_step({step}, {policy})"]
-    return [*before, f"policy = {policy}", *placed, f"step = jm.jit_step({step}, policy)"]
+        return [*before, f"step = jm.jit_step({step}, {policy}{_reaching(plan)})"]
+    return [*before, f"policy = {policy}", *placed, f"step = jm.jit_step({step}, policy{_reaching(plan)})"]
+
+
+def _reaching(plan: Plan) -> str:
+    """What a step needs besides its policy where gradients obeyed that JAX's own functions take."""
+    return "" if plan.record.gradients == "own" else f', gradients="{plan.record.gradients}"'
 
 
 def _said(policy: StepPolicy) -> str:

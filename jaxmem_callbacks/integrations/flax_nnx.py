@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +20,8 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, ta
 from jaxmem_callbacks.transforms.accumulation.batch import Found, Said, find_batch
 from jaxmem_callbacks.transforms.accumulation.obey import accumulated, state_after, unseen
 from jaxmem_callbacks.transforms.accumulation.weighted import in_parts, whole
-from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy
+from jaxmem_callbacks.transforms.frameworks import LossWithState
+from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy, taking
 from jaxmem_callbacks.transforms.remat import rematerialised
 
 __all__ = ["remat", "value_and_grad"]
@@ -60,6 +63,32 @@ def apart(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         return nnx.merge(graph, jax.tree.unflatten(treedef, values))
 
     return found, join
+
+
+def loss_with_state(loss: Any) -> LossWithState | None:
+    """What `nnx.grad` and `nnx.value_and_grad` hand to JAX, where ``loss`` is that."""
+    if type(loss).__name__ not in {"GradFn", "SimpleGradFn"}:
+        return None
+    has_aux, states = bool(loss.has_aux), tuple(getattr(loss, "nondiff_states", ()))
+
+    def call(hidden: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        # One call uses up the states that are not differentiated.
+        fresh = dataclasses.replace(loss, nondiff_states=collections.deque(hidden)) if hidden else loss
+        value, rest = fresh(*args, **kwargs)
+        return (value, rest[1], rest[0]) if has_aux else (value, None, rest)
+
+    def joined(aux: Any, state: Any) -> Any:
+        return (state, aux) if has_aux else state
+
+    def holds_state(argument: Any) -> bool:
+        nodes = jax.tree.leaves(argument, is_leaf=_is_of_nnx)
+        return any(map(_is_of_nnx, nodes))
+
+    return LossWithState(hidden=states, call=call, joined=joined, holds_state=holds_state)
+
+
+def _is_of_nnx(node: Any) -> bool:
+    return type(node).__module__.startswith("flax.nnx.")
 
 
 def value_and_grad(
@@ -114,7 +143,8 @@ def value_and_grad(
             if active.policy.rewrites_loss:
                 chosen = _cheaper(loss, active.policy, argnums)
         both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), argnums=argnums, has_aux=True, **options)
-        value, aux, gradients = whole(*both(*args, **kwargs))
+        with taking(active):
+            value, aux, gradients = whole(*both(*args, **kwargs))
         return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
@@ -136,7 +166,8 @@ def _over_microbatches(
     both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), has_aux=True, **options)
 
     def gradients_of_modules(args: Any, kwargs: Any) -> Any:
-        return both(*args, **kwargs)
+        with taking(active):
+            return both(*args, **kwargs)
 
     def value_of_modules(args: Any, kwargs: Any) -> Any:
         return in_parts(plain, has_aux=has_aux)(*args, **kwargs)

@@ -23,6 +23,7 @@ from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import ShardingRules, gradient_words
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.policy import Gradients
 
 # Keywords of `jm.plan` itself; all others are the step's.
 OPTIONS = ("target", "budget", "mesh", "resident", "search", "beside", "progress")
@@ -39,6 +40,7 @@ class OwnStep:
         donation: What was said of donation; None where nothing was.
         sharding: Where the state lies by the step's policy, or None.
         state_shardings: What the state is pinned to, or None.
+        gradients: Which gradients obey a policy.
     """
 
     function: Callable[..., Any]
@@ -47,6 +49,7 @@ class OwnStep:
     donation: Any = None
     sharding: str | ShardingRules | None = None
     state_shardings: Any = None
+    gradients: Gradients = "own"
 
     def require_agreement(self, space: Space) -> None:
         """Refuse a search for shardings that the step has decided.
@@ -130,7 +133,11 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         raise PlanError(msg)
     if of_arrays is not None:
         return OwnStep(
-            function=of_arrays.function, args=of_arrays.args, kwargs=of_arrays.kwargs, sharding=policy.sharding
+            function=of_arrays.function,
+            args=of_arrays.args,
+            kwargs=of_arrays.kwargs,
+            sharding=policy.sharding,
+            gradients=train_step.gradients,
         )
     return OwnStep(
         function=inner,
@@ -139,6 +146,7 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         donation=train_step.donation,
         sharding=policy.sharding,
         state_shardings=train_step.state_shardings,
+        gradients=train_step.gradients,
     )
 
 

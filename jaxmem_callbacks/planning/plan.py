@@ -87,6 +87,7 @@ def make_plan(
         resident_bytes=resident.bytes,
         base=StepPolicy(donate=own.donation),
         state_shardings=own.state_shardings,
+        gradients=own.gradients,
     )
     first = replace(first, plain=first.step(first.base))
     traced = traced_plainly(first)
@@ -294,6 +295,7 @@ def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanR
         process_flags=flags_now(),
         fraction=_share_of(best),
         own_checkpoints=tuple(dict.fromkeys(each for entry in ledger.entries for each in entry.compiler.left_alone)),
+        gradients=problem.gradients,
         notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
     )
 

@@ -20,6 +20,7 @@ from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.policy import Gradients
 
 Survey = Callable[[list[Share]], None]
 
@@ -42,6 +43,7 @@ class Problem:
         beside: Other programs of the run, compiled with the state placed as here.
         batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
         state_shardings: What the step pins its state to, where its user said so.
+        gradients: Which of its gradients obey a policy, as `jm.jit_step` says.
         plain: The plain step outside any mesh, where it was traced before for these arguments: JAX then traces it once.
     """
 
@@ -58,6 +60,7 @@ class Problem:
     beside: tuple[BesideProgram, ...] = ()
     batch_rows: int | None = None
     state_shardings: Any = None
+    gradients: Gradients = "own"
     plain: JitStep[..., Any] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -91,7 +94,12 @@ class Problem:
             return self.plain
         donated = own_donation(self.train_step)
         return JitStep(
-            self.train_step, policy, survey=survey, donate_argnames=donated, state_shardings=self.state_shardings
+            self.train_step,
+            policy,
+            survey=survey,
+            donate_argnames=donated,
+            state_shardings=self.state_shardings,
+            gradients=self.gradients,
         )
 
     def in_mesh(self) -> AbstractContextManager[Any]:

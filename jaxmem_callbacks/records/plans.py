@@ -161,6 +161,7 @@ class PlanRecord:
         fraction: Share of an absent GPU that JAX's allocator must be told to take for the choice; None where what it takes
             untold is enough, and where nobody knows.
         own_checkpoints: Checkpoints of the loss's own that the policies left alone; empty where they were replaced.
+        gradients: Which of the step's gradients obey the policy, as `jm.jit_step` takes it: ``own`` or ``all``.
         notes: Further remarks, one sentence each.
     """
 
@@ -189,6 +190,7 @@ class PlanRecord:
     process_flags: Mapping[str, str] | None = None
     fraction: float | None = None
     own_checkpoints: tuple[OwnCheckpoint, ...] = ()
+    gradients: str = "own"
     notes: tuple[str, ...] = ()
 
     @property

@@ -26,6 +26,7 @@ from jaxmem_callbacks.recovery.ladder.telling import Listener, Telling
 from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
 from jaxmem_callbacks.recovery.ladder.walking import Failure, Walk
 from jaxmem_callbacks.recovery.ladder.wanted import frontier_below, policy_wanted, record_of, settings_wanted
+from jaxmem_callbacks.transforms.policy import Gradients
 
 _State = TypeVar("_State")
 _serial = itertools.count()
@@ -54,6 +55,7 @@ class Recovery:
         plan: What `jm.plan` gave: stronger remat is then the next point of its frontier.
         donate_argnames: As for `jm.jit_step`.
         state_shardings: Likewise.
+        gradients: Likewise.
 
     Raises:
         RecoveryError: snapshots on disk without a folder.
@@ -71,13 +73,19 @@ class Recovery:
         plan: Any = None,
         donate_argnames: str | tuple[str, ...] | None = None,
         state_shardings: Any = None,
+        gradients: Gradients = "own",
     ) -> None:
         given = None if policy is None else resolve_policy(policy)
         require_applied(given)
         self.settings = settings_wanted(given)
         self._plan = record_of(plan)
         asked = policy_wanted(given, plan)
-        maker = Maker(train_step=train_step, donate_argnames=donate_argnames, state_shardings=state_shardings)
+        maker = Maker(
+            train_step=train_step,
+            donate_argnames=donate_argnames,
+            state_shardings=state_shardings,
+            gradients=gradients,
+        )
         self._telling = Telling(monitor)
         self._agreement = Agreement(f"recovery/{next(_serial)}", self.settings.agree_s)
         self._running = Running(maker, asked, self._agreement, self._telling, self._plan)

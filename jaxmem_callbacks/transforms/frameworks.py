@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -39,9 +40,31 @@ class Framework(Protocol):
         """The object's arrays as a plain pytree of dicts, keyed by path; other values unchanged."""
         ...
 
+    def loss_with_state(self, loss: Any) -> LossWithState | None:
+        """What the framework's own gradient function made of a loss; None for any other function."""
+        ...
+
     def apart(self, tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """The arrays of a tree with the framework's objects, and what makes a copy of the tree around others."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossWithState:
+    """A loss as a framework's own gradient function hands it to JAX: of pure trees, its modules' new state among its aux.
+
+    Attributes:
+        hidden: State that is no argument and is not differentiated, such as random streams; a pure tree.
+        call: From ``hidden`` and the arguments to the loss, the user's aux or None, and the new state; may be called any number
+            of times.
+        joined: The user's aux and the state as what JAX is handed as aux.
+        holds_state: Whether an argument has state in it.
+    """
+
+    hidden: Any
+    call: Callable[..., tuple[Any, Any, Any]]
+    joined: Callable[[Any, Any], Any]
+    holds_state: Callable[[Any], bool]
 
 
 class Checkpoints(Protocol):
@@ -88,6 +111,12 @@ def _owner(value: Any) -> Framework | None:
         return None
     framework = cast("Framework", importlib.import_module(place))
     return framework if framework.is_object(value) else None
+
+
+def loss_with_state(loss: Callable[..., Any]) -> LossWithState | None:
+    """A loss that a framework's own gradient function hands to JAX; None for any other."""
+    place = _place_of(type(loss), _KNOWN)
+    return None if place is None else cast("Framework", importlib.import_module(place)).loss_with_state(loss)
 
 
 def annotator_of(node: Any) -> Annotator | None:

@@ -14,7 +14,7 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.batch import Said, find_batch
 from jaxmem_callbacks.transforms.accumulation.obey import accumulated, unseen
 from jaxmem_callbacks.transforms.accumulation.weighted import in_parts, whole
-from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy
+from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy, taking
 from jaxmem_callbacks.transforms.remat import refuse_framework_objects, rematerialised
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
@@ -70,7 +70,8 @@ def value_and_grad(
         )
 
         def differentiate(inner_args: Any, inner_kwargs: Any) -> Any:
-            return _differentiated(chosen, argnums, options, inner_args, inner_kwargs)
+            with taking(active):
+                return _differentiated(chosen, argnums, options, inner_args, inner_kwargs)
 
         def evaluate(inner_args: Any, inner_kwargs: Any) -> Any:
             return in_parts(plain, has_aux=has_aux)(*inner_args, **inner_kwargs), None

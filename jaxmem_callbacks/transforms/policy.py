@@ -11,17 +11,21 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import jax
 
-from jaxmem_callbacks.config.named import Name, policy_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.keeping import Share
+
+#: Which gradients of a step obey its policy: those that are taken through this library, or those of JAX's own functions too.
+Gradients = Literal["own", "all"]
+
+
+_OUT_OF_REACH = ("jax.vjp", "jax.linearize", "jax.jacrev", "jax.jacobian", "jax.hessian")
 
 
 class ActivePolicy:
@@ -29,7 +33,8 @@ class ActivePolicy:
 
     Attributes:
         policy: What to apply.
-        used: Whether a `jm.value_and_grad`, `jm.grad` or `jm.nnx.value_and_grad` has met it while tracing.
+        gradients: Which gradients obey it.
+        used: Whether a gradient has met it while tracing.
         survey: Called once a loss with what other shares of ``keep`` would store and compute again; None where nobody asks.
         compared: Called with each gradient that is accumulated though its loss did not say its weight, the batch, the number
             of microbatches and the traced gradient of one; None where nobody asks.
@@ -39,10 +44,27 @@ class ActivePolicy:
         notes: What the policy left as it was, a sentence each, in the order of their first meeting.
         left_alone: Checkpoints of the losses' own that it left as they were.
         replaced: Whether it took such checkpoints out of a loss.
+        refused: The first error of a gradient that the policy left alone, though it should obey.
+
+    Raises:
+        PolicyError: ``gradients`` is neither ``own`` nor ``all``.
     """
 
-    def __init__(self, policy: StepPolicy, survey: Callable[[list[Share]], None] | None = None) -> None:
+    def __init__(
+        self,
+        policy: StepPolicy,
+        survey: Callable[[list[Share]], None] | None = None,
+        *,
+        gradients: Gradients = "own",
+    ) -> None:
+        if gradients not in get_args(Gradients):
+            msg = (
+                f"gradients={gradients!r}: expected 'own' (gradients taken by jm.value_and_grad, jm.grad or "
+                "jm.nnx.value_and_grad) or 'all' (those by jax.value_and_grad and jax.grad too, in any package)."
+            )
+            raise PolicyError(msg)
         self.policy = policy
+        self.gradients: Gradients = gradients
         self.used = False
         self.survey = survey
         self.compared: Callable[[Any, Any, int, Any], None] | None = None
@@ -52,6 +74,14 @@ class ActivePolicy:
         self.notes: dict[str, None] = {}
         self.left_alone: dict[OwnCheckpoint, None] = {}
         self.replaced = False
+        self.refused: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Taking:
+    """Where a gradient is taken under a policy: what that calls of JAX's own functions is no gradient of the step."""
+
+    active: ActivePolicy
 
 
 @functools.cache
@@ -75,34 +105,21 @@ def activate(active: ActivePolicy | None) -> AbstractContextManager[None]:
 
 def active_policy() -> ActivePolicy | None:
     """The policy that the code now being traced is under, or None."""
-    return _context().value
+    value = _context().value
+    return value.active if isinstance(value, _Taking) else value
 
 
-def apply_policy(train_step: Callable[..., Any], policy: StepPolicy | Preset | Name) -> Callable[..., Any]:
-    """The user's step under a policy: a pure function, not jitted. Remat and microbatches; donation belongs to ``jm.jit_step``.
+def policy_of_plain_gradients() -> ActivePolicy | None:
+    """The policy that a gradient of JAX's own functions must obey here; None where it is JAX's own affair."""
+    value = _context().value
+    return value if isinstance(value, ActivePolicy) and value.gradients == "all" else None
 
-    Args:
-        train_step: Any function that calls ``jm.value_and_grad``, ``jm.grad`` or ``jm.nnx.value_and_grad``.
-        policy: What to apply: a policy, a preset or the name of one, as in `jm.jit_step`.
 
-    Returns:
-        A function with the same arguments and results.
-
-    Raises:
-        PolicyError: at the first call, when the policy should act on gradients and the step never asked for any
-            through this library; the message names the line to change.
-    """
-    active = ActivePolicy(policy_of(policy))
-
-    @functools.wraps(train_step)
-    def step_under_policy(*args: Any, **kwargs: Any) -> Any:
-        refuse_second_accumulation(active.policy, args, kwargs)
-        with activate(active):
-            result = train_step(*args, **kwargs)
-        require_used(active, train_step)
-        return result
-
-    return step_under_policy
+def taking(active: ActivePolicy | None) -> AbstractContextManager[None]:
+    """The context in which a gradient is taken by JAX's own functions on behalf of ``active``, which met it already."""
+    if active is None or active.gradients == "own":
+        return nullcontext()
+    return _context()(_Taking(active))
 
 
 def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
@@ -117,24 +134,48 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
         raise PolicyError(msg)
     if active.used or not active.policy.changes_gradients:
         return
-    msg = (
-        f"The policy {gradient_words(active.policy)} would do nothing: {name} never calls jm.value_and_grad, jm.grad or "
-        f"jm.nnx.value_and_grad. {_line_to_change(train_step)}"
-    )
+    if active.refused is not None:
+        raise active.refused
+    what = f"The policy {gradient_words(active.policy)} would do nothing: {name}"
+    if active.gradients == "all":
+        msg = (
+            f"{what} takes no gradient by jax.value_and_grad or jax.grad, in its own code or in a package's. Out of reach are "
+            "jax.vjp, jax.linearize, jax.jacrev, and what the backward function of a jax.custom_vjp computes"
+            f"{_line_out_of_reach(train_step)}. Give the step no policy, and "
+            "differentiate jm.remat(function) there."
+        )
+    else:
+        msg = (
+            f"{what} never calls jm.value_and_grad, jm.grad or jm.nnx.value_and_grad. {_line_to_change(train_step)}\n"
+            "Where a package takes the gradient, which you do not edit: jm.jit_step(step, policy, gradients='all')."
+        )
     raise PolicyError(msg)
 
 
 def _line_to_change(train_step: Callable[..., Any]) -> str:
     """Where the step takes its gradient with JAX's or NNX's own function, as ``file:line: source``."""
+    for place, line in _source(train_step):
+        for prefix, better in (("jax.", "jm."), ("nnx.", "jm.nnx.")):
+            for call in ("value_and_grad(", "grad("):
+                if f"{prefix}{call}" in line and f"jm.{prefix}{call}" not in line and f"jm.{call}" not in line:
+                    return f"Change {place} from {prefix}{call[:-1]} to {better}{call[:-1]}:\n    {line.strip()}"
+    return "Take the gradient with jm.value_and_grad(loss)(...) in place of jax.value_and_grad(loss)(...)."
+
+
+def _line_out_of_reach(train_step: Callable[..., Any]) -> str:
+    """Where the step differentiates by what no policy reaches, as ``; see file:line: source``."""
+    for place, line in _source(train_step):
+        if any(f"{call}(" in line for call in _OUT_OF_REACH):
+            return f"; see {place}: {line.strip()}"
+    return ""
+
+
+def _source(train_step: Callable[..., Any]) -> list[tuple[str, str]]:
+    """``file:line`` and text of each line of a step; none where its source is not known."""
     function = inspect.unwrap(train_step)
     try:
         lines, first = inspect.getsourcelines(function)
         where = inspect.getsourcefile(function)
     except (OSError, TypeError):
-        lines, first, where = [], 0, None
-    for offset, line in enumerate(lines):
-        for prefix, better in (("jax.", "jm."), ("nnx.", "jm.nnx.")):
-            for call in ("value_and_grad(", "grad("):
-                if f"{prefix}{call}" in line and f"jm.{prefix}{call}" not in line and f"jm.{call}" not in line:
-                    return f"Change {where}:{first + offset} from {prefix}{call[:-1]} to {better}{call[:-1]}:\n    {line.strip()}"
-    return "Take the gradient with jm.value_and_grad(loss)(...) in place of jax.value_and_grad(loss)(...)."
+        return []
+    return [(f"{where}:{first + offset}", line) for offset, line in enumerate(lines)]

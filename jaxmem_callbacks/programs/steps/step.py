@@ -49,7 +49,8 @@ from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
 from jaxmem_callbacks.transforms.accumulation.steps import require_accumulable
 from jaxmem_callbacks.transforms.keeping import Share
-from jaxmem_callbacks.transforms.policy import ActivePolicy, activate, require_used
+from jaxmem_callbacks.transforms.policy import ActivePolicy, Gradients, activate, require_used
+from jaxmem_callbacks.transforms.reach import applied
 
 _Arguments = ParamSpec("_Arguments")
 _Results = TypeVar("_Results")
@@ -61,6 +62,7 @@ def jit_step(
     *,
     donate_argnames: str | tuple[str, ...] | None = None,
     state_shardings: Any = None,
+    gradients: Gradients = "own",
 ) -> JitStep[_Arguments, _Results]:
     """The user's step, jitted, under a policy.
 
@@ -79,6 +81,9 @@ def jit_step(
         state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
             and is never moved silently. A policy with a sharding says the same of every argument that is returned
             updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; for one argument this word wins.
+        gradients: ``own``: the policy acts on gradients by ``jm.value_and_grad``, ``jm.grad`` and ``jm.nnx.value_and_grad``.
+            ``all``: on those by `jax.value_and_grad`, `jax.grad` and Flax NNX's and Equinox's functions too, in your code and
+            in any package, while this step is traced; nothing changes for other steps and threads.
 
     Returns:
         A callable with the step's arguments and results; it also has ``lower``, ``trace``, ``policy``, ``__wrapped__``.
@@ -89,13 +94,20 @@ def jit_step(
             donated places; nothing has run then, and the state is alive.
         EnvironmentSettingError: a preset whose environment was not applied.
         PresetError: a name that is no preset and no policy.
-        PolicyError: at the first call, a policy for gradients on a step that takes none through this library; a loss whose
+        PolicyError: another word in ``gradients``. At the first call, a policy for gradients on a step that takes none that it
+            reaches; a loss whose
             gradient would be another one over microbatches, which is compared on a few rows of that call's batch.
     """
     given = StepPolicy() if policy is None else resolve_policy(policy)
     require_applied(given)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
-    return JitStep(train_step, policy_of(given), donate_argnames=names, state_shardings=state_shardings)
+    return JitStep(
+        train_step,
+        policy_of(given),
+        donate_argnames=names,
+        state_shardings=state_shardings,
+        gradients=gradients,
+    )
 
 
 class Judged(NamedTuple):
@@ -124,7 +136,7 @@ class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the cal
 class JitStep(Generic[_Arguments, _Results]):
     """What `jm.jit_step` returns. Constructing the first one registers one `jax.monitoring` listener for the process."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - `jit_step`'s own words
         self,
         train_step: Callable[_Arguments, _Results],
         policy: StepPolicy,
@@ -132,6 +144,7 @@ class JitStep(Generic[_Arguments, _Results]):
         donate_argnames: tuple[str, ...] | None = None,
         state_shardings: Any = None,
         survey: Callable[[list[Share]], None] | None = None,
+        gradients: Gradients = "own",
     ) -> None:
         functools.update_wrapper(self, train_step, updated=())
         self.__wrapped__ = train_step
@@ -148,7 +161,7 @@ class JitStep(Generic[_Arguments, _Results]):
         )
         if self._own_jit is not None:
             self._making.refuse_for_jitted(train_step, donate_argnames)
-        self._active = ActivePolicy(policy, survey)
+        self._active = ActivePolicy(policy, survey, gradients=gradients)
         self._active.defer = self._leave_unchecked
         self._active.mesh = mesh_of(state_shardings)
         self.unchecked = False  # whether a loss was traced over microbatches and not compared with its whole batch yet
@@ -172,7 +185,7 @@ class JitStep(Generic[_Arguments, _Results]):
             return self._first_call(args, kwargs)
         before = compiles.count
         try:
-            with activate(self._context):
+            with applied(self._context):
                 result = call(*args, **kwargs)
         except _NewSignature:
             pass
@@ -228,7 +241,9 @@ class JitStep(Generic[_Arguments, _Results]):
         """
         apart = arrays_apart(self.__wrapped__, args, kwargs)
         if apart is not None:
-            made = JitStep(apart.function, self.policy, donate_argnames=apart.function.donated)
+            made = JitStep(
+                apart.function, self.policy, donate_argnames=apart.function.donated, gradients=self.gradients
+            )
             return made.traced(apart.args, apart.kwargs)
         with self._lock:
             jitted = self._made(args, kwargs)
@@ -240,6 +255,11 @@ class JitStep(Generic[_Arguments, _Results]):
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings)
+
+    @property
+    def gradients(self) -> Gradients:
+        """Which gradients of the step obey the policy: ``own`` or ``all``."""
+        return self._active.gradients
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -276,7 +296,8 @@ class JitStep(Generic[_Arguments, _Results]):
         return self._making.state_shardings
 
     def __repr__(self) -> str:
-        return f"jm.jit_step({self.name}, {self.policy})"
+        reach = "" if self.gradients == "own" else f", gradients={self.gradients!r}"
+        return f"jm.jit_step({self.name}, {self.policy}{reach})"
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with a signature that is new: judge it before anything is executed, then run it."""
@@ -285,8 +306,9 @@ class JitStep(Generic[_Arguments, _Results]):
             jitted = self._made(args, kwargs)
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 # inside somebody else's trace: nothing is compiled, donated or compared here
-                own = ActivePolicy(self.policy) if self.policy.microbatches > 1 else self._context
-                with self._tracing(), activate(own):
+                alone = self.policy.microbatches > 1
+                own = ActivePolicy(self.policy, gradients=self.gradients) if alone else self._context
+                with self._tracing(), applied(own):
                     return jitted.call(*args, **kwargs)
             self._require_accumulable(jitted, args, kwargs)
             judged = self._judged(args, kwargs)
@@ -318,11 +340,12 @@ class JitStep(Generic[_Arguments, _Results]):
         """Compare full and accumulated gradients on a few of these arguments' rows, where microbatches are asked for."""
         if self.policy.microbatches == 1:
             return
+        under = functools.partial(ActivePolicy, self.policy, gradients=self.gradients)
         with self._tracing():
             if self._own_jit is None:
-                require_accumulable(self.__wrapped__, args, kwargs, self.policy)
+                require_accumulable(self.__wrapped__, args, kwargs, under)
             else:
-                require_accumulable(jitted.lowering, *jitted.full(args, kwargs), self.policy)
+                require_accumulable(jitted.lowering, *jitted.full(args, kwargs), under)
 
     @functools.cached_property
     def _traced_step(self) -> Callable[..., Any]:
@@ -343,7 +366,7 @@ class JitStep(Generic[_Arguments, _Results]):
         """Where the step may be traced, under its policy."""
         before, self._judging = self._judging, True
         try:
-            with activate(self._context), without_donation_warning():
+            with applied(self._context), without_donation_warning():
                 yield
         finally:
             self._judging = before

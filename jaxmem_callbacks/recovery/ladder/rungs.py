@@ -15,6 +15,7 @@ from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
 from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
+from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.weak_types import is_weak
 
 
@@ -26,16 +27,22 @@ class Maker:
         train_step: The user's.
         donate_argnames: As for `jm.jit_step`.
         state_shardings: Likewise.
+        gradients: Likewise.
     """
 
     train_step: Callable[..., Any]
     donate_argnames: str | tuple[str, ...] | None = None
     state_shardings: Any = None
+    gradients: Gradients = "own"
 
     def make(self, policy: Any) -> JitStep:
         """The step under a policy or preset."""
         return jit_step(
-            self.train_step, policy, donate_argnames=self.donate_argnames, state_shardings=self.state_shardings
+            self.train_step,
+            policy,
+            donate_argnames=self.donate_argnames,
+            state_shardings=self.state_shardings,
+            gradients=self.gradients,
         )
 
 

@@ -134,6 +134,7 @@ def _problem(failing: Failing, step: JitStep) -> Problem:
         mesh=None if step.policy.sharding is None else mesh_of([step.state_shardings, *places]),
         base=replace(step.policy, donate=step.donation),
         state_shardings=step.state_shardings,
+        gradients=step.gradients,
     )
 
 

@@ -151,7 +151,9 @@ def jit_step_line(failing: Failing, policy: StepPolicy) -> str:
     """``step = jm.jit_step(train_step, jm.StepPolicy(remat='full'))``."""
     said = policy_code(policy)
     pinned = failing.step is not None and failing.step.state_shardings is not None
+    reaches_all = failing.step is not None and failing.step.gradients == "all"
     arguments = [failing.name, *([said] if said else []), *(["state_shardings=state_shardings"] if pinned else [])]
+    arguments += ["gradients='all'"] if reaches_all else []
     return f"step = jm.jit_step({', '.join(arguments)})"
 
 

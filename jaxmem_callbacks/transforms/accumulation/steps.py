@@ -18,18 +18,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.check import Comparison, compare, require_equal, rounding
 from jaxmem_callbacks.transforms.equations import inlined, is_jit, needed_by
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
+from jaxmem_callbacks.transforms.policy import ActivePolicy
+from jaxmem_callbacks.transforms.reach import applied
 
 _MARK = "jaxmem_comparison_"
 
 
 def require_accumulable(
-    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: StepPolicy
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], under: Callable[[], ActivePolicy]
 ) -> None:
     """Compare the gradients of a step with their accumulation; compiles and runs one small program, or two.
 
@@ -37,7 +37,7 @@ def require_accumulable(
         step: The step as it will be called, jitted or not.
         args: Its arguments with real arrays; they are read only.
         kwargs: Likewise.
-        policy: Has microbatches.
+        under: Makes the policy that it is under, which has microbatches.
 
     Raises:
         PolicyError: a loss of the step would have another gradient, or could not be checked.
@@ -58,17 +58,17 @@ def require_accumulable(
 
     @functools.cache
     def moved() -> list[Any]:
-        return _at_gradients(called, arrays, policy, lambda *gradient: rounding(*gradient, shards=shards))
+        return _at_gradients(called, arrays, under(), lambda *gradient: rounding(*gradient, shards=shards))
 
     # What looks for the user's transfers and NaNs would find ours: a row that is masked may divide by nothing.
     with jax.transfer_guard("allow"), jax.debug_nans(False):
-        found = _at_gradients(called, arrays, policy, compared)
+        found = _at_gradients(called, arrays, under(), compared)
         for index, (comparison, differences) in enumerate(zip(comparisons, found, strict=True)):
             require_equal(comparison, differences, lambda index=index: moved()[index])
 
 
 def _at_gradients(
-    called: Callable[..., None], arrays: Sequence[Any], policy: StepPolicy, computed: Callable[..., Any]
+    called: Callable[..., None], arrays: Sequence[Any], active: ActivePolicy, computed: Callable[..., Any]
 ) -> list[Any]:
     """What a function of each gradient call computes, as the step reaches them; of the step only what that needs is run."""
     names: list[str] = []
@@ -77,11 +77,10 @@ def _at_gradients(
         checkpoint_name(computed(call, *rest), f"{_MARK}{len(names)}")  # so that it is found again from outside
         names.append(call.name)
 
-    active = ActivePolicy(policy)
     active.compared = mark
 
     def traced(*values: Any) -> None:
-        with activate(active):
+        with applied(active):
             called(*values)
 
     flat = inlined(jax.make_jaxpr(traced)(*arrays), is_inlined=is_jit)
@@ -93,7 +92,7 @@ def _at_gradients(
     for index, name in enumerate(names):
         if index not in places:
             msg = (
-                f"microbatches={policy.microbatches}: the gradient of {name} is taken inside a loop, a branch or a "
+                f"microbatches={active.policy.microbatches}: the gradient of {name} is taken inside a loop, a branch or a "
                 "shard_map, where it can't be compared with a full one. Expected it directly in the step. Return "
                 f"jm.weighted(loss_sum, weight_sum) in {name}, which needs no check."
             )

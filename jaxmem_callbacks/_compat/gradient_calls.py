@@ -1,0 +1,191 @@
+"""Calls of what `jax.value_and_grad` and `jax.grad` made enter a handler, under whatever name a package holds these functions.
+
+What they make looks up `vjp` in JAX's own module when it is called. While there is a handler, another function has that name
+there. So calls are seen of ``from jax import grad`` too, of partials and class attributes, and of gradient functions that were
+made long before. Every other caller of that name, `jax.vjp` itself and all threads that the handler declines get JAX's own.
+
+Where JAX's module has another form, the public names are replaced instead, in all modules that hold them. That does not reach
+references that no module holds, and gradient functions that were made before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_NAME = "vjp"
+_ARGUMENTS = {"args", "kwargs"}
+_OPTIONS = ("holomorphic", "allow_int")
+_KNOWN = {"fun", "argnums", "has_aux", *_OPTIONS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenGradient:
+    """One call of a gradient function.
+
+    Attributes:
+        loss: What is differentiated.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+        argnums: As in `jax.value_and_grad`.
+        has_aux: Likewise.
+        options: ``holomorphic`` and ``allow_int``.
+    """
+
+    loss: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    argnums: int | Sequence[int]
+    has_aux: bool
+    options: Mapping[str, Any]
+
+
+#: Takes a call; gives value, aux and gradients, or None to leave it to JAX.
+Handler = Callable[[TakenGradient], tuple[Any, Any, Any] | None]
+
+_lock = threading.Lock()
+_handlers: dict[Handler, int] = {}  # with how many contexts each is in; never changed, but replaced
+_restore: Callable[[], None] | None = None
+
+
+@contextmanager
+def handled_by(handler: Handler) -> Generator[None]:
+    """Inside, gradient calls of the whole process enter ``handler``, which must decline those that are not its own.
+
+    May be entered any number of times, by any threads, which may leave in any order: JAX is as it was when the last one has left.
+    """
+    _change(handler, 1)
+    try:
+        yield
+    finally:
+        _change(handler, -1)
+
+
+def _change(handler: Handler, by: int) -> None:
+    global _handlers, _restore  # noqa: PLW0603 - JAX's modules are the process's, and so is what is done to them
+    with _lock:
+        counts = _handlers | {handler: _handlers.get(handler, 0) + by}
+        _handlers = {each: count for each, count in counts.items() if count}
+        if _handlers and _restore is None:
+            _restore = _replace_lookup() or replace_names()
+        elif not _handlers and _restore is not None:
+            _restore()
+            _restore = None
+
+
+def _answered(call: TakenGradient) -> tuple[Any, Any, Any] | None:
+    """What the first handler says that does not decline."""
+    return next((answer for handler in _handlers if (answer := handler(call)) is not None), None)
+
+
+def _replace_lookup() -> Callable[[], None] | None:
+    """Take JAX's name; returns what gives it back, or None where JAX's module has another form than is known."""
+    outer = inspect.unwrap(jax.value_and_grad)
+    names = outer.__globals__
+    codes = [code for code in outer.__code__.co_consts if isinstance(code, types.CodeType) and _NAME in code.co_names]
+    own = names.get(_NAME)
+    if own is not jax.vjp or len(codes) != 1 or not _is_known(codes[0]):
+        return None
+    (inner,) = codes
+
+    @functools.wraps(own)
+    def vjp(fun: Callable[..., Any], *primals: Any, **options: Any) -> Any:
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is None or caller.f_code is not inner:
+            return own(fun, *primals, **options)
+        local = caller.f_locals
+        call = TakenGradient(
+            loss=local["fun"],
+            args=tuple(local["args"]),
+            kwargs=dict(local["kwargs"]),
+            argnums=local["argnums"],
+            has_aux=local["has_aux"],
+            options={name: local[name] for name in _OPTIONS},
+        )
+        answer = _answered(call)
+        if answer is None:
+            return own(fun, *primals, **options)
+        value, aux, gradients = answer
+        several = isinstance(call.argnums, Sequence)
+        pullback = functools.partial(_given, tuple(gradients) if several else (gradients,))
+        return (value, pullback, aux) if call.has_aux else (value, pullback)
+
+    names[_NAME] = vjp
+
+    def restore() -> None:
+        if names[_NAME] is vjp:
+            names[_NAME] = own
+
+    return restore
+
+
+def _is_known(code: types.CodeType) -> bool:
+    return {*code.co_varnames, *code.co_cellvars} >= _ARGUMENTS and set(code.co_freevars) >= _KNOWN
+
+
+def _given(gradients: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+    """Gradients in the form of what JAX pulls back; the value's own cotangent is one, for which they were taken."""
+    del cotangent
+    return gradients
+
+
+def replace_names() -> Callable[[], None]:
+    """Replace `jax.value_and_grad` and `jax.grad` in every loaded module that holds them; returns what undoes it."""
+    replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for with_value, own in ((True, jax.value_and_grad), (False, jax.grad)):
+        stand_in = _stand_in(own, with_value=with_value)
+        for module in [*sys.modules.values()]:
+            names = getattr(module, "__dict__", {})
+            for name in [name for name, value in [*names.items()] if value is own]:
+                names[name] = stand_in
+                replaced.append((names, name, own, stand_in))
+
+    def restore() -> None:
+        for names, name, own, stand_in in replaced:
+            if names.get(name) is stand_in:
+                names[name] = own
+
+    return restore
+
+
+def _stand_in(own: Callable[..., Any], *, with_value: bool) -> Callable[..., Any]:
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def made(*given: Any, **named: Any) -> Callable[..., Any]:
+        plain = own(*given, **named)  # which also says what is wrong with them
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        asked = bound.arguments
+
+        @functools.wraps(plain)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            call = TakenGradient(
+                loss=asked["fun"],
+                args=args,
+                kwargs=kwargs,
+                argnums=asked["argnums"],
+                has_aux=asked["has_aux"],
+                options={name: asked[name] for name in _OPTIONS},
+            )
+            answer = _answered(call)
+            if answer is None:
+                return plain(*args, **kwargs)
+            value, aux, gradients = answer
+            if with_value:
+                return ((value, aux) if call.has_aux else value), gradients
+            return (gradients, aux) if call.has_aux else gradients
+
+        return called
+
+    return made
