@@ -27,6 +27,7 @@ from jaxmem_callbacks.transforms.reach import applied
 from tests.comparisons import assert_close, checkpoints
 from tests.nnx_models import Net, arrays, data
 from tests.nnx_models import loss_fn as nnx_loss
+from tests.pasting import pasted, value
 
 pytestmark = pytest.mark.core
 
@@ -428,11 +429,20 @@ def test_what_the_error_says_of_jax_vjp_works():
     assert checkpoints(by_hand, WEIGHTS, X)
 
 
-def test_a_policy_that_reaches_nothing_says_what_would(package):
-    with pytest.raises(ValueError, match=r"jm.jit_step\(step, policy, gradients='all'\)"):
-        jm.jit_step(package["by_name"], FULL)(WEIGHTS, X)
-    step, policy = package["by_name"], FULL
-    jm.jit_step(step, policy, gradients="all")(jax.tree.map(jnp.copy, WEIGHTS), X)
+@pytest.mark.parametrize("name", ["by_name", "in_a_class", "jitted_inside"])
+def test_a_policy_that_reaches_nothing_says_what_would(package, name):
+    """A function, a method, and a partial of a jit: the line as printed trains under the policy."""
+    step, policy = package[name], FULL
+    if name == "jitted_inside":
+        step = jax.jit(functools.partial(step, x=X))
+    inputs = () if name == "jitted_inside" else (X,)
+    plain = step(WEIGHTS, *inputs)
+    with pytest.raises(jm.PolicyError, match="Where a package takes the gradient, which you do not edit") as refused:
+        jm.jit_step(step, policy)(WEIGHTS, *inputs)
+    line = pasted("gradients.all", refused.value)
+    made = value(line, jm=jm, policy=policy, **{getattr(step, "__name__", "step"): step})
+    assert_close(made(jax.tree.map(jnp.copy, WEIGHTS), *inputs), plain)
+    assert "remat" in str(made.trace(WEIGHTS, *inputs).jaxpr)
 
 
 # Where JAX's own module has another form
@@ -500,8 +510,8 @@ def nnx_training(take, policy=None, gradients="own", make=Net, **options):
 
 def assert_same_training(got, plain):
     assert_close(got[0], plain[0])
-    for name, value in plain[1].items():
-        np.testing.assert_allclose(np.asarray(got[1][name]), np.asarray(value), atol=1e-6, err_msg=name)
+    for name, expected in plain[1].items():
+        np.testing.assert_allclose(np.asarray(got[1][name]), np.asarray(expected), atol=1e-6, err_msg=name)
 
 
 class Dropping(nnx.Module):

@@ -157,7 +157,19 @@ _PLANS = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS)
+# Gradients that a package takes
+
+_GRADIENTS = (
+    Advice(
+        key="gradients.all",
+        trigger="A policy for gradients on a step that takes none through this library",
+        text="jm.jit_step({step}, policy, gradients='all')",
+        proof=Proof.TRAINED,
+        tests=("tests/test_all_gradients.py::test_a_policy_that_reaches_nothing_says_what_would",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS, *_GRADIENTS)
 
 ADVICE = {row.key: row for row in TABLE}
 

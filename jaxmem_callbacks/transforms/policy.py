@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
 from jaxmem_callbacks.transforms.keeping import Share
@@ -141,13 +142,13 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
         msg = (
             f"{what} takes no gradient by jax.value_and_grad or jax.grad, in its own code or in a package's. Out of reach are "
             "jax.vjp, jax.linearize, jax.jacrev, and what the backward function of a jax.custom_vjp computes"
-            f"{_line_out_of_reach(train_step)}. Give the step no policy, and "
-            "differentiate jm.remat(function) there."
+            f"{_line_out_of_reach(train_step)}. Give the step no policy, and wrap "
+            "what is differentiated there with jm.remat."
         )
     else:
         msg = (
             f"{what} never calls jm.value_and_grad, jm.grad or jm.nnx.value_and_grad. {_line_to_change(train_step)}\n"
-            "Where a package takes the gradient, which you do not edit: jm.jit_step(step, policy, gradients='all')."
+            f"Where a package takes the gradient, which you do not edit: {advise('gradients.all', step=name)}."
         )
     raise PolicyError(msg)
 
