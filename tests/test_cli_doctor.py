@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -13,11 +14,14 @@ import pytest
 
 from jaxmem_callbacks.cli.starting import devices_started
 from jaxmem_callbacks.environment.figures import figures_here, in_effect
+from jaxmem_callbacks.environment.variables import version_numbers
 from jaxmem_callbacks.environment.verifying import start_findings
 from jaxmem_callbacks.records.environment import DeviceFacts, Finding, Surroundings
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parent.parent
+JAXLIB = version_numbers(importlib.metadata.version("jaxlib"))
+PLATFORM = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 WRONG = {
     "XLA_PYTHON_CLIENT_ALOCATOR": "hidden-value",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "FALSE",
@@ -72,6 +76,41 @@ def test_what_is_wrong_exits_1_with_the_line_to_type_and_no_foreign_value():
     assert "XLA_PYTHON_CLIENT_ALOCATOR is set. Nothing in JAX reads it. Did you mean" in out
     assert "--xla_gpu_memory_limit_slop_factor=90" in out
     assert "hidden" not in out
+
+
+@pytest.mark.parametrize(
+    ("variables", "told", "line"),
+    [
+        ({"XLA_CLIENT_MEM_FRACTION": "1.0"}, "The pool takes all of the GPU", "export XLA_CLIENT_MEM_FRACTION=0.9"),
+        (
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"},
+            "The pool takes all of the GPU",
+            "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9",
+        ),
+        (
+            {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"},
+            "It has no pool",
+            "unset XLA_PYTHON_CLIENT_PREALLOCATE",
+        ),
+    ],
+)
+def test_what_is_wrong_together_exits_1(variables, told, line):
+    code, out, _ = typed(**variables)
+    assert code == 1
+    if "platform" in variables.values() and JAXLIB < (0, 11):
+        told, line = "silently runs the default", 'pip install "jax>=0.11"'
+    assert told in " ".join(out.split())
+    assert f"\n      {line}" in out
+
+
+def test_an_allocator_without_a_pool_is_not_shown_with_one():
+    rows = {name: value for name, value, _ in in_effect(Surroundings(variables=PLATFORM, jaxlib="0.12.0"))}
+    assert rows["allocator"] == "platform"
+    assert {rows[name] for name in ("preallocate", "fraction", "pool for collectives")} == {
+        "none: the platform allocator has no pool"
+    }
+    was = {name: value for name, value, _ in in_effect(Surroundings(variables=PLATFORM, jaxlib="0.10.2"))}
+    assert was["preallocate"] == "yes, at the first allocation"  # that version runs the default pool
 
 
 def test_json_has_the_same_and_start_asks_the_devices():

@@ -32,7 +32,18 @@ def seen(variables=None, *, jaxlib="0.12.0", **more):
     return Surroundings(variables=variables or {}, jax="0.12.0", jaxlib=jaxlib, **more)
 
 
+UNIFIED, HOST_LIMIT = "TF_FORCE_UNIFIED_MEMORY", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+OPTION = "jax_pjrt_client_create_options"
 TRAPS = [
+    ({NEW: "1.5", UNIFIED: "0"}, {}, "fraction out of range", r"above 1 only with", f"export {NEW}=0.015"),
+    # What XLA reads by itself, and what options say.
+    ({UNIFIED: "yes"}, {}, "no switch", r"takes false", f"export {UNIFIED}=1"),
+    ({HOST_LIMIT: "64GB"}, {}, "no number of GB", r"whole number of GB", f"export {HOST_LIMIT}=64"),
+    ({HOST_LIMIT: "0"}, {}, "no number of GB", r"above 0", f"export {HOST_LIMIT}=64"),
+    ({}, {"options": {"memory_fraction": 75}}, "value of an option", r"a share above 0", OPTION),
+    ({}, {"options": {"preallocate": "no"}}, "value of an option", r"True or False", OPTION),
+    ({}, {"options": {"allocator": "bcf"}}, "value of an option", r"one of default, bfc", OPTION),
+    # One by one.
     ({NEW: "0.9", OLD: "0.9"}, {}, "both fractions", r"fails on two even where they agree", f"unset {OLD}"),
     ({NEW: "90%"}, {}, "no fraction", r"read as a number.*runs on the CPU", f"export {NEW}=0.9"),
     ({OLD: "75"}, {}, "fraction out of range", r"above 0 and up to 1", f"export {OLD}=0.75"),
@@ -104,6 +115,35 @@ def test_each_trap_is_found_explained_and_refused(variables, more, kind, why, li
         choose(preset, surroundings)
 
 
+TOGETHER = [
+    ({NEW: "1.0"}, {}, "nothing left for CUDA", r"The pool takes all of the GPU", f"export {NEW}=0.9"),
+    (
+        {OLD: "0.98", PREALLOCATE: "true"},
+        {},
+        "nothing left for CUDA",
+        r"outside of it and then fail",
+        f"export {OLD}=0.9",
+    ),
+    ({ALLOCATOR: "cuda_async", NEW: "1"}, {}, "nothing left for CUDA", r"NCCL and CUDA graphs", f"export {NEW}=0.9"),
+    ({}, {"options": {"memory_fraction": 0.99}}, "nothing left for CUDA", r"takes all", "{'memory_fraction': 0.9}"),
+    ({ALLOCATOR: "platform", PREALLOCATE: "true"}, {}, "no pool", r"change nothing", f"unset {PREALLOCATE} "),
+    ({ALLOCATOR: "Platform", OLD: "0.5"}, {}, "no pool", r"every buffer from the driver", f"unset {OLD} "),
+    ({ALLOCATOR: "platform", POOL: "512", NEW: "0.9"}, {}, "no pool", r"It has no pool", f"unset {NEW}; unset {POOL} "),
+    ({PREALLOCATE: "1"}, {"options": {"allocator": "platform"}}, "no pool", r"no pool", f"unset {PREALLOCATE} "),
+    ({NEW: "1.5", UNIFIED: "1", ALLOCATOR: "cuda_async"}, {}, "no unified memory", r"more than the GPU has", "=bfc"),
+]
+
+
+@pytest.mark.parametrize(("variables", "more", "kind", "why", "line"), TOGETHER, ids=lambda value: str(value)[:40])
+def test_settings_that_are_right_alone_and_wrong_together_are_told_and_not_refused(variables, more, kind, why, line):
+    here = seen(variables, **more)
+    (found,) = findings(here)
+    assert found.kind == kind
+    assert re.search(why, found.why)
+    assert line in f"{found.type_next} "
+    assert settings_findings(here) == ()
+
+
 FATAL = {"both fractions", "no fraction", "unknown allocator", "allocator of a later version", "no whole number"}
 HERE = importlib.metadata.version("jaxlib")
 
@@ -136,6 +176,10 @@ def test_jax_itself_reads_what_a_preset_sets(monkeypatch):
 
 RIGHT = [
     ({}, {}),
+    ({NEW: "1.0", PREALLOCATE: "false"}, {}),  # a limit that the pool grows to
+    ({NEW: "0.95"}, {}),
+    ({ALLOCATOR: "platform", PREALLOCATE: "false"}, {}),
+    ({HOST_LIMIT: "128", "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"}, {}),
     ({NEW: ".9", PREALLOCATE: "false", ALLOCATOR: "BFC", POOL: "0"}, {}),
     ({OLD: "0.9", PREALLOCATE: "False", ALLOCATOR: "cuda_async", "TF_GPU_ALLOCATOR": "cuda_malloc_async"}, {}),
     ({NEW: "1.5", "TF_FORCE_UNIFIED_MEMORY": "1", PREALLOCATE: "0"}, {}),
@@ -165,6 +209,81 @@ RIGHT = [
 @pytest.mark.parametrize(("variables", "more"), RIGHT)
 def test_what_is_right_is_left_alone(variables, more):
     assert findings(seen(variables, **more)) == ()
+
+
+@pytest.mark.parametrize(
+    ("variables", "more", "name"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"platforms": ("cuda", "cpu")}, "CUDA_VISIBLE_DEVICES"),
+        ({"CUDA_VISIBLE_DEVICES": "-1", PREALLOCATE: "false"}, {}, "CUDA_VISIBLE_DEVICES"),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, {"platforms": ("rocm",)}, "HIP_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_that_is_hidden_and_spoken_of_is_a_finding_of_the_machine_only(variables, more, name):
+    here = seen(variables, plugins={"cuda": "jax-cuda12-plugin 0.12.0", "rocm": "jax-rocm7-plugin 0.9"}, **more)
+    (found,) = findings(here)
+    assert (found.kind, found.type_next) == ("GPU hidden", f"unset {name}")
+    assert found.given.startswith(f"{name}={variables[name]} hides every GPU, beside ")
+    assert settings_findings(here) == ()
+    hidden = seen({"CUDA_VISIBLE_DEVICES": ""}, plugins={"cuda": "jax-cuda12-plugin 0.12.0"})
+    assert findings(hidden) == ()  # nothing is said of it: it was meant
+
+
+TEXTS = {
+    ALLOCATOR: (None, "default", "bfc", "cuda_async", "platform", "vmm", "PLATFORM", "pool"),
+    PREALLOCATE: (None, "true", "false", "no"),
+    NEW: (None, "0.5", "0.95", "1.0", "1.5", "90"),
+    OLD: (None, "0.5", "1"),
+    POOL: (None, "0", "512", "x"),
+    UNIFIED: (None, "1", "0"),
+}
+
+
+def is_bad(said, jaxlib):
+    """What is known to go wrong, told by itself: JAX fails, a share that leaves nothing, a setting that nothing uses."""
+    fractions = [said[name] for name in (NEW, OLD) if said.get(name)]
+    allocator = said.get(ALLOCATOR, "default").lower()
+    takes_all = said.get(PREALLOCATE) != "false"
+    share = float(fractions[0]) if fractions else 0.75
+    unified = said.get(UNIFIED) == "1"
+    real_platform = allocator == "platform" and jaxlib == "0.12.0"
+    return (
+        len(fractions) == 2
+        or allocator not in ("default", "bfc", "cuda_async", "platform", "vmm")
+        or (allocator == "platform" and not real_platform)
+        or said.get(PREALLOCATE) == "no"
+        or said.get(POOL) == "x"
+        or (share > 1 and (not unified or allocator not in ("default", "bfc")))
+        or (0.95 < share <= 1 and takes_all and not unified and allocator in ("default", "bfc", "cuda_async"))
+        or (real_platform and bool(fractions or said.get(PREALLOCATE) == "true" or said.get(POOL) == "512"))
+    )
+
+
+def typed(line, said):
+    """The variables after a line of shell, as far as the advice is one: ``export A=b``, ``unset A B``, joined by ``;``."""
+    after = dict(said)
+    for part in line.partition("   #")[0].split("; "):
+        word, *rest = part.split()
+        if word == "export":
+            name, _, value = rest[0].partition("=")
+            after[name] = value
+        elif word == "unset":
+            for name in rest:
+                after.pop(name, None)
+    return after
+
+
+@pytest.mark.parametrize("jaxlib", ["0.12.0", "0.10.2"])
+def test_no_bad_combination_is_silent_no_right_one_is_told_and_each_line_mends_what_it_is_for(jaxlib):
+    names = list(TEXTS)
+    for texts in itertools.product(*TEXTS.values()):
+        said = {name: text for name, text in zip(names, texts, strict=True) if text is not None}
+        found = findings(seen(said, jaxlib=jaxlib))
+        assert bool(found) == is_bad(said, jaxlib), (said, [each.kind for each in found])
+        for each in found:
+            after = typed(each.type_next.removeprefix('pip install "jax>=0.11", or '), said)
+            left = [other.kind for other in findings(seen(after, jaxlib=jaxlib))]
+            assert each.kind not in left, (said, each)
 
 
 def test_an_accelerator_without_its_plugin_is_a_finding_of_the_machine_only():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from jaxmem_callbacks.environment.combined import effective
 from jaxmem_callbacks.environment.variables import (
     ALLOCATOR,
     DEFAULT_FRACTION,
@@ -43,6 +44,8 @@ def in_effect(seen: Surroundings) -> tuple[tuple[str, str, str], ...]:
             value, source = _meaning(key, text), f"{name}={text}"
         else:
             value, source = defaults[key], "JAX's default"
+        if key != "allocator" and effective(seen).allocator == "platform":
+            value = "none: the platform allocator has no pool"
         rows.append((words.get(key, key), value, source))
     return tuple(rows)
 

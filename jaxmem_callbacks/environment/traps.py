@@ -8,35 +8,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxmem_callbacks.environment.combined import combination_findings, hidden_findings
 from jaxmem_callbacks.environment.platforms import platform_findings
 from jaxmem_callbacks.environment.variables import (
     ALLOCATOR,
     ALLOCATORS,
     COLLECTIVE_POOL,
     FRACTION,
+    HOST_LIMIT,
+    HOST_PREALLOCATE,
     OLD_FRACTION,
     OPTIONS,
+    PLATFORM_WAS_BFC,
     PREALLOCATE,
     SWITCHES,
     TENSORFLOW_ALLOCATOR,
     UNIFIED,
     as_fraction,
     as_preallocate,
+    as_switch,
     as_whole,
     fraction_said,
     nearest,
     version_numbers,
 )
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import Finding, Surroundings
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.settings import CUDA_ALLOCATORS
 
 _ON_THE_CPU = "JAX then logs an error, loses the GPU plugin and runs on the CPU, unless JAX_PLATFORMS names the GPU."
 _MEANT_FALSE = {"false", "no", "off", "n", "f", "none", "disable", "disabled", "0.0"}
-_PLATFORM_WAS_BFC = ((0, 10, 1), (0, 10, 2))
 _UPDATE_MODE = "xla_gpu_command_buffer_update_mode="
 _PERCENT = 100
-_EXAMPLE = 'export JAX_PJRT_CLIENT_CREATE_OPTIONS="allocator:bfc"'
+_OPTIONS_AS_VALUES = {"memory_fraction": 0.9, "preallocate": False}
+_EXAMPLE = advise("environment.set", name="JAX_PJRT_CLIENT_CREATE_OPTIONS", value='"allocator:bfc"')
 
 
 def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
@@ -45,8 +51,9 @@ def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
 
 
 def findings(seen: Surroundings) -> tuple[Finding, ...]:
-    """What is wrong with the settings, and with how they meet this machine."""
-    return (*settings_findings(seen), *platform_findings(seen), *_other_version(seen))
+    """What is wrong with the settings, alone and together, and with how they meet this machine."""
+    machine = (*platform_findings(seen), *hidden_findings(seen), *_other_version(seen))
+    return (*settings_findings(seen), *combination_findings(seen), *machine)
 
 
 def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
@@ -55,7 +62,7 @@ def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
             kind="both fractions",
             given=f"{FRACTION}={seen.variables[FRACTION]} and {OLD_FRACTION}={seen.variables[OLD_FRACTION]} are both set.",
             why=f"JAX takes one, and fails on two even where they agree. {_ON_THE_CPU}",
-            type_next=f"unset {OLD_FRACTION}   # the old name",
+            type_next=f"{advise('environment.unset', name=OLD_FRACTION)}   # the old name",
         )
 
 
@@ -69,11 +76,21 @@ def _fraction(seen: Surroundings) -> Iterator[Finding]:
     example = bare / _PERCENT if bare is not None and 1 < bare <= _PERCENT else 0.9
     if share is None:
         why = f"It is read as a number, and this is none. {_ON_THE_CPU}"
-        yield Finding(kind="no fraction", given=f"{name}={text}.", why=why, type_next=f"export {name}={example:g}")
-    elif not 0 < share <= 1 and not (share > 1 and seen.variables.get(UNIFIED)):
+        yield Finding(
+            kind="no fraction",
+            given=f"{name}={text}.",
+            why=why,
+            type_next=advise("environment.set", name=name, value=f"{example:g}"),
+        )
+    elif not 0 < share <= 1 and not (share > 1 and as_switch(seen.variables.get(UNIFIED, ""))):
         why = f"It is a share of the GPU's memory: above 0 and up to 1 (above 1 only with {UNIFIED}=1)."
         given = f"{name}={text} is out of range."
-        yield Finding(kind="fraction out of range", given=given, why=why, type_next=f"export {name}={example:g}")
+        yield Finding(
+            kind="fraction out of range",
+            given=given,
+            why=why,
+            type_next=advise("environment.set", name=name, value=f"{example:g}"),
+        )
 
 
 def _allocator(seen: Surroundings) -> Iterator[Finding]:
@@ -86,18 +103,33 @@ def _allocator(seen: Surroundings) -> Iterator[Finding]:
     if name not in ALLOCATORS:
         why = f"There is no such allocator.{did_you_mean(name, known)} {_ON_THE_CPU}"
         near = did_you_mean(name, known).partition("`")[2].partition("`")[0] or "default"
-        yield Finding(kind="unknown allocator", given=given, why=why, type_next=f"export {ALLOCATOR}={near}")
+        yield Finding(
+            kind="unknown allocator",
+            given=given,
+            why=why,
+            type_next=advise("environment.set", name=ALLOCATOR, value=near),
+        )
     elif name not in known:
         since = ".".join(map(str, ALLOCATORS[name]))
         why = f"It exists since jaxlib {since}, and this is {seen.jaxlib}; here are: {', '.join(known)}. {_ON_THE_CPU}"
-        yield Finding(kind="allocator of a later version", given=given, why=why, type_next=f"unset {ALLOCATOR}")
-    elif name == "platform" and here[:3] in _PLATFORM_WAS_BFC:
+        yield Finding(
+            kind="allocator of a later version",
+            given=given,
+            why=why,
+            type_next=advise("environment.unset", name=ALLOCATOR),
+        )
+    elif name == "platform" and here[:3] in PLATFORM_WAS_BFC:
         why = "In jaxlib 0.10.1 and 0.10.2 it silently runs the default pool (BFC); 0.11 runs it again."
         nexts = f'pip install "jax>=0.11", or unset {ALLOCATOR}'
         yield Finding(kind="platform that is not", given=given, why=why, type_next=nexts)
     elif name in CUDA_ALLOCATORS and "rocm" in seen.plugins and "cuda" not in seen.plugins:
         why = "It is compiled for NVIDIA GPUs only, and the plugin here is ROCm's."
-        yield Finding(kind="allocator of CUDA", given=given, why=why, type_next=f"export {ALLOCATOR}=bfc")
+        yield Finding(
+            kind="allocator of CUDA",
+            given=given,
+            why=why,
+            type_next=advise("environment.set", name=ALLOCATOR, value="bfc"),
+        )
 
 
 def _preallocate(seen: Surroundings) -> Iterator[Finding]:
@@ -107,7 +139,7 @@ def _preallocate(seen: Surroundings) -> Iterator[Finding]:
             kind="false that is true",
             given=f"{PREALLOCATE}={text} counts as true.",
             why="JAX takes false, False and 0 for false and every other text for true: the GPU's pool is taken whole.",
-            type_next=f"export {PREALLOCATE}=false",
+            type_next=advise("environment.set", name=PREALLOCATE, value="false"),
         )
 
 
@@ -119,11 +151,72 @@ def _whole_numbers(seen: Surroundings) -> Iterator[Finding]:
             example, what = ("512", "a number of MiB") if name == COLLECTIVE_POOL else ("1", "0 or 1")
             why = f"It is read as a whole number, {what}. {_ON_THE_CPU}"
             yield Finding(
-                kind="no whole number", given=f"{name}={text}.", why=why, type_next=f"export {name}={example}"
+                kind="no whole number",
+                given=f"{name}={text}.",
+                why=why,
+                type_next=advise("environment.set", name=name, value=example),
             )
         elif number < 0 and name == COLLECTIVE_POOL:
             why = "It is the size of a pool in MiB, and no size is negative."
-            yield Finding(kind="negative size", given=f"{name}={text}.", why=why, type_next=f"export {name}=512")
+            yield Finding(
+                kind="negative size",
+                given=f"{name}={text}.",
+                why=why,
+                type_next=advise("environment.set", name=name, value="512"),
+            )
+
+
+def _switches_of_xla(seen: Surroundings) -> Iterator[Finding]:
+    """Variables that XLA reads itself: it logs what it cannot read and takes its default."""
+    for name in (UNIFIED, HOST_PREALLOCATE):
+        text = seen.variables.get(name, "")
+        if text and as_switch(text) is None:
+            why = "XLA reads 0, 1, true and false. It logs an error for any other text, and takes false."
+            yield Finding(
+                kind="no switch",
+                given=f"{name}={text}.",
+                why=why,
+                type_next=advise("environment.set", name=name, value="1"),
+            )
+    text = seen.variables.get(HOST_LIMIT, "")
+    if text and (as_whole(text) is None or int(text) <= 0):
+        why = "It is read as a whole number of GB above 0, the most of pinned host memory. XLA takes 64 where it cannot read it."
+        yield Finding(
+            kind="no number of GB",
+            given=f"{HOST_LIMIT}={text}.",
+            why=why,
+            type_next=advise("environment.set", name=HOST_LIMIT, value="64"),
+        )
+
+
+def _values_of_options(seen: Surroundings) -> Iterator[Finding]:
+    """What the options themselves say, where they came as values."""
+    where = "jax_pjrt_client_create_options"
+    wants: dict[str, tuple[Callable[[Any], bool], str, Any]] = {
+        "allocator": (lambda value: str(value).lower() in ALLOCATORS, f"one of {', '.join(ALLOCATORS)}", "bfc"),
+        "memory_fraction": (
+            lambda value: _is_number(value) and (0 < value <= 1 or bool(as_switch(seen.variables.get(UNIFIED, "")))),
+            "a share above 0 and up to 1",
+            0.9,
+        ),
+        "preallocate": (lambda value: isinstance(value, bool), "True or False", False),
+        "collective_memory_size": (lambda value: _is_number(value) and value == int(value) >= 0, "bytes", 2**29),
+    }
+    for key, value in seen.options.items():
+        fits, form, example = wants[key]
+        if key == "allocator" or not seen.options_are_text:
+            if fits(value):
+                continue
+            yield Finding(
+                kind="value of an option",
+                given=f"{where} says {key}={value!r}.",
+                why=f"The GPU plugin wants {form}. {_ON_THE_CPU}",
+                type_next=f"{advise('environment.option', options={key: example})}   # before the first use",
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _tensorflow_allocator(seen: Surroundings) -> Iterator[Finding]:
@@ -134,18 +227,21 @@ def _tensorflow_allocator(seen: Surroundings) -> Iterator[Finding]:
             kind="read by nothing",
             given=f"{TENSORFLOW_ALLOCATOR}={text} changes nothing.",
             why="JAX's documents and its out-of-memory texts name it, but only TensorFlow reads it.",
-            type_next=f"export {ALLOCATOR}=cuda_async   # and unset {TENSORFLOW_ALLOCATOR}, unless TensorFlow is to obey it",
+            type_next=(
+                f"{advise('environment.set', name=ALLOCATOR, value='cuda_async')}"
+                f"   # and {advise('environment.unset', name=TENSORFLOW_ALLOCATOR)}, unless TensorFlow is to obey it"
+            ),
         )
 
 
 def _unread(seen: Surroundings) -> Iterator[Finding]:
     for name in seen.unread:
-        meant = nearest(name)
+        meant, quoted = nearest(name), f'"${name}"'
         yield Finding(
             kind="read by nothing",
             given=f"{name} is set.",
             why=f"Nothing in JAX reads it. Did you mean `{meant}`?",
-            type_next=f'export {meant}="${name}"; unset {name}',
+            type_next=f"{advise('environment.set', name=meant, value=quoted)}; {advise('environment.unset', name=name)}",
         )
 
 
@@ -172,7 +268,7 @@ def _options(seen: Surroundings) -> Iterator[Finding]:
             kind="options as text",
             given=f"{where} says {', '.join(texts)} as text.",
             why=f"A text's values stay texts, and the GPU plugin wants numbers and booleans: it refuses them. {_ON_THE_CPU}",
-            type_next=f'jax.config.update("{where}", {{"memory_fraction": 0.9, "preallocate": False}})   # before the first use',
+            type_next=f"{advise('environment.option', options=_OPTIONS_AS_VALUES)}   # before the first use",
         )
     judged = {key: name for key, name in OPTIONS.items() if key == "allocator" or not seen.options_are_text}
     for key, variable in judged.items():
@@ -183,7 +279,7 @@ def _options(seen: Surroundings) -> Iterator[Finding]:
                 kind="overridden",
                 given=f"{name}={text}, and {where} says {key}={seen.options[key]!r}.",
                 why="JAX hands the option over last: the variable changes nothing.",
-                type_next=f"unset {name}   # or leave {key} out of the option",
+                type_next=f"{advise('environment.unset', name=name)}   # or leave {key} out of the option",
             )
 
 
@@ -196,7 +292,7 @@ def _replaced_by_vmm(seen: Surroundings) -> Iterator[Finding]:
                 kind="allocator replaced",
                 given=f"XLA_FLAGS has {flag}.",
                 why="With it XLA takes the allocator vmm, whatever else is said; vmm reports no statistics.",
-                type_next=f"export {ALLOCATOR}=vmm   # to say so, or leave the flag out",
+                type_next=f"{advise('environment.set', name=ALLOCATOR, value='vmm')}   # to say so, or leave the flag out",
             )
 
 
@@ -229,6 +325,8 @@ _TRAPS: tuple[Callable[[Surroundings], Iterator[Finding]], ...] = (
     _allocator,
     _preallocate,
     _whole_numbers,
+    _switches_of_xla,
+    _values_of_options,
     _tensorflow_allocator,
     _unread,
     _unreadable_options,

@@ -18,14 +18,16 @@ COLLECTIVE_POOL = "XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB"
 SWITCHES = ("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT")
 READ_BY_JAX = (ALLOCATOR, PREALLOCATE, FRACTION, OLD_FRACTION, COLLECTIVE_POOL, *SWITCHES)
 UNIFIED = "TF_FORCE_UNIFIED_MEMORY"
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+HOST_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 TENSORFLOW_ALLOCATOR = "TF_GPU_ALLOCATOR"
 # Variables whose values may be shown. Everything else in an environment may be a secret.
 SHOWN = (
     *READ_BY_JAX,
     UNIFIED,
     TENSORFLOW_ALLOCATOR,
-    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
-    "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
+    HOST_LIMIT,
+    HOST_PREALLOCATE,
     "JAX_PLATFORMS",
     "JAX_PLATFORM_NAME",
     "CUDA_VISIBLE_DEVICES",
@@ -52,6 +54,7 @@ ALLOCATORS = {
     "address": (0, 11, 0),
 }
 DEFAULT_FRACTION = 0.75
+PLATFORM_WAS_BFC = ((0, 10, 1), (0, 10, 2))
 _FALSE = ("false", "False", "0")
 _PREFIXES = ("XLA_PYTHON_CLIENT_", "XLA_CLIENT_")
 _MEMORY_WORDS = ("memory", "remat", "alloc", "hbm", "command_buffer_update_mode")
@@ -83,6 +86,11 @@ def as_whole(text: str) -> int | None:
 def as_preallocate(text: str) -> bool:
     """What JAX makes of the text: everything but three words is true."""
     return text not in _FALSE
+
+
+def as_switch(text: str) -> bool | None:
+    """What XLA makes of a switch of its own, such as `UNIFIED`; None where it reads none and takes its default."""
+    return {"0": False, "false": False, "1": True, "true": True}.get(text.lower())
 
 
 def version_numbers(text: str) -> tuple[int, ...]:

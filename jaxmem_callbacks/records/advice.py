@@ -169,7 +169,33 @@ _GRADIENTS = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS, *_GRADIENTS)
+# Settings of XLA's client
+
+_ENVIRONMENT = (
+    Advice(
+        key="environment.set",
+        trigger="a variable has a text that JAX or XLA cannot read, a value out of range, or one that goes wrong with another",
+        text="export {name}={value}",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_environment.py::test_a_variable_that_is_set_as_printed",),
+    ),
+    Advice(
+        key="environment.unset",
+        trigger="a variable is one too many: its other name is set, an option wins over it, or nothing uses it",
+        text="unset {name}",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_environment.py::test_a_variable_that_is_unset_as_printed",),
+    ),
+    Advice(
+        key="environment.option",
+        trigger="`jax_pjrt_client_create_options` has a value that the GPU plugin refuses, or one that leaves nothing to CUDA",
+        text='jax.config.update("jax_pjrt_client_create_options", {options})',
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_environment.py::test_an_option_that_is_set_as_printed",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS, *_GRADIENTS, *_ENVIRONMENT)
 
 ADVICE = {row.key: row for row in TABLE}
 
