@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
     from jaxmem_callbacks.config.presets import list_presets as list_presets
     from jaxmem_callbacks.config.presets import load_preset as load_preset
+    from jaxmem_callbacks.integrations import equinox as eqx
     from jaxmem_callbacks.integrations import flax_linen as linen
     from jaxmem_callbacks.integrations import flax_nnx as nnx
     from jaxmem_callbacks.probes.scripted import ScriptedProbe as ScriptedProbe
@@ -93,6 +94,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "apply_policy": ("transforms.reach", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
     "defragment": ("recovery.defragment", "defragment"),
+    "eqx": ("integrations.equinox", None),
     "grad": ("transforms.gradients", "grad"),
     "infer_shardings": ("transforms.sharding.infer", "infer_shardings"),
     "jit_step": ("programs.steps.step", "jit_step"),
@@ -145,6 +147,7 @@ __all__ = [
     "apply_policy",
     "as_writer",
     "defragment",
+    "eqx",
     "grad",
     "infer_shardings",
     "jit_step",

@@ -79,11 +79,24 @@ sharded = dataclasses.replace(plan.chosen, policy=jm.StepPolicy(remat="full", sh
 plan = jm.Plan(dataclasses.replace(plan.record, candidates=(sharded,), chosen=0, mesh={"fsdp": 8}))
 state, batch = new_state(), dict(batch)
 """
-BETWEEN = {("plan.md", 3): SHARDED, ("plan_a_pod.md", 1): SHARDED}
+EQUINOX = """
+import equinox as eqx
+
+def loss_fn(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch["x"]), batch["y"]).mean()
+
+model, optimizer = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0)), optax.adam(1e-3)
+opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+"""
+BETWEEN = {("plan.md", 3): SHARDED, ("plan_a_pod.md", 1): SHARDED, ("README.md", 1): EQUINOX}
 # Documents whose Python begins before JAX does: run in a process of their own.
 FRESH = {"environment.md", "choose_gpu_settings.md"}
 # What a reader does next with what a document defines; pytest's own part in it is `test_the_pytest_lines_of_a_gate_hold`.
 AFTERWARDS = {
+    "README.md": """
+model, opt_state, metrics = step(model, opt_state, batch)
+assert step.donated == ("model", "opt_state")
+""",
     "plan.md": "state, metrics = step(state, batch)",
     "plan_a_pod.md": "state, metrics = step(state, batch)",
     "gate.md": "test_the_step_does_not_grow(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",

@@ -25,6 +25,7 @@ STEPS = {
     "nnx_transformer": 12,
     "linen_transformer": 12,
     "digits_batchnorm": 120,
+    "equinox_digits": 200,
     "lora": 60,
     "mixed_precision": 40,
     "sharded_transformer": 12,
@@ -83,7 +84,7 @@ def test_the_loss_falls(ran: tuple[str, str, Path]):
     assert f"step {STEPS[name] - 1:4d}" in printed
 
 
-@pytest.mark.parametrize("ran", ["digits_batchnorm"], indirect=True)
+@pytest.mark.parametrize("ran", ["digits_batchnorm", "equinox_digits"], indirect=True)
 def test_digits_are_recognised(ran: tuple[str, str, Path]):
     """By the running statistics of BatchNorm, on images that were not trained on."""
     accuracy = re.search(r"test accuracy ([\d.]+)", ran[1])

@@ -33,6 +33,7 @@ PUBLIC = [
     "apply_policy",
     "as_writer",
     "defragment",
+    "eqx",
     "grad",
     "infer_shardings",
     "jit_step",
@@ -74,7 +75,7 @@ ERRORS = [
     "TargetError",
 ]
 MOST_NAMES = 40
-MODULES = ("linen", "nnx")  # public names that are modules; their own functions are held to the same rules
+MODULES = ("eqx", "linen", "nnx")  # public names that are modules; their own functions are held to the same rules
 
 
 @pytest.mark.core

@@ -80,9 +80,7 @@ def test_what_is_planned_is_what_the_users_own_jit_compiles(donate: Any, tmp_pat
     undonated = "model, opt_state: returned updated and not donated"
     assert any(warning.startswith(undonated) for warning in told.warnings) == (donate == "none")
     if donate == "none":
-        assert "Write it where the step is jitted: eqx.filter_jit(train_step, donate='all-except-first')." in str(
-            plan.record.notes
-        )
+        assert 'Write it where the step is jitted: jm.jit_step(train_step, "donate").' in " ".join(plan.record.notes)
 
     planned, plain = jm.jit_step(step, plan.policy), jm.jit_step(step)
     with jm.MemoryMonitor(logdir=tmp_path, plan=plan) as monitor:
@@ -153,12 +151,17 @@ def test_a_module_is_an_argument_and_no_constant() -> None:
     assert not plan.chosen.constant_bytes
 
 
-def test_what_donates_is_written_as_equinox_has_it() -> None:
+def test_what_donates_is_a_step_of_this_library() -> None:
+    """Equinox's jit donates all arguments or all but the first, the batch and what other steps use among them."""
     memory = jm.step_memory(eqx.filter_jit(train_step), *make())
-    told = "Write eqx.filter_jit(train_step, donate='all-except-first')."
-    assert any("returned updated and not donated" in words and told in words for words in memory.warnings)
-    with pytest.raises(ValueError, match=r"eqx\.filter_jit\(train_step, donate='all-except-first'\)"):
-        jm.jit_step(eqx.filter_jit(train_step), jm.StepPolicy(donate=("model",)))(*make())
+    line = 'Write jm.jit_step(train_step, "donate").'
+    assert any("returned updated and not donated" in words and line in words for words in memory.warnings)
+    for donate, donated in (("auto", ("model", "opt_state")), (("model",), ("model",))):
+        step = jm.jit_step(eqx.filter_jit(train_step), jm.StepPolicy(donate=donate))
+        batch, *rest = make()
+        step(batch, *rest)
+        assert step.donated == donated
+        assert not batch.is_deleted()
 
 
 def test_a_call_that_cannot_be_made_is_told_by_name() -> None:

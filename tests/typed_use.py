@@ -259,3 +259,15 @@ def of_flax(model: nnx.Module, loss: Callable[[nnx.Module], jax.Array], apply: C
 
 def misspelt() -> None:
     jm.value_and_gard  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
+@jm.eqx.value_and_grad(has_aux=True)
+def decorated_loss(model: State, batch: Batch) -> tuple[jax.Array, Metrics]:
+    return jnp.mean(batch["x"] @ model.params), {}
+
+
+def the_gradients_of_equinox(model: State, batch: Batch) -> None:
+    decorated_loss(model, batch)
+    jm.eqx.value_and_grad(loss_fn)(model.params, batch)
+    jm.eqx.grad(loss_fn)(model.params, batch)
+    jm.eqx.grad(loss_fn, has_aux=1)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -119,6 +119,11 @@ def loss_with_state(loss: Callable[..., Any]) -> LossWithState | None:
     return None if place is None else cast("Framework", importlib.import_module(place)).loss_with_state(loss)
 
 
+def is_equinox_module(value: Any) -> bool:
+    """Whether a value is an Equinox module: a tree of arrays, functions and switches, which is never changed in place."""
+    return any(each.__name__ == "Module" and each.__module__.startswith("equinox.") for each in type(value).__mro__)
+
+
 def annotator_of(node: Any) -> Annotator | None:
     """Who reads what a node says about the axes of its array, or None for plain containers and arrays."""
     place = _place_of(type(node), _ANNOTATORS)

@@ -14,6 +14,7 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.batch import Said, find_batch
 from jaxmem_callbacks.transforms.accumulation.obey import accumulated, unseen
 from jaxmem_callbacks.transforms.accumulation.weighted import in_parts, whole
+from jaxmem_callbacks.transforms.frameworks import is_equinox_module
 from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy, taking
 from jaxmem_callbacks.transforms.remat import refuse_framework_objects, rematerialised
 
@@ -51,6 +52,28 @@ def value_and_grad(
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.
     """
     said = Said(argnames=batch_argnames, argnums=batch_argnums)
+    return gradient_function(loss, argnums, said, options, has_aux=has_aux)
+
+
+def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int],
+    said: Said,
+    options: Mapping[str, Any],
+    *,
+    has_aux: bool,
+    inexact_only: bool = False,
+) -> Callable[..., Any]:
+    """What `value_and_grad` returns.
+
+    Args:
+        loss: As there.
+        argnums: As there.
+        said: What was said of the batch.
+        options: The other options of `jax.value_and_grad`.
+        has_aux: As there.
+        inexact_only: Whether all that is no inexact array is left out of every tree, as Equinox does it; else of modules only.
+    """
 
     @functools.wraps(loss)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +94,7 @@ def value_and_grad(
 
         def differentiate(inner_args: Any, inner_kwargs: Any) -> Any:
             with taking(active):
-                return _differentiated(chosen, argnums, options, inner_args, inner_kwargs)
+                return _differentiated(chosen, argnums, options, inner_args, inner_kwargs, inexact_only=inexact_only)
 
         def evaluate(inner_args: Any, inner_kwargs: Any) -> Any:
             return in_parts(plain, has_aux=has_aux)(*inner_args, **inner_kwargs), None
@@ -121,12 +144,19 @@ def grad(
     return gradients
 
 
-def _differentiated(
-    chosen: Callable[..., Any], argnums: int | Sequence[int], options: dict[str, Any], args: Any, kwargs: Any
+def _differentiated(  # noqa: PLR0913 - a call and how it is differentiated
+    chosen: Callable[..., Any],
+    argnums: int | Sequence[int],
+    options: Mapping[str, Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    inexact_only: bool,
 ) -> Any:
     """``((scalar, aux), gradients)`` of a loss with aux; see `value_and_grad` for leaves that are no arrays."""
     places = _places(argnums)
-    if not any(_is_refused_by_jax(args[place], options) for place in places if -len(args) <= place < len(args)):
+    given = [args[place] for place in places if -len(args) <= place < len(args)]
+    if not (inexact_only or any(_is_refused_by_jax(each, options) for each in given)):
         return jax.value_and_grad(chosen, argnums, has_aux=True, **options)(*args, **kwargs)
     places = tuple(place % len(args) for place in places)
     moving = tuple(inexact_part(args[place]) for place in places)
@@ -172,9 +202,5 @@ def _is_refused_by_jax(tree: Any, options: Mapping[str, Any]) -> bool:
         return True
     if options.get("allow_int"):
         return False
-    modules = list(filter(_is_equinox_module, jax.tree.leaves(tree, is_leaf=_is_equinox_module)))
+    modules = list(filter(is_equinox_module, jax.tree.leaves(tree, is_leaf=is_equinox_module)))
     return not all(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(modules))
-
-
-def _is_equinox_module(value: Any) -> bool:
-    return any(each.__name__ == "Module" and each.__module__.startswith("equinox.") for each in type(value).__mro__)

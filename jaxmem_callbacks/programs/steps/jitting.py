@@ -50,11 +50,13 @@ class Jitted:
         return _room(self.lowering) == "equinox"
 
     def donating(self, name: str, names: Sequence[str]) -> str:
-        """How its user writes that some arguments of a step are donated; Equinox knows all of them, and all but the first."""
-        if not self.is_equinox:
-            return f"{self.word}({name}, donate_argnames={tuple(names)!r})"
-        first = next(iter(parameter_names(self.function)), "")
-        return f"{self.word}({name}, donate={'all' if first in names else 'all-except-first'!r})"
+        """How its user writes that some arguments of a step are donated.
+
+        Equinox's own jit can donate all of them or all but the first, and what is used again with them: `jm.jit_step` picks.
+        """
+        if self.is_equinox:
+            return f'jm.jit_step({name}, "donate")'
+        return f"{self.word}({name}, donate_argnames={tuple(names)!r})"
 
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the jit itself sees them."""
@@ -123,6 +125,23 @@ def _is_bound_by_equinox(step: Any) -> bool:
 def _room(value: Any) -> str:
     """The package that an object's class comes from."""
     return type(value).__module__.partition(".")[0]
+
+
+def without_undonating_jit(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under an ``eqx.filter_jit`` that donates nothing; any other step as it is.
+
+    Equinox can donate all arguments or all but the first, and no choice of them. Its jit has no other setting that is lost.
+    """
+    own = already_jitted(step)
+    if (
+        own is None
+        or own.lowering is not step
+        or not own.is_equinox
+        or own.lowering.donate_first
+        or own.lowering.donate_rest
+    ):
+        return step
+    return own.lowering.__wrapped__ if inspect.isfunction(own.lowering.__wrapped__) else step
 
 
 def jit_word(step: Callable[..., Any]) -> str:

@@ -27,7 +27,7 @@ from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compi
 from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced, name_of
+from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced, name_of, without_undonating_jit
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
 from jaxmem_callbacks.programs.steps.making import (
     Making,
@@ -37,6 +37,7 @@ from jaxmem_callbacks.programs.steps.making import (
     undonated_names,
     written_call,
 )
+from jaxmem_callbacks.programs.steps.modules import for_whole_trees, hold_modules, of_parts, split
 from jaxmem_callbacks.programs.steps.placement import require_returned
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
@@ -146,6 +147,9 @@ class JitStep(Generic[_Arguments, _Results]):
         survey: Callable[[list[Share]], None] | None = None,
         gradients: Gradients = "own",
     ) -> None:
+        donate = policy.donate if donate_argnames is None else tuple(donate_argnames)
+        if donate:
+            train_step = without_undonating_jit(train_step)
         functools.update_wrapper(self, train_step, updated=())
         self.__wrapped__ = train_step
         self.policy = policy
@@ -155,7 +159,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self.name = name_of(train_step)
         self._own_jit = already_jitted(train_step)
         self._making = Making(
-            donate=policy.donate if donate_argnames is None else tuple(donate_argnames),
+            donate=donate,
             state_shardings=state_shardings,
             policy=policy,
         )
@@ -169,6 +173,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self._context = self._active if policy.changes_gradients or policy.rewrites_loss else None
         self._jitted: Jitted | None = self._own_jit
         self._call: Callable[..., Any] | None = None
+        self._splits = False  # whether modules among the arguments are split into arrays and the rest
         self._judging = False
         self._lock = threading.RLock()
         self._known: set[int] = set()  # hashes of signatures: a signature itself can have thousands of entries
@@ -190,7 +195,10 @@ class JitStep(Generic[_Arguments, _Results]):
         except _NewSignature:
             pass
         except ValueError:
-            if require_pinned(named_arguments(self.__wrapped__, args, kwargs), self._making, self.__wrapped__):
+            taken_args, taken_kwargs = split((args, kwargs)) if self._splits else (args, kwargs)
+            if require_pinned(
+                named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._making, self.__wrapped__
+            ):
                 raise  # else a state of other shapes, which lies elsewhere: it is made anew
         else:
             if compiles.count != before:
@@ -327,7 +335,12 @@ class JitStep(Generic[_Arguments, _Results]):
         if self._own_jit is not None:
             return self._own_jit
         with self._lock, self._tracing():
-            self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
+            self._splits = hold_modules(args, kwargs)
+            if self._splits:
+                jitted = make_jit(self._traced_parts, self._making, *split((args, kwargs)))
+                self._jitted = for_whole_trees(jitted)
+            else:
+                self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
             return self._jitted
 
     def _leave_unchecked(self) -> None:
@@ -361,6 +374,11 @@ class JitStep(Generic[_Arguments, _Results]):
         traced_step.__name__ = self.name  # which JAX's compile events tell; a partial has none to take over
         return traced_step
 
+    @functools.cached_property
+    def _traced_parts(self) -> Callable[..., Any]:
+        """The same of trees whose modules are split."""
+        return of_parts(self._traced_step)
+
     @contextmanager
     def _tracing(self) -> Generator[None]:
         """Where the step may be traced, under its policy."""
@@ -375,7 +393,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, Any]], int]:
         """The call's arguments with their names, and how many of them are positional."""
-        taken_args, taken_kwargs = jitted.taken(args, kwargs)
+        taken_args, taken_kwargs = split((args, kwargs)) if self._splits else jitted.taken(args, kwargs)
         return named_arguments(jitted.function, taken_args, taken_kwargs), len(taken_args)
 
     def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
