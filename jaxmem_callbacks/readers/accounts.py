@@ -43,7 +43,7 @@ def read_account(path: Path) -> Account:
     except OSError as error:
         msg = f"{path} cannot be read: {error.strerror or error}. {_EXPECTED}"
         raise RunFileError(msg) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"{path} is no JSON: {error}. {_EXPECTED}"
         raise RunFileError(msg) from error
     return account_from(data, str(path))

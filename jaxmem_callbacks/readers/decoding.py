@@ -9,14 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from jaxmem_callbacks.records.secrets import without_secrets
 
 _Record = TypeVar("_Record")
 _SHOWN = 60
 # JSON has no NaN and no infinity; a line has them as text.
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_LARGEST = 2**127  # whole numbers are shown by floats, which end a little above
+_FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799  # the years 1 to 9999
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -44,7 +49,7 @@ def record_from(kind: type[_Record], data: Any, where: str = "") -> _Record:
             raise ValueError(msg)
     try:
         return kind(**values)
-    except ValueError as error:  # what a record itself refuses, such as a policy that contradicts itself
+    except (ValueError, TypeError) as error:  # what a record itself refuses, such as a policy that contradicts itself
         msg = f"`{where or kind.__name__}`: {error}"
         raise ValueError(msg) from error
 
@@ -71,19 +76,34 @@ def _taken_as_is(hint: Any) -> frozenset[type]:
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:
-    if type(data) in _taken_as_is(hint) or hint is Any:
+    if (type(data) in _taken_as_is(hint) or hint is Any) and not _is_beyond(data, where):
         return data
     if dataclasses.is_dataclass(hint):
         return record_from(cast("type[Any]", hint), data, where)
     origin = get_origin(hint)
     if origin is not None:
         return _COMPOSED.get(origin, _any_text)(hint, data, where)
-    if hint is float and data in _NOT_FINITE:
+    if hint is float and isinstance(data, str) and data in _NOT_FINITE and not _is_time(where):
         return _NOT_FINITE[data]
+    if hint in (int, float) and not isinstance(data, bool) and _is_beyond(data, where):
+        _refuse(where, data, "a time of the years 1 to 9999" if _is_time(where) else "a number below 2**127")
     right = {float: (int, float), type(None): type(None)}.get(hint, hint)
     if not isinstance(data, right) or (isinstance(data, bool) and hint is not bool):
         _refuse(where, data, _WORDS.get(hint, "null"))
     return data
+
+
+def _is_time(where: str) -> bool:
+    return where.endswith("time_s")
+
+
+def _is_beyond(data: Any, where: str) -> bool:
+    """Whether a number is one that no figure and no calendar has: what is written of it would fail, in another place."""
+    if not isinstance(data, int | float):
+        return False
+    if _is_time(where):
+        return not _FIRST_S <= data <= _LAST_S
+    return isinstance(data, int) and abs(data) >= _LARGEST
 
 
 def _any_text(hint: Any, data: Any, where: str) -> Any:  # noqa: ARG001 - as the others of its table
@@ -136,7 +156,10 @@ _COMPOSED: dict[Any, Callable[[Any, Any, str], Any]] = {
 
 
 def _refuse(where: str, data: Any, expected: str) -> NoReturn:
-    shown = repr(data)
+    try:
+        shown = without_secrets(repr(data))  # before it is cut, after which a secret may not look like one
+    except (RecursionError, ValueError):  # too deep, or more digits than Python writes
+        shown = reprlib.repr(data)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     msg = f"`{where}` is {shown}, expected {expected}" if where else f"{shown} is not {expected}"
     raise ValueError(msg)

@@ -14,6 +14,7 @@ from typing import Any, cast
 from jaxmem_callbacks.readers.parts import JSONL_NAME, earlier_parts, process_files
 from jaxmem_callbacks.readers.run_lines import RunRecord, record_of
 from jaxmem_callbacks.records.errors import RunFileError
+from jaxmem_callbacks.records.secrets import without_secrets
 
 _SHOWN = 60
 
@@ -135,6 +136,7 @@ def _cut(file: Path, number: int) -> Line:
 
 
 def _not_a_line(file: Path, number: int, text: str) -> str:
+    text = without_secrets(text)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return (
         f"{file}:{number}: {shown!r} is no line of a run. Expected an object with `run` and `kind`, as MemoryMonitor writes "

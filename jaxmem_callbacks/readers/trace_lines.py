@@ -73,7 +73,7 @@ def event_of(fields: Mapping[str, Any]) -> TraceEvent:
         ValueError: a kind that is none, or a field that is missing or of another type.
     """
     kind = fields.get("kind")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         msg = f"`kind` is {kind!r}, expected one of {', '.join(KINDS)}"
         raise ValueError(msg)
     return record_from(KINDS[kind], fields)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from jaxmem_callbacks.readers.trace_lines import TRACE_NAME, event_of, head_of
 from jaxmem_callbacks.records.errors import SimulationError
+from jaxmem_callbacks.records.secrets import without_secrets
 from jaxmem_callbacks.records.traces import Trace, TraceEvent
 
 _SHOWN = 60
@@ -60,7 +61,11 @@ def _file_of(path: Path) -> Path:
 
 
 def _object(line: str) -> dict[str, Any]:
-    read = json.loads(line)
+    try:
+        read = json.loads(line)
+    except RecursionError as error:
+        msg = "it is nested too deeply"
+        raise ValueError(msg) from error
     if not isinstance(read, dict):
         msg = "it is no object"
         raise ValueError(msg)  # noqa: TRY004 - to its reader a line that is none, like every other
@@ -68,6 +73,7 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _not_a_trace(file: Path, number: int, line: str, why: str) -> str:
+    line = without_secrets(line)
     shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
     return (
         f"{file}:{number}: {shown!r} is no line of a trace: {why}. Expected what MemoryMonitor with `trace_steps` writes; "
