@@ -85,9 +85,9 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         return _COMPOSED.get(origin, _any_text)(hint, data, where)
     if hint is float and isinstance(data, str) and data in _NOT_FINITE and not _is_time(where):
         return _NOT_FINITE[data]
-    if hint in (int, float) and not isinstance(data, bool) and _is_beyond(data, where):
+    if hint in (int, float, Any) and not isinstance(data, bool) and _is_beyond(data, where):
         _refuse(where, data, "a time of the years 1 to 9999" if _is_time(where) else "a number below 2**127")
-    right = {float: (int, float), type(None): type(None)}.get(hint, hint)
+    right: Any = {float: (int, float), type(None): type(None)}.get(hint, hint)
     if not isinstance(data, right) or (isinstance(data, bool) and hint is not bool):
         _refuse(where, data, _WORDS.get(hint, "null"))
     return data
