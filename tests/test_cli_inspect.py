@@ -250,4 +250,4 @@ def test_arguments_of_the_script_are_told_from_the_commands_own(command, capsys)
         main([command, "train.py", "--target", "cpu", "--lr", "3"])
     told = capsys.readouterr().err
     assert "unrecognized arguments: --lr 3. A script's own come last: " in told
-    assert f"jaxmem {command} train.py --target cpu --args --lr 3" in told
+    assert f"jaxmem {command} train.py --target cpu -- --lr 3" in told

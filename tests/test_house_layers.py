@@ -70,7 +70,8 @@ def misplaced(root: Path) -> list[str]:
     """Rooms that the order does not name, and modules beside the package's own ``__init__``."""
     found = [f"{path.name}: room is not in the order" for path in root.iterdir() if path.is_dir()]
     allowed = {f"{room}: room is not in the order" for room in [*ORDER, "__pycache__"]}
-    loose = [f"{path.name}: modules live in rooms" for path in root.glob("*.py") if path.name != "__init__.py"]
+    beside = {"__init__.py", "__main__.py"}
+    loose = [f"{path.name}: modules live in rooms" for path in root.glob("*.py") if path.name not in beside]
     return sorted(set(found) - allowed) + loose
 
 

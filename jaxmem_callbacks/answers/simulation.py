@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxmem_callbacks.config.named import Name, load_named
-from jaxmem_callbacks.config.presets import load_preset
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.errors import SimulationError
@@ -102,6 +101,10 @@ def simulate_ways(
         partitioned: As jaxlib 0.11 and newer; False for older ones.
         defragment_steps: Steps after which arrays are moved together, as a way of its own for each pool; empty for none.
     """
+    from jaxmem_callbacks.config.presets import (
+        load_preset,  # whose imports a trace that cannot be read need not wait for
+    )
+
     asked: list[tuple[str, str, dict[str, Any]]] = [(preset, "", said) for preset, said in _WAYS]
     asked += [(preset, "when_needed", said) for preset, said in _WAYS]
     asked += [(preset, "steps", said) for preset, said in _WAYS if defragment_steps]

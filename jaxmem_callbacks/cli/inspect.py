@@ -9,10 +9,9 @@ import json
 import sys
 from typing import Any
 
-from jaxmem_callbacks.cli.alive import alive_words
 from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step
-from jaxmem_callbacks.cli.unedited import as_written
+from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Peak
@@ -49,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     """
     # Before the script runs, which may load data for minutes.
     target = None if args.target is None else resolve_target(args.target)
+    source_of(args.script, "inspect")
+    from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
+
     own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
         with own_output, as_written(args.script, step=args.step, target=target) as seen:
@@ -88,6 +90,7 @@ class _Report:
 
     @classmethod
     def of(cls, reached: Reached, target: str | None, top: int) -> _Report:
+        from jaxmem_callbacks.cli.alive import alive_words
         from jaxmem_callbacks.programs.memory import as_step, step_memory
 
         step = as_step(reached.step)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import jaxmem_callbacks
 from jaxmem_callbacks.cli.exits import BROKEN_PIPE, INTERRUPTED, OK, REFUSED
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
 from jaxmem_callbacks.records.terminal import put, shown
 
@@ -43,6 +44,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
+_RUN_SCRIPTS = {"inspect", "plan"}  # and hand arguments on to them
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -65,11 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"unknown command {command!r}.{did_you_mean(command, COMMANDS)} Commands: {', '.join(sorted(COMMANDS))}."
         )
     parser = _parser(command)
-    args, unknown = parser.parse_known_args(given)
+    typed, own = _apart(given) if command in _RUN_SCRIPTS else (given, None)
+    args, unknown = parser.parse_known_args(typed)
     if unknown:
         words = " ".join(unknown)
-        own = f". A script's own come last: {_own_last(given, unknown)}" if "script" in args else ""
-        parser.error(f"unrecognized arguments: {words}{own}")
+        last = f". A script's own come last: {_own_last(typed, unknown, own or [])}" if command in _RUN_SCRIPTS else ""
+        parser.error(f"unrecognized arguments: {words}{last}")
+    if command in _RUN_SCRIPTS:
+        args.script_args = args.script_args if own is None else own
+        args.script = _script(args, command, parser)
     if command is None:
         parser.print_help()
         return OK
@@ -95,12 +102,33 @@ class _Parser(argparse.ArgumentParser):
         super().error(shown(message))
 
 
-def _own_last(given: Sequence[str], unknown: Sequence[str]) -> str:
+def _apart(given: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """What was typed for the command, and after a bare ``--`` for the script; None where there is no such mark."""
+    mark = next((word for word in given if word in ("--", "--args")), None)
+    if mark != "--":  # what follows --args is the script's, a -- too
+        return list(given), None
+    at = list(given).index(mark)
+    return list(given[:at]), list(given[at + 1 :])
+
+
+def _own_last(given: Sequence[str], unknown: Sequence[str], own: Sequence[str]) -> str:
     """What was typed, with what the command does not know as arguments of the script."""
     words = list(given)
     for word in unknown:
         words.remove(word)
-    return shlex.join(["jaxmem", *words, "--args", *unknown])
+    return shlex.join(["jaxmem", *words, "--", *unknown, *own])
+
+
+def _script(args: argparse.Namespace, command: str, parser: argparse.ArgumentParser) -> str:
+    """The script, or the module as ``-m MODULE``: one of the two is there, or argparse's own exit."""
+    if args.module is None and args.script is None:
+        parser.error(f"expected SCRIPT or -m MODULE. Type {advise('script.either', command=command)}.")
+    if args.module is not None and args.script is not None:
+        parser.error(
+            f"expected one of SCRIPT and -m MODULE, got {args.script} and -m {args.module}. Arguments of the module come last: "
+            f"jaxmem {command} -m {args.module} -- {args.script}"
+        )
+    return str(args.script) if args.module is None else f"-m {args.module}"
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

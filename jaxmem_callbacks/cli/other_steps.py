@@ -6,7 +6,7 @@ import ast
 import pathlib
 from collections.abc import Iterator
 
-from jaxmem_callbacks.cli.unedited import is_unedited
+from jaxmem_callbacks.cli.source import is_unedited, syntax_of
 
 _JITS, _OWN_JITS = {"jit", "filter_jit", "pjit"}, {"jit_step"}
 _GRADIENTS = {"grad", "value_and_grad", "filter_grad", "filter_value_and_grad"}
@@ -19,9 +19,8 @@ def other_steps(script: pathlib.Path, step: str) -> str:
     A step is a function that takes a gradient in its own lines, is jitted by a decorator or by its name, and is not called by
     another one. In a script that makes a step of this library only such steps are found by their names.
     """
-    try:
-        tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    tree = syntax_of(script)
+    if tree is None:
         return ""
     jits = _JITS | _OWN_JITS if is_unedited(script) else _OWN_JITS
     jitted = {name for call in _calls(tree) if _names(call.func) & jits for name in _first_name(call)}

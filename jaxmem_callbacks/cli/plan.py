@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem_callbacks.cli.alive import alive_words
 from jaxmem_callbacks.cli.exits import FAILED, INTERRUPTED, OK, REFUSED
 from jaxmem_callbacks.cli.script import (
     Reached,
@@ -23,21 +22,18 @@ from jaxmem_callbacks.cli.script import (
     require_program,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
-from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.seen import Seen
+from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
-from jaxmem_callbacks.cli.unedited import as_written
-from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import parse_budget
-from jaxmem_callbacks.programs.steps.jitting import already_jitted
-from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import put
-from jaxmem_callbacks.records.units import MIB
-from jaxmem_callbacks.transforms.sharding.mesh import fitting_axes, parse_axes
+from jaxmem_callbacks.records.units import MIB, parse_bytes
+from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
@@ -100,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     # Wherever the script goes, in which folder its step is traced: these lie where they were typed.
     args.beside = [str(Path(program).absolute()) for program in args.beside]
     places = _Places.of(args)
-    target = None if args.target is None else resolve_target(args.target)
+    target = None if args.target is None else resolve_target(args.target, require_installed=False)
     search = search_of(args.search)
     sharding = (search or {}).get("sharding")
     if sharding:
@@ -108,6 +104,11 @@ def run(args: argparse.Namespace) -> int:
     mesh = None if args.mesh is None else _mesh(args.mesh, target, attached=bool(sharding))
     budget = None if args.budget is None else _budget(args.budget)
     _require_sizes(args.resident)
+    source_of(args.script, "plan")
+    if args.target is not None:
+        resolve_target(args.target)
+    from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
+
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
             made = _made(args, search, budget, mesh, seen)
@@ -247,6 +248,8 @@ def _made(
 
 def _with_remarks(made: Plan, reached: Reached) -> Plan:
     """The plan with what is to be said of the script that its step was found in."""
+    from jaxmem_callbacks.cli.alive import alive_words
+
     best, record = made.chosen, made.record
     beside = alive_words(reached.alive, reached.when, best.step_bytes, record.resident_bytes)
     remarks = [words for words in (reached.others, beside) if words]
@@ -260,6 +263,9 @@ def _without_gradient_policy(step: Any, *, places: bool) -> Any:
         step: As the script made it.
         places: Whether what it says of where the state lies stays too, because nobody searches that.
     """
+    from jaxmem_callbacks.programs.steps.jitting import already_jitted
+    from jaxmem_callbacks.programs.steps.step import JitStep
+
     if not isinstance(step, JitStep):
         return step
     policy = StepPolicy(
@@ -337,8 +343,8 @@ def _require_sizes(texts: Sequence[str]) -> None:
     """
     for text in texts:
         try:
-            parse_resident(text)
-        except PlanError:
+            parse_bytes(text, unit_needed=True)
+        except ValueError:
             meant = f"{text}GiB" if text.replace(".", "", 1).isdigit() else "2GiB"
             msg = f"--resident {text}: expected a size with its unit. Type --resident {meant}."
             raise PlanError(msg) from None

@@ -6,12 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from jaxmem_callbacks.cli.exits import OK, REFUSED
-from jaxmem_callbacks.config.dump import preset_to_yaml
-from jaxmem_callbacks.config.presets import list_presets, load_preset
+from jaxmem_callbacks.config.files import read_text
+from jaxmem_callbacks.config.locate import is_path, require_shipped, shipped_names
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.terminal import put
 
@@ -36,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PresetError: a name or file to show is wrong.
     """
+    for name in args.names:  # before what checks YAML is imported
+        _ = read_text(name) if is_path(name) else require_shipped(name)
     if args.check:
         return _check(args.check)
     if args.names:
@@ -46,10 +45,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxmem_callbacks.config.presets import load_preset
+
     table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
-    for name in list_presets():
+    for name in shipped_names():
         table.add_row(name, load_preset(name).description)
     console = Console(color_system=None)  # what is printed passes through `put`, which shows no control sequence
     with console.capture() as captured:
@@ -60,12 +64,17 @@ def _list() -> None:
 
 
 def _show(names: list[str]) -> None:
+    from jaxmem_callbacks.config.dump import preset_to_yaml
+    from jaxmem_callbacks.config.presets import load_preset
+
     preset = load_preset(*names)
     put(f"# {preset.name}\n{preset_to_yaml(preset, defaults='show')}")
 
 
 def _check(files: list[str]) -> int:
     """One line a good file, all problems of a bad one; every file is looked at."""
+    from jaxmem_callbacks.config.presets import load_preset
+
     code = OK
     for file in files:
         try:

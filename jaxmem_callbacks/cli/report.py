@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RunFileError: no run there, a line that is none, or a page that cannot be written.
     """
-    from jaxmem_callbacks.planning.search import pareto
+    stories = stories_of(args.place)
+    from jaxmem_callbacks.planning.search import pareto  # after what was typed was found good
     from jaxmem_callbacks.writers.report_page import report_html
 
-    stories = stories_of(args.place)
     source = str(args.place) if args.place.name else str(args.place.resolve().name)
     page = report_html(stories, source=source, version=jaxmem_callbacks.__version__, frontier=pareto)
     output = args.output or (args.place if args.place.is_dir() else args.place.parent) / _NAME

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.machinery
+import linecache
 import os
 import pathlib
 import shlex
@@ -18,12 +21,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from jaxmem_callbacks.cli.advice import advice
-from jaxmem_callbacks.cli.alive import alive_beside
 from jaxmem_callbacks.cli.other_steps import other_steps
-from jaxmem_callbacks.cli.stand_ins import Seen
-from jaxmem_callbacks.cli.unedited import is_unedited
+from jaxmem_callbacks.cli.seen import Seen
+from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 from jaxmem_callbacks.records.terminal import put
@@ -36,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """``SCRIPT`` and ``--args``, of every command that reaches a script's step; to be added last."""
+    """``SCRIPT``, ``-m`` and ``--args``, of every command that reaches a script's step; to be added last."""
     parser.add_argument(
         "--step",
         metavar="NAME",
@@ -45,9 +47,13 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "script",
+        nargs="?",
         metavar="SCRIPT",
-        help="your training script, which needs no edit, run up to the first call of its step; or SCRIPT.py:name, "
+        help="your training script or notebook, which needs no edit, run up to the first call of its step; or SCRIPT.py:name, "
         "where name() returns (train_step, args)",
+    )
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", help="instead of SCRIPT: a module, as python -m runs it; or MODULE:name"
     )
     parser.add_argument(
         "--args",
@@ -55,7 +61,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=argparse.REMAINDER,
         default=[],
         metavar="ARG",
-        help="the script's own arguments: all that follows",
+        help="the script's own arguments: all that follows; a bare -- means the same",
     )
 
 
@@ -81,7 +87,15 @@ class Reached:
 
 
 class ScriptFailedError(Exception):
-    """The script raised something of its own, which has been shown; nothing of it is this library's."""
+    """The script raised something of its own, which has been shown; nothing of it is this library's.
+
+    Attributes:
+        wants_arguments: Whether it may have ended for want of its own arguments.
+    """
+
+    def __init__(self, message: str, *, wants_arguments: bool = False) -> None:
+        super().__init__(message)
+        self.wants_arguments = wants_arguments
 
 
 class _StopScript(BaseException):
@@ -116,14 +130,11 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         ScriptError: no such file or name, or the script ends without calling a step; the message has the line to add.
         ScriptFailedError: the script itself failed; its traceback is on stderr.
     """
-    path, name = _split(script)
-    if not path.is_file():
-        msg = (
-            f"No such script: {path}. Expected a Python file, as in: jaxmem {command} train.py (or train.py:make_step)."
-        )
-        raise ScriptError(msg)
+    source = source_of(script, command)
+    path, name = source.path, source.function
     with (
-        _as_python_runs(path, argv, "__main__" if name is None else path.stem) as module,
+        _arguments_explained(f"jaxmem {command} {script}", argv),
+        _as_python_runs(source, argv) as module,
         _settings_told(path, command),
     ):
         if name is not None:
@@ -175,13 +186,33 @@ def _split(script: str) -> tuple[pathlib.Path, str | None]:
 
 
 @contextlib.contextmanager
-def _as_python_runs(path: pathlib.Path, argv: Sequence[str], name: str) -> Generator[types.ModuleType]:
-    """``sys`` as ``python SCRIPT`` sets it. The module stays alive afterwards: the step's globals are in it."""
+def _arguments_explained(typed: str, argv: Sequence[str]) -> Generator[None]:
+    """Say how a script is given arguments, where it may have ended for want of them."""
+    try:
+        yield
+    except ScriptFailedError as error:
+        if not error.wants_arguments:
+            raise
+        given = f"It was given: {shlex.join(argv)}." if argv else "It was given no arguments of its own."
+        msg = f"{error} {given} They follow a bare --, as in: {advise('script.arguments', typed=typed)}"
+        raise ScriptFailedError(msg) from error.__cause__
+
+
+@contextlib.contextmanager
+def _as_python_runs(source: Source, argv: Sequence[str]) -> Generator[types.ModuleType]:
+    """``sys`` as ``python SCRIPT`` or ``python -m MODULE`` sets it. The module stays alive: the step's globals are in it."""
+    path = source.path
+    name = "__main__" if source.function is None else source.module or path.stem
     module = types.ModuleType(name)
     module.__file__ = str(path)
+    if source.module is not None:
+        module.__package__ = source.module.rpartition(".")[0]
+        module.__spec__ = importlib.machinery.ModuleSpec(source.module, None, origin=str(path))
+    if path.suffix == ".ipynb":
+        vars(module)["display"] = print  # which IPython has without an import
     before = (sys.argv, list(sys.path), sys.modules.get(name))
     sys.argv = [str(path), *argv]
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(path.resolve().parent if source.module is None else pathlib.Path.cwd()))
     sys.modules[name] = module
     streams = sys.stdout, sys.stderr
     try:
@@ -262,6 +293,11 @@ class _FirstStep(Generic[_Result]):
         raise _StopScript
 
     def _do(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from jaxmem_callbacks.cli.alive import alive_beside
+
+        if self.seen.refused is not None:
+            self.error = self.seen.refused
+            return
         self._is_working = True
         try:
             others = other_steps(self._script, step.name) if self.named is None else ""
@@ -287,7 +323,7 @@ def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result
                     f"with exit code {error.code}" if isinstance(error.code, int) else f"with the words {error.code!s}"
                 )
                 msg = f"{path} ended by itself {words}, before its first step."
-                raise ScriptFailedError(msg) from error
+                raise ScriptFailedError(msg, wants_arguments=True) from error
     if first.error is not None:
         raise first.error
     if not first.results:
@@ -325,6 +361,8 @@ def _threads_stop_silently() -> Generator[None]:
 
 
 def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
+    from jaxmem_callbacks.cli.alive import alive_beside
+
     _execute(path, module)
     maker = getattr(module, name, None)
     if not callable(maker):
@@ -345,7 +383,13 @@ def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
 
 def _execute(path: pathlib.Path, module: types.ModuleType, is_over: Callable[[], bool] = lambda: False) -> None:
     with _own_traceback(path, is_over):
-        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        if module.__package__:
+            importlib.import_module(module.__package__)
+        text = source_text(path)
+        if path.suffix == ".ipynb":  # so that tracebacks show the cells' lines
+            lines = text.decode().splitlines(keepends=True)
+            linecache.cache[str(path)] = (len(text), None, lines, str(path))
+        code = compile(text, str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # noqa: S102 - running the user's script is what was asked for
 
 
@@ -366,6 +410,14 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         while place is not None and place.tb_frame.f_code.co_filename != str(path):
             place = place.tb_next
         traceback.print_exception(error.with_traceback(place))  # none of the script's: it does not parse, say
+        from jaxmem_callbacks.cli.advice import advice
+
         told = advice(error)
         msg = f"{path} failed before its first step{f': {told}. Its' if told else '; its'} own traceback is above."
-        raise ScriptFailedError(msg) from error
+        raise ScriptFailedError(msg, wants_arguments="argv" in _last_line(error)) from error
+
+
+def _last_line(error: Exception) -> str:
+    """The line of code that failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.environment.variables import FRACTION
 from jaxmem_callbacks.records.policies import StepPolicy
 

@@ -8,32 +8,20 @@ with it, and does for a package what JAX's does.
 
 from __future__ import annotations
 
-import ast
 import importlib
-import pathlib
 import types
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxmem_callbacks.cli.stand_ins import AT_ONCE, GRADIENTS, Seen, StandIns
-from jaxmem_callbacks.cli.watched import Watching
+from jaxmem_callbacks.cli.pmapped import Pmapped
+from jaxmem_callbacks.cli.seen import AT_ONCE, GRADIENTS, JITS, LOOPS, Seen
+from jaxmem_callbacks.cli.source import is_unedited, source_of
+from jaxmem_callbacks.cli.stand_ins import StandIns
+from jaxmem_callbacks.cli.watched import Watched, Watching
 from jaxmem_callbacks.programs.targets.target import Target
 
-# What makes a step of this library.
-_OWN_STEPS = {"jit_step", "apply_policy"}
-# Module and what makes jitted functions there.
-_JITS = {("jax", "jit"), ("flax.nnx", "jit"), ("equinox", "filter_jit"), ("jax.experimental.pjit", "pjit")}
-
-
-def is_unedited(script: pathlib.Path) -> bool:
-    """Whether a script makes no step of this library itself. Words in comments and texts count for nothing."""
-    try:
-        tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # which running it tells
-        return False
-    names = (getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "name"))
-    return _OWN_STEPS.isdisjoint(name for name in names if isinstance(name, str))
+_MADE = {("jax", "pmap"): Pmapped}  # what makes other jitted functions -> what stands for them
 
 
 @contextmanager
@@ -47,16 +35,17 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
         target: What the step is to be compiled for; None for the attached devices.
     """
     seen = Seen()
-    file, _, name = script.rpartition(":")
-    is_found_by_name = bool(file and name.isidentifier())
-    if not is_unedited(pathlib.Path(file if is_found_by_name else script)):
+    source = source_of(script)
+    is_found_by_name = source.function is not None
+    if not is_unedited(source.path):
         yield seen
         return
     gradients = StandIns(seen, is_told=is_found_by_name or step is not None)
     watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
     before: list[tuple[types.ModuleType, str, Any]] = []
     try:
-        for place in (*GRADIENTS, *AT_ONCE, *(() if is_found_by_name else _JITS)):
+        loops = [("jax.lax", name) for name in LOOPS]
+        for place in (*GRADIENTS, *AT_ONCE, *(() if is_found_by_name else (*JITS, *_MADE, *loops))):
             module_name, attribute = place
             try:
                 module = importlib.import_module(module_name)
@@ -66,10 +55,13 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
             before.append((module, attribute, real))
             if place in GRADIENTS:
                 new = gradients.instead_of(*place, real)
+            elif place in AT_ONCE:
+                new = gradients.at_once(real)
             else:
-                new = gradients.at_once(real) if place in AT_ONCE else watching.instead_of(real)
+                new = watching.loop(real) if place[0] == "jax.lax" else watching.jit(real, _MADE.get(place, Watched))
             setattr(module, attribute, new)
         yield seen
     finally:
+        watching.is_on = False
         for module, attribute, real in reversed(before):
             setattr(module, attribute, real)

@@ -1,53 +1,119 @@
-"""The jitted functions of a user's script enter, as their jit made them; one that is the step announces its calls."""
+"""What compiles enters, as a script and the packages that it imports call it; the call that is the step's is announced.
+
+The step is the outermost call of a jitted function, or of a loop that runs by itself, in which a gradient is taken that its
+results depend on. A small jit inside it is none, nor is one that makes the first state, whose gradients nobody keeps.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Generator, Hashable
+import weakref
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmem_callbacks.cli.callers import Caller, caller_of
-from jaxmem_callbacks.cli.stand_ins import Seen, StandIns, Within
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
+from jaxmem_callbacks.cli.callers import Caller, caller_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.seen import LOOPS, Seen
+from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
+from jaxmem_callbacks.programs.steps.jitting import jax_traced
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
+from jaxmem_callbacks.records.advice import advise
 
 # A function whose trace fails is traced again at its next call, so many times.
 _TRIES = 3
+_BACKWARD = "transpose("  # what JAX's names of operations have where a gradient is taken
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Watching:
-    """Makes what stands for a jit.
+    """Makes what stands for a jit, and for a loop.
 
     Args:
         seen: Told what is called.
         gradients: Knows where gradients are taken.
         step: The name of the step; None for what takes a gradient.
         elsewhere: Whether it is to be compiled for hardware that is not here.
+
+    Attributes:
+        is_on: Whether a script is looked at; afterwards, what was made meanwhile does only what it stands for.
     """
 
     def __init__(self, seen: Seen, gradients: StandIns, step: str | None, *, elsewhere: bool) -> None:
         self.seen, self.gradients, self.step, self.elsewhere = seen, gradients, step, elsewhere
+        self.is_on = True
+        self._known: weakref.WeakKeyDictionary[Callable[..., Any], set[Hashable]] = weakref.WeakKeyDictionary()
 
-    def instead_of(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A jit whose functions are watched where the user's own files make them."""
+    def jit(self, real: Callable[..., Any], made_as: type[Watched]) -> Callable[..., Any]:
+        """A jit whose functions are watched, whoever makes them but this library.
+
+        Args:
+            real: The jit.
+            made_as: What stands for the functions that it makes.
+        """
+        signature = inspect.signature(real)
 
         @functools.wraps(real)
         def jit(*args: Any, **options: Any) -> Any:
             made = real(*args, **options)
-            if caller_of(inspect.currentframe()) is not Caller.USER:
+            if not self.is_on or caller_of(inspect.currentframe()) is Caller.LIBRARY:
                 return made
+            watched = functools.partial(made_as, options=signature.bind_partial(*args, **options).arguments)
             if args or "fun" in options:
-                return Watched(made, self, args[0] if args else options["fun"])
-            return lambda function: Watched(made(function), self, function)
+                return watched(made, self, args[0] if args else options["fun"])
+            return lambda function: watched(made(function), self, function)
 
         return jit
+
+    def loop(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """A loop of `jax.lax`, which is compiled and run by itself where nothing is traced around it."""
+        signature, (body, names) = inspect.signature(real), LOOPS[real.__name__]
+
+        @functools.wraps(real)
+        def loop(*args: Any, **options: Any) -> Any:
+            frame = inspect.currentframe()
+            if not self.is_on or caller_of(frame) is not Caller.USER or is_asked_for_shapes(frame):
+                return real(*args, **options)
+            try:
+                given = dict(signature.bind(*args, **options).arguments)
+            except TypeError:
+                return real(*args, **options)  # which says what is wrong
+            data = [given[name] for name in names if name in given]
+            watched = Watched(
+                jax.jit(_loop(real, body, names, given)), self, given[body], written=self._call(real, names, given)
+            )
+            watched.known = self._kinds_of(given[body])
+            with watched.seen_call(tuple(data), {}):
+                return real(*args, **options)
+
+        return loop
+
+    def _kinds_of(self, body: Callable[..., Any]) -> set[Hashable]:
+        """Kinds of arguments for which the body of a loop was traced, and is no step."""
+        try:
+            return self._known.setdefault(body, set())
+        except TypeError:  # one that cannot be referred to
+            return set()
+
+    def _call(self, real: Callable[..., Any], names: tuple[str, ...], given: Mapping[str, Any]) -> str:
+        """A loop as people write it where it is to be jitted; empty where it holds what has no name."""
+        words: dict[str, str] = {}
+        for name, value in given.items():
+            is_plain = isinstance(value, _PLAIN)
+            words[name] = name if name in names else repr(value) if is_plain else self.written(value)
+        if not all(words.values()):
+            return ""
+        taken = ", ".join(name for name in names if name in given)
+        arguments = ", ".join(f"{name}={word}" for name, word in words.items())
+        return advise("step.loop", data=taken, loop=real.__name__, arguments=arguments)
 
     def written(self, function: Any) -> str:
         """How people write the function that they jitted: empty where that has no name of its own, as a method has none."""
@@ -58,30 +124,65 @@ class Watching:
         return name if name.isidentifier() else ""
 
 
-class Watched:
-    """A jitted function of the user's, which announces its calls where it is the step. All else is the jitted function's own."""
+def _loop(real: Callable[..., Any], body: str, names: tuple[str, ...], given: Mapping[str, Any]) -> Callable[..., Any]:
+    """A loop as a function of its data, with its body's name."""
+    taken = [name for name in names if name in given]
+    rest = {name: value for name, value in given.items() if name not in taken}
 
-    def __init__(self, made: Any, watching: Watching, function: Any) -> None:
+    def run(*data: Any) -> Any:
+        return real(**rest, **dict(zip(taken, data, strict=True)))
+
+    run.__name__ = run.__qualname__ = getattr(given[body], "__name__", real.__name__)
+    run.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess] - as `inspect` reads it
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in taken]
+    )
+    return run
+
+
+class Watched:
+    """A jitted function, which announces its calls where it is the step. All else is the jitted function's own.
+
+    Args:
+        made: What the jit made.
+        watching: What is looked for.
+        function: What was jitted.
+        options: The jit's.
+        written: How people write it, where the function does not say.
+
+    Attributes:
+        known: Kinds of arguments that it was traced for.
+    """
+
+    def __init__(
+        self,
+        made: Any,
+        watching: Watching,
+        function: Any,
+        *,
+        options: Mapping[str, Any] | None = None,
+        written: str | None = None,
+    ) -> None:
         functools.update_wrapper(self, made, updated=())
         self.watched_jit = made
-        self._watching, self._written = watching, watching.written(function)
-        self._known: set[Hashable] = set()
+        self.known: set[Hashable] = set()
+        self._watching, self._function, self._options = watching, function, dict(options or {})
+        self._written = watching.written(function) if written is None else written
         self._instead: dict[str, str] = {}
         self._is_step, self._tries, self._refusal = False, _TRIES, ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the jitted function."""
-        with self._seen(args, kwargs):
+        with self.seen_call(args, kwargs):
             return self.watched_jit(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As the jitted function's; a step that is compiled by hand is one too."""
-        with self._seen(args, kwargs):
+        with self.seen_call(args, kwargs):
             return self.watched_jit.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As the jitted function's."""
-        with self._seen(args, kwargs):
+        with self.seen_call(args, kwargs):
             return self.watched_jit.trace(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -105,23 +206,27 @@ class Watched:
         return _itself, (self.watched_jit,)
 
     @contextmanager
-    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None]:
+    def seen_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None]:
         """Around a call, which is announced first where it is the step's."""
-        gradients, seen = self._watching.gradients, self._watching.seen
-        is_own = not gradients.is_within and not any(
-            isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))
+        watching = self._watching
+        gradients, seen = watching.gradients, watching.seen
+        is_own = (
+            watching.is_on
+            and not gradients.is_within
+            and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
         )
         if is_own:
             seen.jitted[self._name] = None
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
                 seen.instead, seen.step = dict(self._instead), self._written
-                announce(as_step(self.watched_jit), args, kwargs)
+                with gradients.within(is_own=False):  # what is called in there is the plan's
+                    self._announce(args, kwargs)
         with gradients.within(is_own=is_own) as here:
             yield
         self._learn(here)
-        if is_own and here.takes_gradient and self._watching.step not in (None, self._name):
-            seen.pass_by(self._name, str(self._watching.step))
+        if is_own and here.takes_gradient and watching.step not in (None, self._name):
+            seen.pass_by(self._name, str(watching.step))
         if here.takes_gradient and self._refusal:
             gradients.tell(f"{self._name} takes a gradient, but does not trace ({self._refusal})")
 
@@ -129,17 +234,20 @@ class Watched:
     def _name(self) -> str:
         return getattr(self, "__name__", "a function without a name")
 
+    def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        announce(as_step(self.watched_jit), args, kwargs)
+
     def _is_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is the step: by its name, or by a trace for every kind of arguments that it was not traced for yet."""
         named = self._watching.step
         if named is not None:
             return self._name == named
         kind = _kind((args, kwargs))
-        if kind not in self._known and self._tries:
+        if kind not in self.known and self._tries:
             if not self._is_traced(args, kwargs):
                 return False
-            self._known.add(kind)
-        return self._is_step and kind in self._known
+            self.known.add(kind)
+        return self._is_step and kind in self.known
 
     def _is_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See whether it takes a gradient. A trace that fails is left to the call itself, which fails as the user knows it.
@@ -148,9 +256,10 @@ class Watched:
         """
         with self._watching.gradients.within(is_own=True) as here:
             try:
-                getattr(self.watched_jit, "trace", self.watched_jit.lower)(*args, **kwargs)
+                self._is_step |= self._takes_gradient(args, kwargs)
             except Exception as error:  # noqa: BLE001 - whatever the user's own step raises
                 if self._watching.elsewhere and here.takes_gradient and asks_for_cudnn(error):
+                    self._is_step = True
                     return True
                 self._tries -= 1
                 self._refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -159,10 +268,33 @@ class Watched:
                 self._learn(here)
         return True
 
+    def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what it gives back depends on a gradient."""
+        if hasattr(self.watched_jit, "trace"):
+            return takes_gradient(jax_traced(self.watched_jit.trace(*args, **kwargs)).jaxpr)
+        return takes_gradient(as_step(self.watched_jit).traced(args, kwargs).jaxpr)
+
     def _learn(self, here: Within) -> None:
-        """What a trace showed. JAX keeps traces: a later one may show nothing."""
-        self._is_step |= here.takes_gradient and self._watching.step is None
+        """How its gradients are written. JAX keeps traces: a later one may show nothing."""
         self._instead |= here.instead
+
+
+def takes_gradient(program: Any) -> bool:
+    """Whether the results of a traced program depend on a gradient that it takes, wherever in it and in whatever way.
+
+    What is computed and never used counts for nothing: to make its parameters, a model is often called once.
+    """
+    opened = open_jaxpr(program)
+    used, _ = dce_jaxpr(opened, [True] * len(opened.outvars), True)
+    return _has_backward(used)
+
+
+def _has_backward(jaxpr: Any) -> bool:
+    return any(
+        _BACKWARD in str(equation.source_info.name_stack)
+        or any(map(_has_backward, map(open_jaxpr, subjaxprs(equation))))
+        for equation in jaxpr.eqns
+    )
 
 
 def _itself(jitted: Any) -> Any:

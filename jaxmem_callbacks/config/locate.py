@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from jaxmem_callbacks.records.errors import PresetError
+from jaxmem_callbacks.records.errors import PresetError, did_you_mean
 
 SCHEMA_NAME = "preset.schema.json"
 
@@ -33,3 +34,24 @@ def shipped_folder(room: Path | None = None) -> Path:
 def shipped_names() -> tuple[str, ...]:
     """Names of the shipped parts, sorted."""
     return tuple(sorted(path.stem for path in shipped_folder().glob("*.yaml")))
+
+
+def require_shipped(name: str) -> Path:
+    """The file of a shipped part.
+
+    Raises:
+        PresetError: there is none of that name; says which there are.
+    """
+    known = shipped_names()
+    if name in known:
+        return shipped_folder() / f"{name}.yaml"
+    msg = (
+        f"Unknown preset {name!r}.{did_you_mean(name, known)} Expected one of: {', '.join(known)}; or a path such as "
+        f"./{name}.yaml.\nNext: `jaxmem presets` describes each."
+    )
+    raise PresetError(msg)
+
+
+def is_path(text: str) -> bool:
+    """Whether a preset is named by a path, and not by the name of a shipped part."""
+    return text.endswith((".yaml", ".yml")) or any(mark in text for mark in {"/", os.sep})

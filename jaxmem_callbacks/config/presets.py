@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxmem_callbacks.config.documents import Document, KeyPath, parse_document
 from jaxmem_callbacks.config.files import read_text
-from jaxmem_callbacks.config.locate import shipped_folder, shipped_names
+from jaxmem_callbacks.config.locate import is_path, require_shipped, shipped_names
 from jaxmem_callbacks.config.problems import Place, Problem, preset_error
 from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
-from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError, did_you_mean
+from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.recoveries import RecoverySettings
@@ -117,25 +117,14 @@ def _load_part(name_or_path: Any) -> Part:
         expected = "Expected: a shipped name, a path, or policy={...}, monitor={...} and environment={...} as keyword arguments."
         raise preset_error([Problem(place=Place(source="load_preset"), given=given, expected=expected)])
     path = os.fspath(name_or_path)
-    is_name = isinstance(name_or_path, str) and not _is_path(path)
+    is_name = isinstance(name_or_path, str) and not is_path(path)
     part = _shipped_part(path) if is_name else _text_part(read_text(path), path, name=Path(path).stem)
     return replace(part, source=path)
 
 
-def _is_path(text: str) -> bool:
-    return text.endswith((".yaml", ".yml")) or any(mark in text for mark in {"/", os.sep})
-
-
 def _shipped_part(name: str) -> Part:
-    known = shipped_names()
-    if name in known:
-        file = shipped_folder() / f"{name}.yaml"
-        return _text_part(read_text(str(file)), file.name, name=name)
-    msg = (
-        f"Unknown preset {name!r}.{did_you_mean(name, known)} Expected one of: {', '.join(known)}; or a path such as "
-        f"./{name}.yaml.\nNext: `jaxmem presets` describes each."
-    )
-    raise PresetError(msg)
+    file = require_shipped(name)
+    return _text_part(read_text(str(file)), file.name, name=name)
 
 
 def _text_part(text: str, source: str, name: str) -> Part:

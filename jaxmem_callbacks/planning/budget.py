@@ -7,8 +7,6 @@ import numbers
 import os
 from dataclasses import dataclass
 
-import jax
-
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION, as_fraction, fraction_said
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError
@@ -132,6 +130,8 @@ def _gpu_share() -> tuple[float, str]:
 
 
 def _attached() -> tuple[int | None, str]:
+    import jax  # here, so that a command line judges what was typed without it
+
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit") or None

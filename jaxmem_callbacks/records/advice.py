@@ -195,7 +195,44 @@ _ENVIRONMENT = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS, *_GRADIENTS, *_ENVIRONMENT)
+# Scripts, and steps in them that are not under a jit
+
+_HOW = "tests/test_cli_arguments.py::"
+_FOUND = "tests/test_cli_found.py::"
+_SCRIPTS = (
+    Advice(
+        key="script.either",
+        trigger="neither a script nor a module is typed",
+        text="jaxmem {command} train.py, or jaxmem {command} -m package.train",
+        proof=Proof.COMPILED,
+        tests=(f"{_HOW}test_what_is_typed_for_want_of_a_script_works",),
+    ),
+    Advice(
+        key="script.arguments",
+        trigger="a script ends by itself before its step, as one does without its own arguments",
+        text="{typed} -- --steps 10",
+        proof=Proof.COMPILED,
+        tests=(f"{_HOW}test_a_script_without_its_arguments_ends_with_how_to_give_them",),
+    ),
+    Advice(
+        key="step.loop",
+        trigger="a loop of jax.lax that no jit is around takes the gradient",
+        text="lambda {data}: jax.lax.{loop}({arguments})",
+        proof=Proof.TRAINED,
+        tests=(f"{_FOUND}test_a_loop_that_runs_by_itself_is_the_step_and_is_written_as_it_can_be_jitted",),
+    ),
+    Advice(
+        key="step.pmap",
+        trigger="a function under jax.pmap takes the gradient",
+        text='    mesh = jax.make_mesh((jax.device_count(),), ("{axis}",), axis_types=(jax.sharding.AxisType.Auto,))\n'
+        "    step = jax.shard_map({function}, mesh=mesh, in_specs={specs}, out_specs=jax.P(), check_vma=False)\n"
+        "    step = jax.jit({arguments})",
+        proof=Proof.TRAINED,
+        tests=(f"{_FOUND}test_a_pmapped_step_is_stopped_with_the_jit_to_write",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS, *_GRADIENTS, *_ENVIRONMENT, *_SCRIPTS)
 
 ADVICE = {row.key: row for row in TABLE}
 

@@ -1,12 +1,22 @@
-"""A mesh enters; which of its axes shard the state, split matrices and divide the batch leaves, by their names."""
+"""Axes as typed enter, or those of a mesh; their sizes leave, and which shard the state, split matrices and divide the batch.
+
+Imports no JAX: the command line judges axes before it starts.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules
+
+Axes = Mapping[str, int] | str
+EXAMPLE = 'type for example {"data": 2, "fsdp": -1} or "data=2,fsdp=-1"'
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?\d+)\s*")
 
 # Names of mesh axes by what they are for, in the order in which they are looked for.
 STATE_AXES = ("fsdp", "zero", "shard", "data", "dp", "batch", "devices", "device", "replica")
@@ -114,3 +124,64 @@ def shipped_rules(roles: MeshRoles, sharding: str) -> ShardingRules:
         by_tensor = tuple((name, tensor) for name in _WIDE)
         return (*by_tensor, *((name, state) for name in (*_NARROW, *_WIDE)))
     return ()
+
+
+def parse_axes(axes: Axes) -> dict[str, int]:
+    """Axis -> size as the user wrote them, -1 included.
+
+    Raises:
+        PolicyError: not axes with whole sizes of at least 1, one of them at most -1.
+    """
+    found = _parsed_text(axes) if isinstance(axes, str) else _parsed_mapping(axes)
+    wrong = [name for name, size in found.items() if size != -1 and size < 1]
+    if wrong or not found:
+        what = f"axis {wrong[0]!r} has size {found[wrong[0]]}" if wrong else "no axes were given"
+        msg = f"Mesh: {what}. Expected names with sizes of at least 1, one of them at most -1: {EXAMPLE}."
+        raise PolicyError(msg)
+    free = [name for name, size in found.items() if size == -1]
+    if len(free) > 1:
+        msg = (
+            f"Mesh: the axes {', '.join(free)} are all -1. Expected one at most, which takes the devices that the others "
+            f"leave: {EXAMPLE}."
+        )
+        raise PolicyError(msg)
+    return found
+
+
+def _parsed_mapping(axes: Any) -> dict[str, int]:
+    if not isinstance(axes, Mapping):
+        msg = f"Mesh: axes={axes!r}. Expected a mapping of names to sizes, or a text: {EXAMPLE}."
+        raise PolicyError(msg)
+    given = cast("Mapping[Any, Any]", axes)
+    for name, size in given.items():
+        if not isinstance(name, str) or not name or isinstance(size, bool) or not isinstance(size, int):
+            msg = f"Mesh: {name!r}: {size!r} is no axis. Expected a name and a whole number: {EXAMPLE}."
+            raise PolicyError(msg)
+    return dict(given)
+
+
+def _parsed_text(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = _AXIS.fullmatch(part)
+        if match is None or match[1] in found:
+            what = "comes twice" if match else "is no axis"
+            msg = f"Mesh: {part.strip()!r} in {text!r} {what}. Expected names with sizes: {EXAMPLE}."
+            raise PolicyError(msg)
+        found[match[1]] = int(match[2])
+    return found
+
+
+def fitting_axes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Axes that make up ``count`` devices, as near as possible to those given (-1 is free).
+
+    Each size becomes the largest divisor of what is left that it allows.
+    """
+    left, fitting = count, dict.fromkeys(sizes, 1)
+    for name, size in sizes.items():
+        if size != -1:
+            fitting[name] = math.gcd(size, left)
+            left //= fitting[name]
+    grows = next((name for name, size in sizes.items() if size == -1), max(sizes, key=lambda name: sizes[name]))
+    fitting[grows] *= left
+    return fitting

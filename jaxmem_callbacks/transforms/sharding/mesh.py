@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -11,12 +10,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms.sharding.axes import Axes, fitting_axes, parse_axes
 from jaxmem_callbacks.transforms.sharding.slices import hybrid_devices, slice_count, slices_by_axis
 
-Axes = Mapping[str, int] | str
 AxisTypes = Literal["auto", "explicit"] | AxisType | Mapping[str, Any]
-_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?\d+)\s*")
-_EXAMPLE = 'type for example {"data": 2, "fsdp": -1} or "data=2,fsdp=-1"'
 
 
 def make_mesh(
@@ -73,52 +70,6 @@ def abstract_mesh(axes: Axes, device_count: int, *, axis_types: AxisTypes = "aut
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types))
 
 
-def parse_axes(axes: Axes) -> dict[str, int]:
-    """Axis -> size as the user wrote them, -1 included.
-
-    Raises:
-        PolicyError: not axes with whole sizes of at least 1, one of them at most -1.
-    """
-    found = _parsed_text(axes) if isinstance(axes, str) else _parsed_mapping(axes)
-    wrong = [name for name, size in found.items() if size != -1 and size < 1]
-    if wrong or not found:
-        what = f"axis {wrong[0]!r} has size {found[wrong[0]]}" if wrong else "no axes were given"
-        msg = f"Mesh: {what}. Expected names with sizes of at least 1, one of them at most -1: {_EXAMPLE}."
-        raise PolicyError(msg)
-    free = [name for name, size in found.items() if size == -1]
-    if len(free) > 1:
-        msg = (
-            f"Mesh: the axes {', '.join(free)} are all -1. Expected one at most, which takes the devices that the others "
-            f"leave: {_EXAMPLE}."
-        )
-        raise PolicyError(msg)
-    return found
-
-
-def _parsed_mapping(axes: Any) -> dict[str, int]:
-    if not isinstance(axes, Mapping):
-        msg = f"Mesh: axes={axes!r}. Expected a mapping of names to sizes, or a text: {_EXAMPLE}."
-        raise PolicyError(msg)
-    given = cast("Mapping[Any, Any]", axes)
-    for name, size in given.items():
-        if not isinstance(name, str) or not name or isinstance(size, bool) or not isinstance(size, int):
-            msg = f"Mesh: {name!r}: {size!r} is no axis. Expected a name and a whole number: {_EXAMPLE}."
-            raise PolicyError(msg)
-    return dict(given)
-
-
-def _parsed_text(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        match = _AXIS.fullmatch(part)
-        if match is None or match[1] in found:
-            what = "comes twice" if match else "is no axis"
-            msg = f"Mesh: {part.strip()!r} in {text!r} {what}. Expected names with sizes: {_EXAMPLE}."
-            raise PolicyError(msg)
-        found[match[1]] = int(match[2])
-    return found
-
-
 def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[str, int | None], str]) -> dict[str, int]:
     """The sizes with -1 filled in; their product is the number of devices, or the error says what to type."""
     given = math.prod(size for size in sizes.values() if size != -1)
@@ -133,21 +84,6 @@ def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[st
     fewer = given if given < count else None
     msg = f"Mesh: the axes {text} need {wants} devices, and {there}. {to_type(axes, fewer)}"
     raise PolicyError(msg)
-
-
-def fitting_axes(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Axes that make up ``count`` devices, as near as possible to those given (-1 is free).
-
-    Each size becomes the largest divisor of what is left that it allows.
-    """
-    left, fitting = count, dict.fromkeys(sizes, 1)
-    for name, size in sizes.items():
-        if size != -1:
-            fitting[name] = math.gcd(size, left)
-            left //= fitting[name]
-    grows = next((name for name, size in sizes.items() if size == -1), max(sizes, key=lambda name: sizes[name]))
-    fitting[grows] *= left
-    return fitting
 
 
 def _call_on_fewer(axes: str, fewer: int | None) -> str:

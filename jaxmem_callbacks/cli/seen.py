@@ -1,0 +1,75 @@
+"""What is looked for in a script that does not know this library, and what of it was seen. Imports no JAX."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from jaxmem_callbacks.records.errors import JaxmemError
+from jaxmem_callbacks.records.terminal import put
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A gradient function as people write it, and what they write instead.
+
+    Attributes:
+        old: Such as ``jax.grad``.
+        new: Such as ``jm.grad``; empty where it is this library's already.
+    """
+
+    old: str
+    new: str
+
+
+# Module and gradient function there -> its word.
+GRADIENTS = {
+    ("jax", "value_and_grad"): Word("jax.value_and_grad", "jm.value_and_grad"),
+    ("jax", "grad"): Word("jax.grad", "jm.grad"),
+    ("flax.nnx", "value_and_grad"): Word("nnx.value_and_grad", "jm.nnx.value_and_grad"),
+    ("flax.nnx", "grad"): Word("nnx.grad", "the second result of jm.nnx.value_and_grad"),
+    ("equinox", "filter_value_and_grad"): Word("eqx.filter_value_and_grad", "jm.value_and_grad"),
+    ("equinox", "filter_grad"): Word("eqx.filter_grad", "jm.grad"),
+    ("jaxmem_callbacks", "value_and_grad"): Word("jm.value_and_grad", ""),
+    ("jaxmem_callbacks", "grad"): Word("jm.grad", ""),
+    ("jaxmem_callbacks.integrations.flax_nnx", "value_and_grad"): Word("jm.nnx.value_and_grad", ""),
+}
+# What takes a gradient at once, and has no counterpart that obeys a policy.
+AT_ONCE = {("jax", "vjp")}
+# Module and what makes jitted functions there.
+JITS = {("jax", "jit"), ("flax.nnx", "jit"), ("equinox", "filter_jit"), ("jax.experimental.pjit", "pjit")}
+# Loops of `jax.lax` -> the name of the body, and of the arguments that are data.
+LOOPS = {
+    "scan": ("f", ("init", "xs")),
+    "fori_loop": ("body_fun", ("init_val",)),
+    "while_loop": ("body_fun", ("init_val",)),
+    "map": ("f", ("xs",)),
+}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What of a script took part.
+
+    Attributes:
+        instead: Gradient functions that its step called, as people write them -> what to write instead.
+        jitted: Names of the jitted functions that it called, in their order.
+        passed: Of those that take a gradient, names that are not the one that was asked for.
+        step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
+        refused: Why the step that was found is not looked at.
+    """
+
+    instead: dict[str, str] = field(default_factory=dict[str, str])
+    jitted: dict[str, None] = field(default_factory=dict[str, None])
+    passed: set[str] = field(default_factory=set[str])
+    step: str | None = None
+    refused: JaxmemError | None = None
+
+    def pass_by(self, name: str, wanted: str) -> None:
+        """Say at once that a step has another name than is asked for: where that is misspelt, the script trains to its end."""
+        if name not in self.passed:
+            self.passed.add(name)
+            put(
+                f"jaxmem: {name} takes a gradient; the script goes on to {wanted}. Stop it with Ctrl-C if {name} is meant.\n",
+                sys.stderr,
+            )

@@ -1,0 +1,379 @@
+"""What is a training step in scripts that do not know this library: in packages, loops, under `jax.pmap`, and what is none."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import textwrap
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.cli.script import Reached, reach_step
+from jaxmem_callbacks.cli.seen import Seen
+from jaxmem_callbacks.cli.unedited import as_written
+from tests.pasting import pasted, run, value
+from tests.unedited_scripts import LAYERS, written
+
+HEAD = "import functools, jax, jax.numpy as jnp\n" + LAYERS
+END = "\nraise SystemExit('went on')\n"
+
+
+def reached(tmp_path: Path, text: str, *, step: str | None = None) -> tuple[Reached, Seen]:
+    script = written(tmp_path, HEAD + textwrap.dedent(text) + END)
+    with as_written(script, step=step) as seen:
+        return reach_step(script, step=step, seen=seen), seen
+
+
+# Each calls train_step first where a gradient is taken; what comes before is none.
+STEPS = {
+    "a gradient for the model's first call is thrown away": """
+        def forces(weights, x):
+            return -jax.grad(lambda x: jnp.tanh(x @ weights).sum())(x)
+
+        @jax.jit
+        def init(key, x):
+            weights = jax.random.normal(key, (32, 32))
+            forces(weights, x)
+            return weights
+
+        @jax.jit
+        def train_step(weights, x):
+            return weights - jax.grad(lambda w: (forces(w, x) ** 2).mean())(weights)
+
+        train_step(init(jax.random.key(0), batch), batch)
+    """,
+    "a loop of training under one jit": """
+        step = jax.jit(lambda params: [p - g for p, g in zip(params, jax.grad(loss)(params, batch))])
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def train_step(params, steps):
+            return jax.lax.fori_loop(0, steps, lambda _, p: step(p), params)
+
+        train_step(params, 3)
+    """,
+    "several gradients": """
+        @jax.jit
+        def train_step(actor, critic):
+            value, first = jax.value_and_grad(loss)(critic, batch)
+            _, second = jax.value_and_grad(lambda a: loss(a, batch) * value)(actor)
+            return first, second
+
+        train_step(params, params)
+    """,
+    "a factory of decorated functions": """
+        def logged(function):
+            @functools.wraps(function)
+            def called(*args):
+                return function(*args)
+            return called
+
+        def make(rate):
+            @jax.jit
+            @logged
+            def train_step(params):
+                return [p - rate * g for p, g in zip(params, jax.grad(loss)(params, batch))]
+            return train_step
+
+        make(0.1)(params)
+    """,
+    "a class of its own": """
+        import dataclasses
+
+        @jax.tree_util.register_dataclass
+        @dataclasses.dataclass
+        class State:
+            params: list
+
+            @jax.jit
+            def train_step(self, batch):
+                return State([p - g for p, g in zip(self.params, jax.jacrev(loss)(self.params, batch))])
+
+        State(params).train_step(batch)
+    """,
+    "Flax's dynamic scale": """
+        from flax.training.dynamic_scale import DynamicScale
+
+        @jax.jit
+        def train_step(scale, params):
+            scale, is_finite, value, gradients = scale.value_and_grad(loss)(params, batch)
+            return scale, [jnp.where(is_finite, p - g, p) for p, g in zip(params, gradients)]
+
+        train_step(DynamicScale(), params)
+    """,
+    "NNX's state under JAX's gradient": """
+        from flax import nnx
+        model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+
+        @jax.jit
+        def train_step(state, rngs):
+            graph = nnx.graphdef(model)
+            return jax.grad(lambda s, rngs: (nnx.merge(graph, s)(batch) ** 2).mean())(state, rngs)
+
+        train_step(nnx.state(model), nnx.Rngs(0))
+    """,
+    "a gradient by hand": """
+        @jax.jit
+        def train_step(params):
+            value, pullback = jax.vjp(lambda p: loss(p, batch), params)
+            return pullback(value)
+
+        train_step(params)
+    """,
+    "an evaluation first": """
+        evaluate = jax.jit(loss)
+        evaluate(params, batch)
+
+        @jax.jit
+        def train_step(params):
+            return jax.grad(loss)(params, batch)
+
+        jax.vmap(train_step)([p[None] for p in params])
+        train_step(params)
+    """,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_step_is_the_outermost_call_whose_results_depend_on_a_gradient(kind: str, tmp_path: Path) -> None:
+    assert reached(tmp_path, STEPS[kind])[0].step.name == "train_step"
+
+
+# A trainer of a package: how it jits its step, which is called by `fit`.
+TRAINERS = {
+    "a method": """
+        class Trainer:
+            def __init__(self, loss):
+                self.loss = loss
+
+            @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+            def train_step(self, state, batch):
+                return update(state, jax.value_and_grad(self.loss)(state, batch)[1])
+
+            def fit(self, state, batch):
+                state = first(state)
+                norm(state)
+                return self.train_step(state, batch)
+    """,
+    "made in fit, by names from JAX": """
+        from jax import jit, value_and_grad
+
+        class Trainer:
+            def __init__(self, loss):
+                self.loss = loss
+
+            def fit(self, state, batch):
+                def train_step(state, batch):
+                    return update(state, value_and_grad(self.loss)(state, batch)[1])
+
+                step = jit(train_step, donate_argnums=0)
+                norm(state)
+                return step(first(state), batch)
+    """,
+    "Equinox": """
+        import equinox as eqx
+
+        class Trainer:
+            def __init__(self, loss):
+                self.loss = loss
+
+            def fit(self, state, batch):
+                @eqx.filter_jit
+                def train_step(state, batch):
+                    return update(state, eqx.filter_grad(self.loss)(state, batch))
+
+                norm(state)
+                return train_step(first(state), batch)
+    """,
+    "NNX": """
+        from flax import nnx
+
+        class Trainer:
+            def __init__(self, loss):
+                self.loss = loss
+
+            @nnx.jit(static_argnums=0)
+            def train_step(self, model, batch):
+                gradients = nnx.grad(lambda model: self.loss([model.kernel[...]], batch))(model)
+                nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), gradients))
+
+            def fit(self, state, batch):
+                norm(state)
+                self.train_step(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), batch)
+    """,
+    "compiled ahead, in a thread": """
+        import concurrent.futures
+
+        class Trainer:
+            def __init__(self, loss):
+                self.loss = loss
+
+            def fit(self, state, batch):
+                def train_step(state, batch):
+                    return update(state, jax.grad(self.loss)(state, batch))
+
+                with concurrent.futures.ThreadPoolExecutor() as pool:
+                    pool.submit(jax.jit(train_step).lower, first(state), batch).result()
+    """,
+}
+PACKAGE = """
+import functools, jax, jax.numpy as jnp
+
+@jax.jit
+def first(state):
+    return [jnp.zeros_like(each) for each in state]
+
+@jax.jit
+def norm(state):
+    return jnp.sqrt(sum((each**2).sum() for each in state))
+
+@jax.jit
+def update(state, gradients):
+    norm(gradients)
+    return [p - 0.1 * g for p, g in zip(state, gradients)]
+
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Generator[Path]:
+    """A folder of installed packages."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    sys.modules.pop("small_trainer", None)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_the_step_of_an_installed_trainer_is_found(kind: str, installed: Path, tmp_path: Path) -> None:
+    (installed / "small_trainer.py").write_text(PACKAGE + textwrap.dedent(TRAINERS[kind]))
+    found, seen = reached(tmp_path, "import small_trainer\nsmall_trainer.Trainer(loss).fit(params, batch)\n")
+    assert found.step.name == "train_step"
+    assert list(seen.jitted)[-1] == "train_step"
+
+
+# A loop of jax.lax around which nothing is jitted -> the same in Python.
+BODY = """
+    def train(params, _=None):
+        return [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params, batch))]
+
+    def train_step(params, x):
+        return train(params), x
+"""
+LOOPS = {
+    "jax.lax.scan(train_step, params, None, 3)": "train_step",
+    "jax.lax.scan(train_step, params, jnp.arange(3.0), reverse=True)": "train_step",
+    "jax.lax.fori_loop(0, 3, by_number, params)": "by_number",
+    "jax.lax.while_loop(is_on, train_once, (0, params))": "train_once",
+    "jax.lax.map(gradient_of, jnp.stack([batch[:16], batch[16:32]]))": "gradient_of",
+}
+REST = """
+    def by_number(_, params):
+        return train(params)
+
+    def is_on(carry):
+        return carry[0] < 3
+
+    def train_once(carry):
+        return carry[0] + 1, train(carry[1])
+
+    def gradient_of(x):
+        return jax.grad(loss)(params, x)
+
+    jax.lax.scan(lambda c, x: (c, loss(params, batch)), 0.0, None, 2)  # takes no gradient
+"""
+
+
+@pytest.mark.parametrize("call", LOOPS)
+def test_a_loop_that_runs_by_itself_is_the_step_and_is_written_as_it_can_be_jitted(call: str, tmp_path: Path) -> None:
+    body = textwrap.dedent(BODY) + textwrap.dedent(REST)
+    found, seen = reached(tmp_path, f"{body}\n{call}\n")
+    assert found.step.name == LOOPS[call]
+    names = run(HEAD + body)
+    line = pasted("step.loop", seen.step)
+    jitted = jm.jit_step(value(line, **names))
+    ours, theirs = jitted(*found.args), eval(call, names)  # noqa: S307 - the script's own call
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+
+
+def test_a_loop_with_what_has_no_name_is_not_written(tmp_path: Path) -> None:
+    found, seen = reached(tmp_path, "jax.lax.scan(lambda p, x: (jax.grad(loss)(p, batch), x), params, None, 3)\n")
+    assert found.step.name == "<lambda>"
+    assert seen.step == ""
+
+
+TRAIN = """
+    def train_step(state, batch, *, rate=0.1):
+        def mean(w):
+            return (jnp.tanh(batch @ w) ** 2).mean()
+        value, gradient = jax.value_and_grad(mean)(state["w"])
+        return {"w": state["w"] - rate * jax.lax.pmean(gradient, AXIS)}, jax.lax.pmean(value, AXIS)
+
+    def with_config(state, config, batch):
+        return train_step(state, batch, rate=0.2 if config == "fast" else 0.1)
+
+    class Model:
+        def train_step(self, state, batch):
+            return train_step(state, batch)
+"""
+# How the pmapped function is made, its axis, and what it is called with.
+PMAPPED = {
+    "a call": ("jax.pmap(train_step, axis_name='batch')", "batch", "state, rows"),
+    "a partial that donates": (
+        "jax.pmap(functools.partial(train_step, rate=0.5), 'i', donate_argnums=(0,))",
+        "i",
+        "state, rows",
+    ),
+    "a static argument": (
+        "jax.pmap(with_config, 'batch', static_broadcasted_argnums=1, donate_argnums=0)",
+        "batch",
+        "state, 'fast', rows",
+    ),
+    "an argument that is not divided": (
+        "functools.partial(jax.pmap, axis_name='data', in_axes=(None, 0), out_axes=None)(train_step)",
+        "data",
+        "{'w': jnp.eye(8)}, rows",
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", PMAPPED)
+def test_a_pmapped_step_is_stopped_with_the_jit_to_write(kind: str, tmp_path: Path, capsys: Any) -> None:
+    made, axis, arguments = PMAPPED[kind]
+    body = textwrap.dedent(TRAIN).replace("AXIS", repr(axis))
+    data = (
+        "state = {'w': jnp.stack([jnp.eye(8)] * jax.device_count())}\nrows = jnp.arange(jax.device_count() * 16.0 * 8)"
+    )
+    data += ".reshape(jax.device_count(), 16, 8) / 1e3\n"
+    rest = f"warm = jax.pmap(lambda x: x * 2)(rows)\np_step = {made}\np_step({arguments})\n"
+    script = written(tmp_path, "import functools, jax, jax.numpy as jnp\n" + body + data + rest + END)
+    assert main(["plan", script, "--target", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "went on" not in printed.out + printed.err
+    assert "takes a gradient under jax.pmap, and no plan is made of it" in printed.err
+    names = run("import functools, jax, jax.numpy as jnp\n" + body + data)
+    theirs = jax.tree.map(np.asarray, eval(f"({made})({arguments})", names))  # noqa: S307 - the script's own call
+    lines = textwrap.dedent(pasted("step.pmap", printed.err))
+    step = run(lines, **names)["step"]
+    ours = step({"w": jnp.eye(8)}, names["rows"].reshape(-1, 8))
+    for mine, pmapped in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, pmapped[0] if pmapped.ndim > mine.ndim else pmapped, rtol=1e-5)
+
+
+def test_a_pmapped_step_without_a_name_is_asked_about(tmp_path: Path, capsys: Any) -> None:
+    text = textwrap.dedent(TRAIN).replace("AXIS", "'i'") + "\nstate = {'w': jnp.ones((jax.device_count(), 8, 8))}\n"
+    text += "jax.pmap(Model().train_step, axis_name='i')(state, jnp.ones((jax.device_count(), 4, 8)))\n"
+    assert main(["inspect", written(tmp_path, HEAD + text + END)]) == 2
+    assert "Can it run under jax.shard_map inside of jax.jit, over a mesh of all devices?" in capsys.readouterr().err
