@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import textwrap
 from collections.abc import Generator
@@ -19,6 +20,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import Reached, reach_step
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.unedited import as_written
+from jaxmem_callbacks.records.advice import ADVICE
 from tests.pasting import pasted, run, value
 from tests.unedited_scripts import LAYERS, written
 
@@ -348,6 +350,14 @@ PMAPPED = {
 }
 
 
+INSIDE = {
+    "a call": ["step.pmap.divided"],
+    "a partial that donates": ["step.pmap.divided", "step.pmap.partial"],
+    "a static argument": ["step.pmap.divided", "step.pmap.static"],
+    "an argument that is not divided": ["step.pmap.divided"],
+}
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("kind", PMAPPED)
 def test_a_pmapped_step_is_stopped_with_the_jit_to_write(kind: str, tmp_path: Path, capsys: Any) -> None:
@@ -366,6 +376,8 @@ def test_a_pmapped_step_is_stopped_with_the_jit_to_write(kind: str, tmp_path: Pa
     names = run("import functools, jax, jax.numpy as jnp\n" + body + data)
     theirs = jax.tree.map(np.asarray, eval(f"({made})({arguments})", names))  # noqa: S307 - the script's own call
     lines = textwrap.dedent(pasted("step.pmap", printed.err))
+    for part in INSIDE[kind]:
+        assert re.search(ADVICE[part].pattern, lines)
     step = run(lines, **names)["step"]
     ours = step({"w": jnp.eye(8)}, names["rows"].reshape(-1, 8))
     for mine, pmapped in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

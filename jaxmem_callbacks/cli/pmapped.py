@@ -51,7 +51,8 @@ class Pmapped(Watched):
         axis = str(self._options.get("axis_name") or "devices")
         whole = self._whole(args)
         kept = [place for place in range(len(args)) if place not in self._static]
-        specs = ", ".join("jax.P()" if place in whole else f'jax.P("{axis}")' for place in kept)
+        divided = advise("step.pmap.divided", axis=axis)
+        specs = ", ".join("jax.P()" if place in whole else divided for place in kept)
         donated = [at for at, place in enumerate(kept) if place in _places(self._options.get("donate_argnums", ()))]
         arguments = f"step, donate_argnums={donated!r}" if donated else "step"
         names = self._names(len(args))
@@ -61,8 +62,8 @@ class Pmapped(Watched):
         return (
             f"{why} Take jax.pmap off {self._name}, and write:\n{lines}\n"
             f"No argument then has an axis of devices: {once or 'none'} as one copy (no replicate), {split or 'none'} with "
-            "the rows of all devices in the first dimension. Is something drawn at random on each device? Then fold "
-            f'jax.lax.axis_index("{axis}") into its key.'
+            "the rows of all devices in the first dimension. Is something drawn at random on each device? "
+            f"Its key is then one for all, unless the place on the axis {axis} is folded into it."
         )
 
     def _expression(self, args: Sequence[Any]) -> str:
@@ -79,8 +80,9 @@ class Pmapped(Watched):
         words = [f"{key}={value!r}" for key, value in bound.items()]
         if static:  # by name, for one may stand before an array
             given = [f"{key}={static[key]!r}" if key in static else f"{key}={key}" for key in names]
-            return f"lambda {', '.join(key for key in names if key not in static)}: {name}({', '.join(given + words)})"
-        return f"functools.partial({name}, {', '.join(words)})" if words else name
+            taken = ", ".join(key for key in names if key not in static)
+            return advise("step.pmap.static", names=taken, function=name, arguments=", ".join(given + words))
+        return advise("step.pmap.partial", function=name, arguments=", ".join(words)) if words else name
 
     def _names(self, count: int) -> list[str]:
         """Names of the arguments by place."""

@@ -133,7 +133,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     source = source_of(script, command)
     path, name = source.path, source.function
     with (
-        _arguments_explained(f"jaxmem {command} {script}", argv),
+        _arguments_explained(f"{command} {script}", argv),
         _as_python_runs(source, argv) as module,
         _settings_told(path, command),
     ):

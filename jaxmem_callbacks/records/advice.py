@@ -199,6 +199,7 @@ _ENVIRONMENT = (
 
 _HOW = "tests/test_cli_arguments.py::"
 _FOUND = "tests/test_cli_found.py::"
+_PMAPPED = f"{_FOUND}test_a_pmapped_step_is_stopped_with_the_jit_to_write"
 _SCRIPTS = (
     Advice(
         key="script.either",
@@ -210,7 +211,7 @@ _SCRIPTS = (
     Advice(
         key="script.arguments",
         trigger="a script ends by itself before its step, as one does without its own arguments",
-        text="{typed} -- --steps 10",
+        text="jaxmem {typed} -- --steps 10",
         proof=Proof.COMPILED,
         tests=(f"{_HOW}test_a_script_without_its_arguments_ends_with_how_to_give_them",),
     ),
@@ -228,7 +229,28 @@ _SCRIPTS = (
         "    step = jax.shard_map({function}, mesh=mesh, in_specs={specs}, out_specs=jax.P(), check_vma=False)\n"
         "    step = jax.jit({arguments})",
         proof=Proof.TRAINED,
-        tests=(f"{_FOUND}test_a_pmapped_step_is_stopped_with_the_jit_to_write",),
+        tests=(_PMAPPED,),
+    ),
+    Advice(
+        key="step.pmap.divided",
+        trigger="an argument of such a function that is divided among the devices",
+        text='jax.P("{axis}")',
+        proof=Proof.TRAINED,
+        tests=(_PMAPPED,),
+    ),
+    Advice(
+        key="step.pmap.partial",
+        trigger="such a function is a partial",
+        text="functools.partial({function}, {arguments})",
+        proof=Proof.TRAINED,
+        tests=(_PMAPPED,),
+    ),
+    Advice(
+        key="step.pmap.static",
+        trigger="such a function has static arguments",
+        text="lambda {names}: {function}({arguments})",
+        proof=Proof.TRAINED,
+        tests=(_PMAPPED,),
     ),
 )
 
