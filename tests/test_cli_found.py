@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Generator
@@ -22,6 +25,7 @@ from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.records.advice import ADVICE
 from tests.pasting import pasted, run, value
+from tests.target_step import needs_compiler
 from tests.unedited_scripts import LAYERS, written
 
 HEAD = "import functools, jax, jax.numpy as jnp\n" + LAYERS
@@ -389,3 +393,73 @@ def test_a_pmapped_step_without_a_name_is_asked_about(tmp_path: Path, capsys: An
     text += "jax.pmap(Model().train_step, axis_name='i')(state, jnp.ones((jax.device_count(), 4, 8)))\n"
     assert main(["inspect", written(tmp_path, HEAD + text + END)]) == 2
     assert "Can it run under jax.shard_map inside of jax.jit, over a mesh of all devices?" in capsys.readouterr().err
+
+
+# A mesh of the devices that are here, in three ways.
+MESHES = {
+    "shardings of a jit": """
+        step = jax.jit(train_step, in_shardings=(whole, rows), out_shardings=(whole, None), donate_argnums=0)
+        step(jax.device_put(jnp.ones((64, 64)), whole), jnp.ones((64, 64)))
+    """,
+    "a constraint": """
+        step = jax.jit(lambda w, x: train_step(w, jax.lax.with_sharding_constraint(x, rows)), donate_argnums=0)
+        step(jax.device_put(jnp.ones((64, 64)), whole), jax.device_put(jnp.ones((64, 64)), rows))
+    """,
+    "a shard_map": """
+        shared = lambda w, x: jax.tree.map(lambda y: jax.lax.pmean(y, "data"), train_step(w, x))
+        step = jax.shard_map(shared, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P(), check_vma=False)
+        jax.jit(step, donate_argnums=0)(jax.device_put(jnp.ones((64, 64)), whole), jnp.ones((64, 64)))
+    """,
+}
+OVER_MESH = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+mesh = Mesh(np.array(jax.devices()), ("data",))
+whole, rows = NamedSharding(mesh, jax.P()), NamedSharding(mesh, jax.P("data"))
+
+def train_step(w, x):
+    value, gradient = jax.value_and_grad(lambda w: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean())(w)
+    return w - 0.1 * gradient, value
+"""
+
+
+def jaxmem(*typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command on a machine with one CPU."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-m", "jaxmem_callbacks", *typed]
+    variables = inherited | {"JAX_PLATFORMS": "cpu"} | variables
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_mesh_of_the_devices_that_are_here_is_one_of_the_targets(kind: str, tmp_path: Path) -> None:
+    needs_compiler("h100_sxm")
+    script = written(tmp_path, OVER_MESH + textwrap.dedent(MESHES[kind]) + END)
+    done = jaxmem("inspect", script, "--target", "h100_sxm:2", "--json", "--top", "0")
+    assert done.returncode == 0, done.stderr
+    step = json.loads(done.stdout)["step"]
+    if kind != "shardings of a jit":  # whose batch comes whole, as far as the arguments say
+        assert step["argument_bytes"] == 64 * 64 * 4 + 32 * 64 * 4
+    assert step["alias_bytes"] == 64 * 64 * 4
+
+
+@pytest.mark.targets
+def test_how_many_devices_a_script_sees_is_what_its_user_says(tmp_path: Path) -> None:
+    needs_compiler("h100_sxm")
+    script = written(tmp_path, "import jax\nraise SystemExit(f'{jax.device_count()} devices')\n")
+    flag = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    for target, variables, count in (
+        ("h100_sxm:4", {}, 4),
+        ("h100_sxm", {}, 1),
+        ("h100_sxm:4", flag, 3),
+        ("h100_sxm:4", {"JAX_NUM_CPU_DEVICES": "5"}, 5),
+    ):
+        done = jaxmem("plan", script, "--target", target, **variables)
+        assert f"with the words {count} devices, before" in done.stderr
+    own = written(
+        tmp_path,
+        "import jax\njax.config.update('jax_num_cpu_devices', 6)\nraise SystemExit(f'{jax.device_count()} devices')\n",
+    )
+    assert "with the words 6 devices, before" in jaxmem("inspect", own, "--target", "h100_sxm:4").stderr

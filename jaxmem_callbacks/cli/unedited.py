@@ -8,11 +8,15 @@ with it, and does for a package what JAX's does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import types
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+
+import jax
 
 from jaxmem_callbacks.cli.pmapped import Pmapped
 from jaxmem_callbacks.cli.seen import AT_ONCE, GRADIENTS, JITS, LOOPS, Seen
@@ -21,6 +25,8 @@ from jaxmem_callbacks.cli.stand_ins import StandIns
 from jaxmem_callbacks.cli.watched import Watched, Watching
 from jaxmem_callbacks.programs.targets.target import Target
 
+_CPU_DEVICES = "xla_force_host_platform_device_count"
+_MOST_DEVICES = 64  # a script may make a copy of its state for each
 _MADE = {("jax", "pmap"): Pmapped}  # what makes other jitted functions -> what stands for them
 
 
@@ -35,6 +41,8 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
         target: What the step is to be compiled for; None for the attached devices.
     """
     seen = Seen()
+    if target is not None:
+        _see_devices_of(target)
     source = source_of(script)
     is_found_by_name = source.function is not None
     if not is_unedited(source.path):
@@ -65,3 +73,14 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
         watching.is_on = False
         for module, attribute, real in reversed(before):
             setattr(module, attribute, real)
+
+
+def _see_devices_of(target: Target) -> None:
+    """Let the script see as many devices as the target has, where its own are CPUs: a mesh of all of them is then the target's.
+
+    What the user says of their number holds, and so does a backend that has started already.
+    """
+    is_said = jax.config.values["jax_num_cpu_devices"] > 0 or _CPU_DEVICES in os.environ.get("XLA_FLAGS", "")
+    if 1 < target.device_count <= _MOST_DEVICES and not is_said:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", target.device_count)

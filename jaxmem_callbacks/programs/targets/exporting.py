@@ -25,6 +25,7 @@ from jaxmem_callbacks.records.errors import CompileError
 # it is not the device's own.
 ShardingText = dict[str, Any]
 #: What is wrong with a step that asks for cuDNN where there is none, and what to write instead.
+_SIZES = "does not match the device assignment size"  # JAX's words where meshes of two sizes meet
 NO_CUDNN = (
     "it asks for a cuDNN kernel, and cuDNN is not there to choose one",
     "Use jax.nn.dot_product_attention(..., implementation='xla') for the estimate.",
@@ -275,6 +276,11 @@ def _refusal(name: str, platform: str, error: Exception, callbacks: str) -> Comp
     elif "No supported GPU" in text:
         what = "it has a Pallas kernel for GPU, which asks for the attached GPU while it is lowered"
         instead = "Plan it on a machine with that GPU, or use the kernel's reference implementation for the estimate."
+    elif _SIZES in text:
+        what = (
+            f"its mesh is of the devices that are here, which are not as many as the target's ({text.splitlines()[0]})"
+        )
+        instead = "Are as many there, as CPUs, when it is made? For a script, `jaxmem plan` sees to that."
     else:
         what = f"jax.export refused it: {text.splitlines()[0] if text else type(error).__name__}"
         instead = "Plan it on a machine with that hardware."
