@@ -63,13 +63,8 @@ NOT_YET: dict[str, int] = {
     "cli/starting.py": 2,
     "cli/targets.py": 1,
     "cli/train_lines.py": 11,
-<<<<<<< HEAD
-    "config/locate.py": 1,
-    "config/named.py": 1,
-    "config/presets.py": 1,
-=======
     "config/locate.py": 2,
->>>>>>> 42894ce (Rows, mutants and changelog of steps that are found)
+    "config/named.py": 1,
     "config/problems.py": 1,
     "environment/choosing.py": 7,
     "environment/figures.py": 2,
