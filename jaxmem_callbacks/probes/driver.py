@@ -52,6 +52,17 @@ class DriverProbe:
             self._handles = self._opened(self._devices)
         return [self._read_one(device, step) for device in self._devices]
 
+    def processes(self) -> dict[str, tuple[tuple[int, int | None], ...]]:
+        """Label -> processes with memory of the GPU: number and bytes, None where the driver hides them. Asked after `read`."""
+        return {label: self._processes_of(handle) for label, handle in (self._handles or {}).items()}
+
+    def _processes_of(self, handle: Any) -> tuple[tuple[int, int | None], ...]:
+        try:
+            listed = self._library.nvmlDeviceGetComputeRunningProcesses(handle)
+            return tuple((int(each.pid), each.usedGpuMemory and int(each.usedGpuMemory)) for each in listed)
+        except Exception:  # noqa: BLE001 - NVML's own error types are known only with its library
+            return ()
+
     def _read_one(self, device: Device, step: int) -> Reading | Unavailable:
         label = device_label(device)
         handle = (self._handles or {}).get(label)

@@ -48,7 +48,7 @@ class Holder:
     Attributes:
         name: Path in the step's arguments such as ``state.params['Dense_0']['kernel']``, or the variable that holds them;
             empty where nobody knows.
-        known_by: How the name was found: ``the call's own arrays``, ``shape``, ``variable``, or empty.
+        known_by: How the name was found: ``the call's own arrays``, ``shape``, ``variable``, ``its error``, or empty.
         module: The module that it belongs to, such as ``Block_3/Dense_0``, or ``Block_*/Dense_0`` where it may be of several;
             empty where nobody knows.
         kind: What it is to the step, such as ``parameters``; empty outside of it.
@@ -159,6 +159,27 @@ class Hole:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OnTheCard:
+    """What a GPU's driver counts as taken, beside JAX's pool.
+
+    Attributes:
+        device: Stable label such as ``gpu:0``.
+        used_bytes: Taken on the whole device, by everything.
+        pool_bytes: JAX's pool, or None where its allocator does not say.
+        own_bytes: This process, the pool included; None where the driver does not say.
+        others: Number of each other process, and its bytes, None where the driver hides them.
+        frameworks: What this process has imported that takes memory of a GPU by itself.
+    """
+
+    device: str
+    used_bytes: int
+    pool_bytes: int | None = None
+    own_bytes: int | None = None
+    others: tuple[tuple[int, int | None], ...] = ()
+    frameworks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OomReport:
     """An out-of-memory failure, explained.
 
@@ -181,6 +202,8 @@ class OomReport:
         live_count: All live arrays.
         left_out_count: Arrays of smaller holders that are not listed.
         left_out_bytes: Their bytes.
+        failed_bytes: Of ``live_bytes``, results of a call that failed: they can't be read.
+        on_the_cards: What the driver counts on each GPU.
         step: The latest step that the monitor was told, or None.
         readings: The monitor's last readings.
         events: The monitor's last events, oldest first.
@@ -215,6 +238,8 @@ class OomReport:
     live_count: int | None = None
     left_out_count: int = 0
     left_out_bytes: int = 0
+    failed_bytes: int = 0
+    on_the_cards: tuple[OnTheCard, ...] = ()
     step: int | None = None
     readings: tuple[Reading, ...] = ()
     events: tuple[MemoryEvent, ...] = ()

@@ -115,7 +115,31 @@ def _holders(report: OomReport) -> Section:
         else ()
     )
     tables = [OomTable(columns, rows, bars)] if rows else []
-    return Section(title, (first, *rest), (*_modules(report), *tables))
+    failed = (
+        f"{format_bytes(report.failed_bytes)} of it are results of the failed call, which cannot be read: they are no state to "
+        "go on from, and go with the variables that hold them."
+    )
+    return Section(
+        title,
+        (first, *((failed,) if report.failed_bytes else ()), *rest, *_on_the_cards(report)),
+        (*_modules(report), *tables),
+    )
+
+
+def _on_the_cards(report: OomReport) -> Iterator[str]:
+    """What lies on each GPU beside JAX's pool, as its driver counts it."""
+    for card in report.on_the_cards:
+        pool = "" if card.pool_bytes is None else f"; JAX's pool is {format_bytes(card.pool_bytes)} of it"
+        yield f"On {card.device} the driver counts {format_bytes(card.used_bytes)} as taken{pool}."
+        if card.own_bytes is not None and card.pool_bytes is not None and card.own_bytes > card.pool_bytes:
+            own = ", ".join(
+                ("the CUDA context, its libraries", *(f"{name}, which is imported" for name in card.frameworks))
+            )
+            yield f"This process holds {format_bytes(card.own_bytes - card.pool_bytes)} outside of the pool: {own}."
+        elif card.frameworks:
+            yield f"This process has imported {', '.join(card.frameworks)}, whose memory is not in JAX's pool."
+        for pid, size in card.others:
+            yield f"Process {pid} holds {'memory, how much the driver does not say' if size is None else format_bytes(size)}."
 
 
 def _modules(report: OomReport) -> Iterator[OomTable]:

@@ -18,6 +18,7 @@ from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.records.oom_report import FailedProgram, MemoryLimit, OomReport
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
+from jaxmem_callbacks.recovery.reports.elsewhere import on_the_cards
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.holders import Held, gone, held_arrays
 from jaxmem_callbacks.recovery.reports.holes import holes_now
@@ -100,6 +101,8 @@ def gather(
         live_count=held.count if held else None,
         left_out_count=held.left_out_count if held else 0,
         left_out_bytes=held.left_out_bytes if held else 0,
+        failed_bytes=held.failed_bytes if held else 0,
+        on_the_cards=parts.attempt("the driver", on_the_cards, allocator, default=()) if platform == "gpu" else (),
         allocator=allocator,
         no_allocator=silent,
         holes=holes,

@@ -26,7 +26,7 @@ _LISTED, _MODULES = 24, 8
 _SECONDS = 0.75  # for sizes and names; a report takes no more than two
 _AT_ONCE = 256
 _ASKED = 8  # arrays of one holder that are asked where they were made
-ITSELF, VARIABLE, SHAPE = "the call's own array", "variable", "shape"
+ITSELF, VARIABLE, SHAPE, FAILED = "the call's own array", "variable", "shape", "its error"
 
 _Form = tuple[tuple[int, ...], str]  # shape and dtype
 
@@ -42,6 +42,7 @@ class Held:
         count: All of them.
         left_out_count: Those of holders that are not listed, and those that there was no time to name.
         left_out_bytes: Their bytes.
+        failed_bytes: Of all that were named, results of a call that failed.
     """
 
     holders: tuple[Holder, ...] = ()
@@ -50,6 +51,7 @@ class Held:
     count: int = 0
     left_out_count: int = 0
     left_out_bytes: int = 0
+    failed_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -107,14 +109,21 @@ def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the
     seen, ends = _Seen(), time.monotonic() + _SECONDS
     arrays, sizes, totals = _sized(seen)
     order, named = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True), 0
+    failed: set[int] = set()
     for place in order:
-        if named and named % _AT_ONCE == 0 and time.monotonic() >= ends:
-            break
+        if named % _AT_ONCE == 0:
+            if named and time.monotonic() >= ends:
+                break
+            failed = _failed([arrays[each] for each in order[named : named + _AT_ONCE]])
         named += 1
         size, array = sizes[place], arrays[place]
         type_text, devices = seen.type_text(array), seen.labels(array)
-        name = _named(array, own, variables, alike, modules)
-        apart = "" if name.known_by == VARIABLE else f"{type_text} {devices}"
+        # What a failed call made in place of its arguments has their shapes, and is none of them.
+        lost = (
+            _Name(variables.get(id(array), ""), FAILED, "results of the failed call") if id(array) in failed else None
+        )
+        name = lost or _named(array, own, variables, alike, modules)
+        apart = "" if name.known_by in (VARIABLE, FAILED) else f"{type_text} {devices}"
         group = groups.setdefault((name.text, name.known_by, apart), _Group(name, type_text, devices))
         if group.count < _ASKED:
             group.sites[creation_site(array)] += 1
@@ -169,7 +178,7 @@ def _named(
     alike: Mapping[_Form, _Name],
     modules: Mapping[str, str],
 ) -> _Name:
-    """The best name that there is for an array."""
+    """The best name that there is for an array that can be read."""
     if (leaf := own.get(id(array))) is not None:
         return _Name(leaf.path, ITSELF, leaf.kind, (modules.get(leaf.path, ""),))
     same = alike.get((tuple(array.shape), str(array.dtype))) if alike else None
@@ -177,6 +186,28 @@ def _named(
     if same is not None:
         return same if variable is None else replace(same, text=f"{same.text}, held by {variable}")
     return _Name() if variable is None else _Name(variable, VARIABLE)
+
+
+def _failed(arrays: Sequence[Any]) -> set[int]:
+    """``id(array)`` of those that cannot be read, since the call that made them failed. Nothing is waited for."""
+    ready = [array for array in arrays if _is_ready(array)]
+    return set() if _are_sound(ready) else {id(array) for array in ready if not _are_sound([array])}
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether it is there; a deleted one is not asked, which jaxlib 0.10.2 dies of."""
+    try:
+        return not array.is_deleted() and array.is_ready()
+    except RuntimeError:  # deleted meanwhile
+        return False
+
+
+def _are_sound(arrays: Sequence[Any]) -> bool:
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:  # noqa: BLE001 - whatever their computation raised
+        return False
+    return True
 
 
 def _by_module(groups: Sequence[_Group], modules: Mapping[str, str]) -> tuple[ModuleHolder, ...]:
@@ -225,6 +256,7 @@ def _summed(
         count=sum(group.count for group in ordered) + len(unnamed),
         left_out_count=sum(group.count for group in rest) + len(unnamed),
         left_out_bytes=sum(group.bytes for group in rest) + sum(unnamed),
+        failed_bytes=sum(group.bytes for group in ordered if group.name.known_by == FAILED),
     )
 
 

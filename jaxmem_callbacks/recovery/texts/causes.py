@@ -107,7 +107,9 @@ def _limit_was_too_small(asked: int | None, facts: OomFacts, room: Room) -> str:
     if facts.limit_bytes is not None and asked > facts.limit_bytes:
         return "it alone is larger than the limit"
     left = room.left_bytes if room.free_bytes is None else room.free_bytes + (room.growth_bytes or 0)
-    return "more was asked for than was free" if left is not None and asked > left else ""
+    return (
+        f"more was asked for than was {'there' if room.later else 'free'}" if left is not None and asked > left else ""
+    )
 
 
 def _growing_stopped(asked: int, room: Room) -> tuple[OomCause, str] | None:
