@@ -62,7 +62,7 @@ def test_what_has_no_bytes_is_refused(said: Any, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("said", "meant"),
-    [("72GiB", 72 << 30), ("4096 B", 4096), (np.int64(7), 7), (0.9, 0.9), (np.float64(0.5), 0.5), (1.0, 1.0)],
+    [("72GiB", 72 << 30), ("4096 B", 4096), (np.int64(2**21), 2**21), (0.9, 0.9), (np.float64(0.5), 0.5), (1.0, 1.0)],
 )
 def test_a_budget_is_bytes_or_a_share(said: Any, meant: float) -> None:
     assert parse_budget(said) == meant
@@ -74,6 +74,19 @@ def test_text_without_a_unit_is_no_budget(text: str) -> None:
     words = rf"budget='{text}': The size '{text}' has no unit\. Type '{text}GiB', or '{text}B' for bytes\. .*such as 0\.9, is"
     with pytest.raises(PlanError, match=words):
         parse_budget(text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [(72, "72GiB"), (2, "2GiB"), (np.int64(4095), "4095GiB"), (80_000, "80000B"), (2**20 - 1, "1048575B")],
+)
+def test_a_small_whole_number_is_no_budget(asked: Any, meant: str) -> None:
+    words = rf"budget=.*: expected a size with its unit, since .* hold no step\. Type '{meant}', or a share"
+    with pytest.raises(PlanError, match=words):
+        parse_budget(asked)
+    with pytest.raises(PlanError, match=words):
+        jm.plan(lambda p: p, 1.0, budget=asked, progress=False)
+    assert parse_budget(meant) > 0
 
 
 @pytest.mark.parametrize("asked", ["0B", 0, True, "nan"])

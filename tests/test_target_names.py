@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -39,7 +40,7 @@ PYPROJECT = pathlib.Path(__file__).parents[1] / "pyproject.toml"
         ("7x:2x2x1", "tpu7x:2x2x1", 8, "tpu7x:2x2x1"),
         ("v3", "v3:2x2", 8, "v3:2x2"),
         ("trillium", "v6e:1x1", 1, "v6e:1x1"),
-        ("h100", "h100_sxm", 1, "1x1x1"),
+        ("h100_pcie", "h100_pcie", 1, "1x1x1"),
         ("H100-SXM:8", "h100_sxm:8", 8, "1x1x8"),
         ("RTX-4090", "rtx4090", 1, "1x1x1"),
         ("l40s:4", "l40s:4", 4, "1x1x4"),
@@ -60,7 +61,7 @@ def test_every_name_resolves_and_knows_its_memory():
         assert (target.target_config is not None) == (target.platform == "cuda")
     assert (
         'device_description_str: "NVIDIA H100 80GB HBM3"'
-        in resolve_target("h100", require_installed=False).target_config
+        in resolve_target("h100_sxm", require_installed=False).target_config
     )
 
 
@@ -82,7 +83,6 @@ def test_every_name_resolves_and_knows_its_memory():
         ("tpu-v5e-8", r"that is 8 chips: `v5e:2x4`\."),
         ("tpu-v5p", r"Did you mean `v5p`\? "),
         ("TPU v5 lite", r"Did you mean `v5e`\? "),
-        ("h100_80gb", r"Did you mean `h100_sxm`\? "),
         ("a100_80gb_sxm", r"Did you mean `a100_sxm_80`\? "),
         ("NVIDIA A100 40GB:4", r"Did you mean `a100_sxm_40`\? "),
         ("Tesla V100-SXM2-32GB", r"^Unknown target 'Tesla V100-SXM2-32GB'\. Expected one of: "),
@@ -99,14 +99,41 @@ def test_every_name_resolves_and_knows_its_memory():
         ("cpu:8", r"Unknown target 'cpu:8'"),
         ("v5e:2x2x1", r"'v5e:2x2x1': a v5e topology has 2 dimensions of chips\. Type for example 'v5e:2x2'"),
         ("v5p:2", r"a v5p topology has 3 dimensions of chips\. Type for example 'v5p:2x2x2'"),
-        ("h100:12", r"'h100:12': expected a number of GPUs, at most 8 or a multiple of it .*'h100_sxm:8'"),
-        ("h100:many", r"expected a number of GPUs"),
-        ("h100:0", r"expected a number of GPUs"),
+        (
+            "h100 nvl",
+            r"No figures of it are known here: plan for one like it, such as `h100_sxm`, and give as the budget",
+        ),
+        ("h100_sxm:12", r"'h100_sxm:12': expected a number of GPUs, at most 8 or a multiple of it .*'h100_sxm:8'"),
+        ("h100_sxm:many", r"expected a number of GPUs"),
+        ("h100_sxm:0", r"expected a number of GPUs"),
     ],
 )
 def test_wrong_names_say_what_to_type(text, message):
     with pytest.raises(TargetError, match=message):
         resolve_target(text, require_installed=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "cards"),
+    [
+        (
+            "A100",
+            "a100_pcie_80 (73.6 GiB), a100_sxm_40 (39.4 GiB), a100_sxm_80 (79.3 GiB). Type one of them, such as 'a100_sxm_80'.",
+        ),
+        ("a100_80gb:8", "a100_pcie_80 (73.6 GiB), a100_sxm_80 (79.3 GiB). Type one of them, such as 'a100_sxm_80:8'."),
+        ("A100-SXM4", "a100_sxm_40 (39.4 GiB), a100_sxm_80 (79.3 GiB)."),
+        ("h100", "h100_pcie (79.1 GiB), h100_sxm (79.1 GiB)."),
+        ("NVIDIA H100 80GB", "h100_pcie (79.1 GiB), h100_sxm (79.1 GiB)."),
+        ("RTX 6000", "rtx6000ada (47.5 GiB), rtx6000pro (96.0 GiB)."),
+    ],
+)
+def test_a_name_that_several_cards_have_lists_them(text, cards):
+    with pytest.raises(TargetError, match=r"fits [23] cards") as caught:
+        resolve_target(text, require_installed=False)
+    message = str(caught.value)
+    assert message.startswith(f"Target {text!r} fits {cards.count('(')} cards: {cards}")
+    typed = re.search("such as '(.*)'", message)[1]
+    assert resolve_target(typed, require_installed=False).name == typed
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ import jax, jax.numpy as jnp
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.target import resolve_target
 x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-compile_for_target(lambda x: x @ x, (x,), target=resolve_target('h100', require_installed=False))
+compile_for_target(lambda x: x @ x, (x,), target=resolve_target('h100_sxm', require_installed=False))
 """
 
 

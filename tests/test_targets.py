@@ -210,16 +210,16 @@ def test_a_tpu_that_is_too_small_is_an_answer():
 
 
 def test_a_gpu_that_is_too_small_is_compared(monkeypatch):
-    needs_compiler("h100")
+    needs_compiler("h100_sxm")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true --xla_gpu_autotune_level=0")
-    result = compile_for_target(lambda x: x + 1, (shape(20 * GIB),), target="h100")
+    result = compile_for_target(lambda x: x + 1, (shape(20 * GIB),), target="h100_sxm")
     assert result.fits is False
     assert result.needed_bytes == result.memory.step_bytes >= 160 * GIB
     assert result.compiler_options == {}  # the user has said what they want
 
 
 def test_a_search_for_kernels_that_nothing_can_time_changes_no_bytes(monkeypatch):
-    needs_compiler("h100")
+    needs_compiler("h100_sxm")
 
     def step(kernel, weights, images):
         def loss(kernel, weights):
@@ -231,13 +231,13 @@ def test_a_search_for_kernels_that_nothing_can_time_changes_no_bytes(monkeypatch
     args, found = (shape(32, 16, 3, 3), shape(32 * 16 * 16, 64), shape(64, 16, 16, 16)), []
     for flags in ("", "--xla_gpu_autotune_level=4"):
         monkeypatch.setenv("XLA_FLAGS", flags)
-        found.append(compile_for_target(step, args, target="h100"))
+        found.append(compile_for_target(step, args, target="h100_sxm"))
     assert found[0].memory == found[1].memory
     assert "xla_gpu_autotune_level" not in found[1].compiler_options
 
 
 def test_keys_offload_and_static_arguments_reach_the_compiler():
-    needs_compiler("h100")
+    needs_compiler("h100_sxm")
     policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
     @functools.partial(jax.checkpoint, policy=policy)
@@ -250,13 +250,13 @@ def test_keys_offload_and_static_arguments_reach_the_compiler():
         return jax.grad(lambda x: jax.lax.scan(body, x + noise, None, length=layers)[0].sum())(x)
 
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-    result = compile_for_target(step, (key, key, shape(WIDTH, WIDTH), 4), target="h100", static_argnums=3)
+    result = compile_for_target(step, (key, key, shape(WIDTH, WIDTH), 4), target="h100_sxm", static_argnums=3)
     assert result.memory.argument_bytes == 8 + WIDTH * WIDTH * 4
     assert result.host_temp_bytes >= 2 * 4 * WIDTH * WIDTH * 4  # two products a layer
 
 
 def test_a_kernel_that_the_target_does_not_have_is_the_compilers_own_refusal():
-    needs_compiler("h100")
+    needs_compiler("h100_sxm")
 
     def step(x):
         return jax.ffi.ffi_call("jaxmem_no_such_kernel", x)(x)
@@ -264,10 +264,10 @@ def test_a_kernel_that_the_target_does_not_have_is_the_compilers_own_refusal():
     with pytest.raises(
         CompileError, match=r"step for h100_sxm: the compiler refused the program(?s:.*)jaxmem_no_such_kernel"
     ):
-        compile_for_target(step, (shape(8, 8),), target="h100")
+        compile_for_target(step, (shape(8, 8),), target="h100_sxm")
 
 
-@pytest.mark.parametrize(("name", "size"), [("h100", 256), ("v5e:1x1", 4096)])  # a TPU pads to a tile
+@pytest.mark.parametrize(("name", "size"), [("h100_sxm", 256), ("v5e:1x1", 4096)])  # a TPU pads to a tile
 def test_the_users_process_sees_nothing_of_the_compilers(name, size):
     needs_compiler(name)
     code = (

@@ -25,21 +25,19 @@ from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
-from jaxmem_callbacks.planning.budget import parse_budget
+from jaxmem_callbacks.planning.budget import parse_budget, size_meant
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import put
-from jaxmem_callbacks.records.units import MIB, parse_bytes
+from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
 
-# A device has less; a number above it that has no unit is of no such unit.
-_MOST_GIB = 4096
 _FOR_THE_MONITOR = (
     "The whole plan, for the run's monitor: --save plan.json here, jm.MemoryMonitor(plan='plan.json') there. It shows what "
     "was planned beside what is measured, and says where the run is not what was planned."
@@ -316,18 +314,13 @@ def _budget(text: str) -> int | float:
     Raises:
         PlanError: neither.
     """
-    meant = "72GiB"
-    try:
+    number = None
+    with contextlib.suppress(ValueError):
         number = float(text)
-    except ValueError:
-        with contextlib.suppress(PlanError):
-            return parse_budget(text)
-    else:
-        if 0 < number <= 1:
-            return number
-        if MIB <= number < math.inf:
-            return int(number)
-        meant = f"{text}GiB" if 0 < number < _MOST_GIB else f"{text}B" if 0 < number < MIB else meant
+    is_bytes = number is not None and 1 < number < math.inf
+    with contextlib.suppress(PlanError):
+        return parse_budget(text if number is None else int(number) if is_bytes else number)
+    meant = size_meant(number)
     msg = (
         f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
         f"such as 0.9. Type --budget {meant}."

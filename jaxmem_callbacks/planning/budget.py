@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION, as_fraction, fraction_said
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.units import format_bytes, is_whole, parse_bytes
+from jaxmem_callbacks.records.units import MIB, format_bytes, is_whole, parse_bytes
+
+# A device has less; a number above it that has no unit is of no such unit.
+_MOST_GIB = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +84,7 @@ def parse_budget(asked: str | float) -> int | float:
     """Bytes as an int, or a share as a float.
 
     Raises:
-        PlanError: neither; text without a unit may mean GiB, bytes or a share.
+        PlanError: neither; text without a unit may mean GiB, bytes or a share, and so may a whole number below 1 MiB.
     """
     if isinstance(asked, numbers.Real) and not isinstance(asked, bool) and not is_whole(asked):
         share = float(asked)
@@ -99,7 +102,20 @@ def parse_budget(asked: str | float) -> int | float:
             f"budget={asked!r} is nothing to plan for: expected bytes above 0, such as '72GiB', or a share such as 0.9."
         )
         raise PlanError(msg)
+    if is_whole(asked) and size < MIB:
+        msg = (
+            f"budget={asked!r}: expected a size with its unit, since {format_bytes(size)} hold no step. Type "
+            f"{size_meant(size)!r}, or a share of what is usable above 0 and up to 1, such as 0.9."
+        )
+        raise PlanError(msg)
     return size
+
+
+def size_meant(number: float | None) -> str:
+    """The size that was likely meant by a number without a unit: gibibytes as far as a device may have so many, else bytes."""
+    if number is None or not 0 < number < MIB:
+        return "72GiB"
+    return f"{number:g}GiB" if number < _MOST_GIB else f"{number:.0f}B"
 
 
 def _whole(target: Target | None) -> int | None:

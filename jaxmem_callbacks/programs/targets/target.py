@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jaxmem_callbacks.programs.targets.compilers import require_compiler
 from jaxmem_callbacks.records.errors import TargetError
-from jaxmem_callbacks.records.units import GIB
+from jaxmem_callbacks.records.units import GIB, format_bytes
 
 _GPUS_PER_HOST = 8
 _ALIKE = 0.7
@@ -87,15 +87,13 @@ _TPUS = {
     "tpu7x": _Tpu(smallest="1x1x1", memory_gib=94.74, devices_per_chip=2),
 }
 _ROOMIEST = "v5p"
+_SOLD = 0.9  # of the memory that a card is sold with, at least
 _MUCH_LESS = 0.9  # of its memory: what has more does not place much less
 # What an accelerator type of Google Cloud counts for each chip, such as v5p-64: TensorCores in these generations, else chips
 # (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 _TYPES_COUNT = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _ALIASES = {
-    "a100": "a100_sxm_80",
-    "a100_80gb": "a100_sxm_80",
     "a100_40gb": "a100_sxm_40",
-    "h100": "h100_sxm",
     "h200_sxm": "h200",
     "rtx_pro_6000": "rtx6000pro",
     "rtx_a6000": "a6000",
@@ -151,15 +149,16 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
 
     Args:
         text: ``v5e:2x2``, ``v4:2x2x1``, ``h100_sxm:8``, a bare name (the smallest topology, or one GPU) or ``cpu``.
-            Capitals and hyphens do not matter; ``h100``, ``a100``, ``trillium`` and the like are understood.
+            Capitals and hyphens do not matter; ``rtx-4090``, ``trillium`` and the like are understood.
         require_installed: Check that its compiler is installed, without importing it.
 
     Returns:
         The target; ``name`` is its canonical spelling.
 
     Raises:
-        TargetError: unknown name (the message lists all, and the nearest), a topology that the compiler does not
-            build (the message names those near it), or a compiler that is not installed (the message is the line to type).
+        TargetError: a name that fits several cards, such as ``a100`` (the message lists them), an unknown one (it lists all,
+            and the nearest), a topology that the compiler does not build (it names those near it), or a compiler that is not
+            installed (it is the line to type).
     """
     word, _, shape = str(text).strip().lower().replace("-", "_").partition(":")
     kind = _ALIASES.get(word, word)
@@ -170,6 +169,7 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
     elif kind == "cpu" and not shape:
         return Target(name="cpu", platform="cpu", device_count=1)
     else:
+        _require_one_card(word, shape, text)
         msg = (
             f"Unknown target {text!r}.{_slice_meant(word) or _meant(word)} Expected one of: {', '.join(target_names())}; "
             "with a topology or a count where it has several devices, such as 'v5e:2x2' or 'h100_sxm:8'."
@@ -178,6 +178,47 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
     if require_installed:
         require_compiler(target.platform, target.name)
     return target
+
+
+def _require_one_card(word: str, shape: str, text: str) -> None:
+    """Refuse a name that several cards have, which differ in memory and speed."""
+    fitting = _cards(word)
+    if len(fitting) > 1:
+        count = f":{shape}" if shape else ""
+        told = ", ".join(f"{name} ({format_bytes(_gpu_figures()[name]['device_memory_size'])})" for name in fitting)
+        msg = f"Target {text!r} fits {len(fitting)} cards: {told}. Type one of them, such as '{fitting[-1]}{count}'."
+        raise TargetError(msg)
+
+
+def _cards(word: str) -> list[str]:
+    """The GPUs of the model that a name holds, without those that another word of it rules out."""
+    typed = _parts(_unbranded(word))
+    return [
+        name
+        for name, figures in _gpu_figures().items()
+        if _model(name) in typed
+        and all(
+            part in _parts(name) | _parts(figures["device_description_str"].lower())
+            or _is_size(part, figures["device_memory_size"])
+            for part in typed
+        )
+    ]
+
+
+def _parts(name: str) -> set[str]:
+    """The words of a name, with an RTX's number by itself and a module's generation left out."""
+    apart = re.sub(r"rtx(\d+)", r"rtx_\1_", name).replace("-", "_")
+    return {re.sub(r"^sxm\d$", "sxm", each) for each in _words(apart) if each and each not in _BRANDS}
+
+
+def _model(name: str) -> str:
+    """The word of a card's name that is its model: ``a100``, ``4090``."""
+    return re.findall(r"\d+", name)[0] if name.startswith("rtx") else name.partition("_")[0]
+
+
+def _is_size(word: str, size: int) -> bool:
+    """Whether a number in a name is a card's memory as it is sold, of which the driver keeps some."""
+    return word.isdecimal() and _SOLD * int(word) * 10**9 < size <= int(word) * GIB
 
 
 def roomier(target: Target) -> Target | None:
@@ -239,14 +280,16 @@ def _meant(word: str) -> str:
 
     A name in which all words of one of ours stand is that one, such as the maker's: ``nvidia_h100_80gb_hbm3``, ``tpu_v5p``.
     """
-    names = (*target_names(), *_ALIASES)
-    within = [name for name in names if _words(name) <= _words(word)]
+    models = {_model(name): name for name in _gpu_figures() if _model(name) not in _gpu_figures()}
+    names = (*target_names(), *_ALIASES, *models)
+    within = [*_cards(word), *(name for name in names if _words(name) <= _words(word))]
     if within:
         near = max(within, key=lambda name: len(_words(name)))
     else:
         near = next(iter(difflib.get_close_matches(_unbranded(word), names, n=1, cutoff=_ALIKE)), "")
-    name = _ALIASES.get(near, near)
-    if _is_another_number(word, near):
+    name = models.get(near, _ALIASES.get(near, near))
+    is_another_card = near in models and near in _parts(word)
+    if _is_another_number(word, near) or is_another_card:
         return (
             f" No figures of it are known here: plan for one like it, such as `{name}`, and give as the budget what JAX takes of "
             "its own memory, three quarters unless told otherwise."
