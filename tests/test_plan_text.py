@@ -113,9 +113,6 @@ def test_what_a_refused_program_would_compute_again_is_unknown_and_never_free() 
     assert json.loads(plan.to_json())["candidates"][0]["compiler_remat"] is None
 
 
-MANY = jm.StepPolicy(remat="full", microbatches=4, offload=("cuts",))
-
-
 def unfit(size: float | None, budget: int, limit: int) -> PlanRecord:
     return samples.record([samples.candidate(size, 0, fits=False)], 0, budget, limit_bytes=limit, least_bytes=MIB)
 
@@ -129,16 +126,12 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
         assert "by unknown" not in text
         assert "needs unknown" not in text
     above = unfit(10 * 1024, 8 * GIB, 60 * GIB)
-    assert "nothing fits, by 2.0 GiB; this comes nearest. " in str(jm.Plan(above))
+    assert "nothing fits, by 2.0 GiB; this comes nearest.\n" in str(jm.Plan(above))
     assert "2.0 GiB more than the budget of 8.0 GiB allows" in unfit_reason(above)
-    next_steps = (
-        "Try --search microbatches=2,4 and --search offload (search= of jm.plan), or a smaller batch, more devices"
-    )
-    assert (next_steps in sentences(str(jm.Plan(above)))) == (above.platform != "cpu")
-    tried = replace(above, candidates=tuple(replace(each, policy=MANY) for each in above.candidates))
-    assert "Try a smaller batch, more devices or a larger one." in sentences(str(jm.Plan(tried)))
-    refused = replace(above, notes=("Microbatches 3 were not tried.", "full, offload cuts was not compiled: no loop."))
-    assert "--search" not in str(jm.Plan(refused)), "what a note refuses is not advised"
+    assert "Try a smaller batch, more devices or a larger one." in sentences(str(jm.Plan(above)))
+    may_help = replace(above, searches=("--search microbatches=2,4", "--search offload"))
+    next_steps = "Try --search microbatches=2,4 and --search offload (search= of jm.plan), or a smaller batch, more"
+    assert next_steps in sentences(str(jm.Plan(may_help)))
     hopeless = replace(above, least_bytes=9 * GIB)
     assert "No policy makes these fit: split them over more devices" in sentences(str(jm.Plan(hopeless)))
     beside = replace(above, least_bytes=GIB, resident_bytes=8 * GIB)
@@ -146,7 +139,7 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
     assert told in sentences(str(jm.Plan(beside)))
     # A budget beyond the hardware: what its compiler refused is within the budget, and above the limit.
     beyond = unfit(10 * 1024, 12 * GIB, 8 * GIB)
-    assert "nothing fits, by 2.0 GiB; this comes nearest. " in str(jm.Plan(beyond))
+    assert "nothing fits, by 2.0 GiB; this comes nearest.\n" in str(jm.Plan(beyond))
     assert "2.0 GiB more than the 8.0 GiB that can be used there" in unfit_reason(beyond)
 
 

@@ -84,6 +84,7 @@ class Compiler:
         self.answers: list[TargetCompilation] = []
         self.notes: dict[str, None] = {}
         self.left_alone: dict[OwnCheckpoint, None] = {}
+        self.obstacles: dict[str, None] = {}  # those of them that say what the policies cannot change
         self._plain_step = problem.step(problem.base)
         self._disagreed: tuple[str, ...] = ()
         self.plain = self.facts(problem.base, self._plain_step)
@@ -115,6 +116,7 @@ class Compiler:
         finally:  # a loss may be refused for its own checkpoints
             self.left_alone |= dict.fromkeys(step.left_alone)
         self.notes |= dict.fromkeys(step.notes)
+        self.obstacles |= dict.fromkeys(step.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
         speed, counted = problem.speed, count_flops(traced.jaxpr)
         if counted.loops_once:

@@ -26,7 +26,7 @@ def _own_jit(train_step: Callable[..., Any]) -> Jitted | None:
     return train_step.jit if isinstance(train_step, OfArrays) else already_jitted(train_step)
 
 
-def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[str]) -> None:
+def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[str]) -> str:
     """Say what donation saves in the chosen step.
 
     Args:
@@ -34,10 +34,13 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
         entry: The chosen candidate.
         said: The step's own word about donation.
         undonated: Arguments that the step, by that word, returns updated and does not donate.
+
+    Returns:
+        The sentence where donation makes a step fit that does not fit without it, else an empty text.
     """
     policy, compiled = entry.candidate.policy, entry.candidate.step_bytes
     if not undonated or compiled is None:
-        return
+        return ""
     names = ", ".join(undonated)
     try:
         if policy.donate != said:
@@ -47,25 +50,29 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
                 ledger.note(
                     f"Donating {names} saves {saved}: {format_bytes(compiled)} in place of {format_bytes(other.step_bytes)}."
                 )
-            return
+            return ""
         ledger.tell(f"{names} donated")
         ledger.asked += 1
         donating, cached = entry.compiler.donating(policy, undonated)
         ledger.beside_compiled += not cached
     except CompileError as error:
         ledger.note(f"What donating {names} would save is unknown: {error}")
-        return
+        return ""
     if donating is None or donating >= compiled:
         ledger.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
-        return
+        return ""
     problem = entry.compiler.problem
     limit = problem.budget.bytes
     is_enough = entry.candidate.fits is False and limit is not None and donating + problem.resident_bytes <= limit
-    ledger.note(
+    words = (
         f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
         f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled{', and fits' if is_enough else ''}. "
         f"{_line(entry, tuple(undonated))}"
     )
+    if is_enough:
+        return words
+    ledger.note(words)
+    return ""
 
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:

@@ -42,6 +42,7 @@ class Ledger:
     Attributes:
         check: Called where progress is told: raises what would end the plan.
         refused: What a policy or a loss refused, so that no compiler was asked.
+        obstacles: Those of the notes that say why nothing can be saved.
     """
 
     def __init__(self, progress: Progress | None, most: int) -> None:
@@ -55,6 +56,7 @@ class Ledger:
         self.entries: list[Entry] = []
         self.failed: list[Exception] = []
         self.refused: set[tuple[Compiler, StepPolicy]] = set()
+        self.obstacles: list[str] = []
         self._out_of_time = 0
         self._known: dict[tuple[Compiler, StepPolicy], Candidate | None] = {}
         self._cut: dict[tuple[Compiler, StepPolicy], None] = {}
@@ -94,6 +96,11 @@ class Ledger:
     def note(self, text: str) -> None:
         """Remember a remark."""
         self._notes[text] = []
+
+    def note_obstacle(self, text: str) -> None:
+        """Remember why nothing can be saved."""
+        self.obstacles.append(text)
+        self.note(text)
 
     def replace(self, entry: Entry, candidate: Candidate) -> Entry:
         """Know more of a candidate than was known when it was compiled."""

@@ -22,6 +22,7 @@ from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.rows import Rows, find_rows
 from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
+from jaxmem_callbacks.planning.verdict import remedies, searches
 from jaxmem_callbacks.programs.memory_text import large_constants
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
@@ -95,7 +96,7 @@ def make_plan(
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
     divided = is_divided(problem, traced, space, ask.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
-    ledger, compared = Ledger(progress, MOST), False
+    ledger, compared, donation = Ledger(progress, MOST), False, ""
     if space.own_checkpoints:
         problem = without_own_checkpoints(problem, ledger.note)
     replaces = problem.base.own_checkpoints == "replace"
@@ -113,7 +114,7 @@ def make_plan(
                 raise next((each for each in ledger.failed if isinstance(each, CompileTimeoutError)), ledger.failed[0])
             if replaces:
                 compile_as_written(chosen(ledger)[0].compiler, ledger)
-            note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
+            donation = note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
         if not ledger.entries:
@@ -123,7 +124,11 @@ def make_plan(
     best, reason = chosen(ledger)
     best = _placed_elsewhere(ledger, best)
     _note_choice(ledger, best)
-    return _record(ledger, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(planned)))
+    record = _record(ledger, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(planned)))
+    if best.candidate.fits is not False:
+        return record
+    obstacles = tuple(dict.fromkeys((*ledger.obstacles, *best.compiler.obstacles)))
+    return replace(record, obstacles=obstacles, remedies=remedies(best, donation), searches=searches(planned, ledger))
 
 
 def _of_use(space: Space, problem: Problem, ledger: Ledger) -> Space:
@@ -345,13 +350,13 @@ def _versions(answers: Sequence[TargetCompilation], hardware: Target | None) -> 
 def unfit_reason(record: PlanRecord) -> str:
     """What did not fit and by how much, for whoever is to run the policy all the same."""
     best = record.candidates[record.chosen]
-    return (
+    over = (
         f"Nothing fits: {record.step} {_over(record, best)} (parameters and optimizer state alone are "
         f"{format_bytes(record.least_bytes)})."
-        + (f" {record.left_alone}" if record.left_alone else "")
-        + "".join(f" {sentence}" for sentence in best.peak_sentences)
-        + " Plan for more or larger devices, a larger budget or a smaller batch."
     )
+    otherwise = "Plan for more or larger devices, a larger budget or a smaller batch."
+    stops = (record.left_alone, *record.obstacles)
+    return " ".join(words for words in (over, *stops, *best.peak_sentences, *record.remedies, otherwise) if words)
 
 
 def _over(record: PlanRecord, best: Candidate) -> str:

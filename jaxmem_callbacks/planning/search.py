@@ -105,11 +105,10 @@ class RematSearch:
         try:
             self._offered = offers(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
-            only_own = (
-                isinstance(error, LossRefusedError) and self._compiler.left_alone
-            )  # which the verdict says, with places
-            why = "nothing but the loss's own checkpoints could be cut." if only_own else error
-            self._ledger.note(f"Remat was not tried: {why}")
+            if isinstance(error, LossRefusedError) and self._compiler.left_alone:  # the verdict says where they are
+                self._ledger.note("Remat was not tried: nothing but the loss's own checkpoints could be cut.")
+            else:
+                self._ledger.note_obstacle(f"Remat was not tried: {error}")
             self._compile([self._plain] if plain else [])
             return False
         self._compile([self._plain, self._full] if plain else [self._full])

@@ -155,6 +155,20 @@ _PLANS = (
         proof=Proof.TRAINED,
         tests=("tests/test_plan_own_checkpoints.py::test_what_a_plan_of_a_script_prints_is_pasted",),
     ),
+    Advice(
+        key="plan.share",
+        trigger="nothing fits into the share of an absent GPU that JAX takes, and the nearest step fits into a larger one",
+        text="XLA_CLIENT_MEM_FRACTION={share}",
+        proof=Proof.COMPILED,
+        tests=("tests/test_plan_verdict.py::test_a_larger_share_of_the_gpu_that_is_printed_fits",),
+    ),
+    Advice(
+        key="plan.search",
+        trigger="nothing fits, and microbatches or offload were not tried and can be had",
+        text="--search {search}",
+        proof=Proof.COMPILED,
+        tests=("tests/test_plan_verdict.py::test_a_search_that_is_printed_can_be_had_and_needs_less",),
+    ),
 )
 
 # Gradients that a package takes

@@ -162,6 +162,10 @@ class PlanRecord:
             untold is enough, and where nobody knows.
         own_checkpoints: Checkpoints of the loss's own that the policies left alone; empty where they were replaced.
         gradients: Which of the step's gradients obey the policy, as `jm.jit_step` takes it: ``own`` or ``all``.
+        obstacles: Where nothing fits, those of the notes that say why the policies cannot save more.
+        remedies: Where nothing fits, what makes the chosen step fit as it is: compiled, or arithmetic with compiled bytes; the
+            cheapest first.
+        searches: Where nothing fits, options such as ``--search offload`` that were not tried and that the step can have.
         notes: Further remarks, one sentence each.
     """
 
@@ -191,6 +195,9 @@ class PlanRecord:
     fraction: float | None = None
     own_checkpoints: tuple[OwnCheckpoint, ...] = ()
     gradients: str = "own"
+    obstacles: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
+    searches: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

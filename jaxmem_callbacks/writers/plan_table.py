@@ -157,13 +157,14 @@ def _beside(chosen: Candidate) -> list[str]:
 
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
-    verdict = _shortfall(record) if chosen.fits is False else f"{record.reason}."
+    verdict, *more = _shortfall(record) if chosen.fits is False else [f"{record.reason}."]
     saves_none = chosen.fits and not chosen.extra_flops  # so nobody asks what else could be saved
     stops, noted = ("", record.left_alone) if saves_none else (record.left_alone, "")
     if stops:
         verdict = f"{stops} {verdict[0].upper()}{verdict[1:]}"
     lines = [
         f"-> {candidate_words(chosen, record)}: {verdict}",
+        *more,
         "* no other is better in both bytes and operations",
     ]
     lines += _beside(chosen)
@@ -186,33 +187,33 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines.append(f"{compiles_text(record)} ({versions}).")
     if record.margin:
         lines.append(f"Keep a margin: {record.margin}.")
-    return [*lines, *([noted] if noted else []), *record.notes]
+    noted_too = (note for note in record.notes if note not in record.obstacles)
+    return [*lines, *([noted] if noted else []), *noted_too]
 
 
-def _shortfall(record: PlanRecord) -> str:
+def _shortfall(record: PlanRecord) -> list[str]:
+    """What did not fit, what stops the policies, what would fit, and what may be tried."""
     much = (
         "and by how much is unknown, because the compiler refused it without a figure"
         if record.over_bytes is None
         else f"by {format_bytes(record.over_bytes)}"
     )
-    return (
-        f"nothing fits, {much}; this comes nearest. Parameters and optimizer state alone are "
-        f"{format_bytes(record.least_bytes)}. {_what_next(record)}"
-    )
+    state = f"Parameters and optimizer state alone are {format_bytes(record.least_bytes)}."
+    return [
+        f"nothing fits, {much}; this comes nearest.",
+        *record.obstacles,
+        *record.remedies,
+        f"{state} {_what_next(record)}",
+    ]
 
 
 def _what_next(record: PlanRecord) -> str:
-    """What may still fit, but for what was tried or has a note that says why not."""
+    """What may still fit, but for what was tried or cannot be had."""
+    if record.remedies:
+        return "Or plan for a smaller batch, more devices or a larger one."
     needed, budget, resident = record.least_bytes, record.budget_bytes, record.resident_bytes
     if needed is not None and budget is not None and needed + resident > budget:
         beside = f" beside the {format_bytes(resident)} that stay" if resident else ""
         return f"No policy makes these fit{beside}: split them over more devices, or give a larger budget or device."
-    policies = [each.policy for each in record.candidates]
-    notes = " ".join(note for note in record.notes if "not tried" in note or "not compiled" in note).lower()
-    looked_at = {
-        "microbatches=2,4": any(each.microbatches > 1 for each in policies) or "microbatches" in notes,
-        "offload": record.platform == "cpu" or any(each.offload for each in policies) or "offload" in notes,
-    }
-    ways = [f"--search {way}" for way, is_known in looked_at.items() if not is_known]
-    others = "a smaller batch, more devices or a larger one."
-    return f"Try {' and '.join(ways)} (search= of jm.plan), or {others}" if ways else f"Try {others}"
+    ways, others = " and ".join(record.searches), "a smaller batch, more devices or a larger one."
+    return f"Try {ways} (search= of jm.plan), or {others}" if ways else f"Try {others}"
