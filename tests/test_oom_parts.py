@@ -210,7 +210,10 @@ def test_settings_of_the_allocator_come_first_where_fragmentation_is_the_cause()
     ]
     assert not any(remedy.compiled or remedy.saves_bytes for remedy in first)
     grown = remedies(None, Forecasts(), (), cause="growth", **asked)
-    assert [remedy.lines[0].partition("  #")[0] for remedy in grown] == ['jm.apply_environment("gpu_preallocate")']
+    assert [remedy.lines[0].partition("  #")[0] for remedy in grown] == [
+        'jm.apply_environment("gpu_preallocate")',
+        'jm.apply_environment("gpu_async")',
+    ]
     # The device had no more: a pool that asks for more of it, and arrays that are moved, change nothing.
     (held,) = remedies(None, Forecasts(), (), cause="refused", **asked)
     assert held.what.startswith("Does something else hold memory of the GPU: another process, or PyTorch")

@@ -268,7 +268,28 @@ _SCRIPTS = (
     ),
 )
 
-TABLE: tuple[Advice, ...] = (*_DATA, *_DONATION, *_RECOMPILATION, *_PLANS, *_GRADIENTS, *_ENVIRONMENT, *_SCRIPTS)
+# How a GPU's memory is taken
+
+_MEMORY = (
+    Advice(
+        key="memory.environment",
+        trigger="a pool had enough free but in pieces, or could not grow by enough in one piece",
+        text='jm.apply_environment("{preset}")',
+        proof=Proof.SIMULATED,
+        tests=("tests/test_advice_memory.py::test_a_run_that_its_pool_ended_goes_on_as_printed",),
+    ),
+)
+
+TABLE: tuple[Advice, ...] = (
+    *_DATA,
+    *_DONATION,
+    *_RECOMPILATION,
+    *_PLANS,
+    *_GRADIENTS,
+    *_ENVIRONMENT,
+    *_SCRIPTS,
+    *_MEMORY,
+)
 
 ADVICE = {row.key: row for row in TABLE}
 

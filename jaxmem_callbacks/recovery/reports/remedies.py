@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.oom import OomCause, OomFacts
 from jaxmem_callbacks.records.oom_report import Holder, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -213,15 +214,17 @@ def _settings(cause: OomCause, platform: str) -> Iterator[Remedy]:
         )
     yield Remedy(
         what="Nine tenths of the device for JAX, in one piece from the start; it takes three quarters unless told otherwise",
-        lines=('jm.apply_environment("gpu_preallocate")  # before JAX starts; jaxmem doctor tells what holds',),
+        lines=(
+            f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor tells what holds",
+        ),
         compiled=False,
         basis=why,
         costs="less room for CUDA, cuDNN, NCCL and other processes",
     )
-    if cause == "fragmentation":
+    if cause in ("fragmentation", "growth"):
         yield Remedy(
             what="CUDA's own pool, which maps free pieces together",
-            lines=('jm.apply_environment("gpu_async")  # before JAX starts',),
+            lines=(f"{advise('memory.environment', preset='gpu_async')}  # before JAX starts",),
             compiled=False,
             basis=why,
             costs="allocations take longer, and the pool reports fewer figures",

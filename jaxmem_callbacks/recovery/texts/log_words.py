@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.oom import OomCause, OomFacts
 from jaxmem_callbacks.records.oom_log import OomLog, PoolDump
 from jaxmem_callbacks.records.units import format_bytes
@@ -98,8 +99,13 @@ def _fragmented(facts: OomFacts) -> list[tuple[str, str]]:
         return []  # a TPU's runtime moves buffers by itself
     return [
         ("Move what lives long together, between steps", "state, report = jm.defragment(state)"),
-        ("CUDA's own pool maps free pieces together", 'jm.apply_environment("gpu_async")  # before JAX starts'),
+        _own_pool(),
     ]
+
+
+def _own_pool() -> tuple[str, str]:
+    line = f"{advise('memory.environment', preset='gpu_async')}  # before JAX starts"
+    return "CUDA's own pool maps free pieces together", line
 
 
 def _tuning(facts: OomFacts) -> list[tuple[str, str]]:
@@ -116,7 +122,7 @@ def _tuning(facts: OomFacts) -> list[tuple[str, str]]:
 def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
     more = (
         "Nine tenths of the device for JAX, in one piece from the start",
-        'jm.apply_environment("gpu_preallocate")  # before JAX starts; jaxmem doctor tells what holds',
+        f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor tells what holds",
     )
     less = (
         "Leave more of the device to CUDA, NCCL and kernels, whose memory lies outside JAX's pool",
@@ -124,6 +130,8 @@ def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
     )
     if cause == "refused":
         return [(ELSEWHERE, "")] if pool else [less, (ELSEWHERE, "")]
+    if cause == "growth":
+        return [more, _own_pool()]
     return [more] if pool else [less] if cause != "fragmentation" else [less, more]
 
 
