@@ -46,7 +46,7 @@ def nothing_of_earlier_files():
 # Half a minute and more each, without compilers of absent hardware.
 LONG = {
     *("test_lowering_cost.py", "test_recovery_limit.py", "test_recovery_processes.py", "test_remat_mathematics.py"),
-    *("test_sharding_steps.py", "test_tensorboard_page.py"),
+    *("test_own_checkpoints.py", "test_sharding_steps.py", "test_tensorboard_page.py"),
 }
 
 

@@ -59,7 +59,7 @@ def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
     found: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def look(some: Iterable[Any], around: Sequence[_Line], trips: int) -> None:
-        for eqn in some:
+        for eqn in filter(has_own_checkpoint, some):
             lines = [*_own_lines(eqn)[:1], *around]
             if is_checkpoint(eqn):
                 function, defined = _function(eqn)
@@ -68,8 +68,10 @@ def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
             for body in subjaxprs(eqn):
                 look(body.eqns, lines, inside)
 
-    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    look(eqns, list(itertools.islice((each for each in calls if not _is_framework(each[0])), 1)), 1)
+    written = list(filter(has_own_checkpoint, eqns))
+    if written:  # else nobody asks who calls
+        calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+        look(written, list(itertools.islice((each for each in calls if not _is_framework(each[0])), 1)), 1)
     return tuple(OwnCheckpoint(place=place, function=name, times=times) for (place, name), times in found.items())
 
 
