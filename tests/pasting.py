@@ -17,6 +17,9 @@ def pasted(key: str, printed: object) -> str:
         key: The row.
         printed: An exception, a warning, or text of the library's.
     """
+    for line in str(printed).splitlines():
+        if line.startswith("    ") and re.fullmatch(ADVICE[key].pattern, line.strip()):
+            return line.strip()
     found = re.search(ADVICE[key].pattern + _AFTER, str(printed), re.DOTALL)
     assert found is not None, f"{ADVICE[key].text!r} was not printed:\n{printed}"
     return found.group()

@@ -84,7 +84,6 @@ NOT_YET: dict[str, int] = {
     "programs/steps/jitting.py": 4,
     "programs/steps/making.py": 1,
     "programs/steps/placement.py": 3,
-    "programs/steps/policy_placement.py": 3,
     "programs/steps/shared_buffers.py": 1,
     "programs/targets/attached.py": 1,
     "programs/targets/compilers.py": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh
+from tests.pasting import pasted, run
 
 pytestmark = pytest.mark.core
 FSDP = jm.StepPolicy(sharding="fsdp")
@@ -50,43 +53,120 @@ def placed(mesh: Any, policy: jm.StepPolicy = FSDP) -> tuple[Any, Any, Any]:
     return *state, jax.device_put(batch, NamedSharding(mesh, P("fsdp")))
 
 
-def test_without_a_mesh_both_lines_are_shown():
-    with pytest.raises(PolicyError) as caught:
-        jm.jit_step(train_step, FSDP)(*data())
-    assert "sharding='fsdp' needs a mesh, and none is set where train_step is called" in str(caught.value)
-    assert '\n    jax.set_mesh(jm.make_mesh({"fsdp": -1}))  # before the first step\n' in str(caught.value)
-    line = "state_shardings=jm.infer_shardings((params, opt_state), mesh, policy))"
-    assert f"    step = jm.jit_step(train_step, policy, {line}" in str(caught.value)
+class Loop:
+    """A step that is a method, and a state in attributes."""
+
+    def __init__(self) -> None:
+        self.params, self.opt_state, _ = data()
+
+    def train_step(self, params: Any, opt_state: Any, batch: Any) -> Any:
+        return train_step(params, opt_state, batch)
 
 
-def test_a_state_that_lies_elsewhere_is_never_moved(mesh):
-    params, opt_state, batch = data()
-    step = jm.jit_step(train_step, FSDP)
-    line = "params, opt_state = jax.device_put((params, opt_state), jm.infer_shardings((params, opt_state), mesh, policy))."
-    with jax.set_mesh(mesh):
-        with pytest.raises(PolicyError, match=re.escape("params['w'] lies as SingleDeviceSharding")) as caught:
-            step(params, opt_state, batch)
-        assert "as sharding='fsdp' says. It is never moved silently." in str(caught.value)
-        assert line in str(caught.value)
-        assert not params["w"].is_deleted()
-        policy = FSDP
-        exec(line.removesuffix("."), {"jax": jax, "jm": jm}, names := locals())  # noqa: S102 - what users paste must run
-        assert policy
-        new_params, new_opt_state, _ = step(names["params"], names["opt_state"], batch)
-        assert new_params["w"].sharding.spec == P("fsdp")
-        half_moved = jax.device_put(new_opt_state, NamedSharding(mesh, P()))
-        with pytest.raises(PolicyError, match=re.escape("opt_state[0].trace['w'] lies as NamedSharding(mesh=")):
-            step(new_params, half_moved, batch)
-        assert not new_params["w"].is_deleted()
+@pytest.mark.parametrize("kind", ["function", "method", "partial"])
+def test_without_a_mesh_the_line_that_sets_one_is_shown(kind):
+    function = {"function": train_step, "method": Loop().train_step, "partial": functools.partial(train_step)}[kind]
+    step = jm.jit_step(function, FSDP)
+    with pytest.raises(PolicyError, match="sharding='fsdp' needs a mesh, and none is set where") as caught:
+        step(*data())
+    before = jax.sharding.get_mesh()
+    try:
+        run(pasted("sharding.set_mesh", caught.value), jax=jax, jm=jm)
+        *state, batch = placed(jax.sharding.get_mesh())
+        params, *_ = step(*state, batch)
+    finally:
+        jax.set_mesh(before)
+    assert params["w"].sharding.spec == P("fsdp")
 
 
-def test_one_argument_is_told_by_its_own_name(mesh):
+@pytest.mark.parametrize("kind", ["names", "attributes", "one", "keywords", "rules"])
+def test_a_state_that_lies_elsewhere_is_moved_by_the_line_that_is_shown(kind, mesh):
+    """In the names of the user's own call, on the user's own mesh."""
+    weights, moments, batch = data()
+    loop, rows = Loop(), jax.device_put(batch, NamedSharding(mesh, P("fsdp")))
+    policy = jm.StepPolicy(sharding=(("embed", "fsdp"),)) if kind == "rules" else FSDP
+
     def one_state(state: Any, batch: Any) -> Any:
-        return jax.tree.map(lambda x: x + batch.sum(), state), 0.0
+        params, opt_state, loss = train_step(*state, batch)
+        return (params, opt_state), loss
 
-    line = re.escape("state = jax.device_put(state, jm.infer_shardings(state, mesh, policy)).")
-    with jax.set_mesh(mesh), pytest.raises(PolicyError, match=line):
-        jm.jit_step(one_state, FSDP)({"w": jnp.ones((64, 64))}, jnp.ones(8))
+    def annotated(params: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x + batch.sum(), params), 0.0
+
+    step = jm.jit_step({"one": one_state, "rules": annotated}.get(kind, train_step), policy)
+    everything = (weights, moments)
+    boxed = nn.LogicallyPartitioned(jnp.ones((64, 64)), names=("embed", None))
+    call = {
+        "names": lambda: step(weights, moments, batch),
+        "attributes": lambda: step(loop.params, loop.opt_state, batch),
+        "one": lambda: step(everything, batch),
+        "keywords": lambda: step(weights, batch=batch, opt_state=moments),
+        "rules": lambda: step(boxed, batch),
+    }[kind]
+    with jax.set_mesh(mesh):
+        with pytest.raises(PolicyError, match=r"lies as SingleDeviceSharding.*\. It is never moved silently") as caught:
+            call()
+        line = pasted("sharding.move", caught.value)
+        assert "mesh, policy" not in line, "these are names of the library's own"
+        if kind == "rules":
+            assert pasted("sharding.rules", line) in line
+        assert not weights["w"].is_deleted()
+        has = {"weights": weights, "moments": moments, "loop": loop, "everything": everything, "boxed": boxed}
+        moved = run(line, jax=jax, jm=jm, **has)
+        if kind == "one":
+            state, _ = step(moved["everything"], rows)
+            params = state[0]
+        elif kind == "rules":
+            params, _ = step(moved["boxed"], rows)
+            assert params.value.sharding.spec == P("fsdp")
+            return
+        elif kind == "attributes":
+            params, *_ = step(loop.params, loop.opt_state, rows)
+        else:
+            params, opt_state, _ = step(moved["weights"], moved["moments"], rows)
+            half_moved = jax.device_put(opt_state, NamedSharding(mesh, P()))
+            with pytest.raises(PolicyError, match=re.escape("opt_state[0].trace['w'] lies as NamedSharding(mesh=")):
+                step(params, half_moved, rows)
+            assert not params["w"].is_deleted()
+        assert params["w"].sharding.spec == P("fsdp")
+
+
+@pytest.mark.parametrize("kind", ["model", "both", "one"])
+def test_models_with_functions_are_moved_by_the_line_that_is_shown(kind, mesh):
+    net = eqx.nn.MLP(16, 16, 64, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+    moments = OPTIMIZER.init(eqx.filter(net, eqx.is_inexact_array))
+
+    def of_both(model: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jm.eqx.value_and_grad(lambda model: (jax.vmap(model)(batch) ** 2).mean())(model)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    def of_model(model: Any, batch: Any) -> Any:
+        grads = jm.eqx.grad(lambda model: (jax.vmap(model)(batch) ** 2).mean())(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads)), 0.0
+
+    def of_one(state: Any, batch: Any) -> Any:
+        model, opt_state, loss = of_both(*state, batch)
+        return (model, opt_state), loss
+
+    step = jm.jit_step({"model": of_model, "both": of_both, "one": of_one}[kind], FSDP)
+    state = (net, moments)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(data()[2], NamedSharding(mesh, P("fsdp")))
+        call = {
+            "model": lambda: step(net, batch),
+            "both": lambda: step(net, moments, batch),
+            "one": lambda: step(state, batch),
+        }[kind]
+        with pytest.raises(PolicyError, match="lies as SingleDeviceSharding") as caught:
+            call()
+        line = pasted("sharding.move_modules", caught.value)
+        moved = run(line, jax=jax, jm=jm, eqx=eqx, net=net, moments=moments, state=state)
+        net, moments, state = moved["net"], moved["moments"], moved["state"]
+        model, *_ = call()
+    if kind == "one":
+        model = model[0]
+    assert model.layers[1].weight.sharding.spec == P("fsdp")
 
 
 def test_fresh_counters_of_one_element_may_lie_anywhere(mesh):
@@ -118,6 +198,29 @@ def test_the_mesh_of_state_shardings_is_used_and_its_word_wins(mesh):
     params, opt_state, _ = step(params, opt_state, batch)
     assert params["w"].sharding.spec == P(None, "fsdp")
     assert opt_state[0].trace["w"].sharding.spec == P("fsdp")
+
+
+@pytest.mark.parametrize("kind", ["tree", "one for all", "of the optimizer"])
+def test_the_mesh_of_state_shardings_is_in_the_line_that_is_shown(kind, mesh):
+    """No mesh is set; the first argument's place is the user's own word, or the second's."""
+    weights, moments, batch = placed(mesh)
+    split = NamedSharding(mesh, P("fsdp"))
+    by_policy = jax.tree.map(lambda array: array.sharding, moments)
+    state_shardings = {"tree": {"w": split}, "one for all": split, "of the optimizer": by_policy}[kind]
+    step = jm.jit_step(train_step, FSDP, state_shardings=state_shardings)
+    elsewhere = jax.device_put((weights, moments), jax.devices()[0])
+    if kind == "of the optimizer":
+        weights = elsewhere[0]
+    else:
+        moments = elsewhere[1]
+    with pytest.raises(PolicyError, match="lies as SingleDevice") as caught:
+        step(weights, moments, batch)
+    line = pasted("sharding.move", caught.value)
+    assert pasted("sharding.mesh_of_state", line) in line
+    has = {"weights": weights, "moments": moments, "state_shardings": state_shardings}
+    moved = run(line, jax=jax, jm=jm, **has)
+    params, *_ = step(moved["weights"], moved["moments"], batch)
+    assert params["w"].sharding.spec == P("fsdp")
 
 
 def test_shardings_of_the_whole_state_are_enough(mesh):
@@ -259,7 +362,7 @@ def test_nnx_objects_are_told_and_moved_as_trees(mesh):
 
     step = jm.jit_step(train, FSDP)
     with jax.set_mesh(mesh):
-        line = re.escape("model = jax.device_put(model, jm.infer_shardings(model, mesh, policy))")
+        line = re.escape('model = jax.device_put(model, jm.infer_shardings(model, jax.sharding.get_mesh(), "fsdp"))')
         with pytest.raises(PolicyError, match=line):
             step(model, jnp.ones((8, 64)))
         model = jax.device_put(model, jm.infer_shardings(model, mesh, FSDP))

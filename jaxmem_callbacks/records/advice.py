@@ -119,6 +119,44 @@ _DONATION = (
     ),
 )
 
+_SHARDING = (
+    Advice(
+        key="sharding.set_mesh",
+        trigger="a policy has a sharding, and no mesh is set where the step is called",
+        text='jax.set_mesh(jm.make_mesh({{"fsdp": -1}}))',
+        proof=Proof.TRAINED,
+        tests=("tests/test_sharding_refusals.py::test_without_a_mesh_the_line_that_sets_one_is_shown",),
+    ),
+    Advice(
+        key="sharding.move",
+        trigger="a state is placed otherwise than the policy's sharding has it",
+        text="{names} = jax.device_put({whole}, jm.infer_shardings({whole}, {mesh}, {policy}))",
+        proof=Proof.TRAINED,
+        tests=("tests/test_sharding_refusals.py::test_a_state_that_lies_elsewhere_is_moved_by_the_line_that_is_shown",),
+    ),
+    Advice(
+        key="sharding.mesh_of_state",
+        trigger="the same, where the mesh is that of `state_shardings`: what stands for the mesh in that line",
+        text="jax.tree.leaves(state_shardings)[0].mesh",
+        proof=Proof.TRAINED,
+        tests=("tests/test_sharding_refusals.py::test_the_mesh_of_state_shardings_is_in_the_line_that_is_shown",),
+    ),
+    Advice(
+        key="sharding.rules",
+        trigger="the same, of a policy whose sharding is rules: what stands for the policy in that line",
+        text="jm.StepPolicy(sharding={rules})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_sharding_refusals.py::test_a_state_that_lies_elsewhere_is_moved_by_the_line_that_is_shown",),
+    ),
+    Advice(
+        key="sharding.move_modules",
+        trigger="the same, of a state with Equinox modules, whose functions `jax.device_put` does not take",
+        text="{names} = eqx.filter_shard({whole}, jm.infer_shardings({whole}, {mesh}, {policy}))",
+        proof=Proof.TRAINED,
+        tests=("tests/test_sharding_refusals.py::test_models_with_functions_are_moved_by_the_line_that_is_shown",),
+    ),
+)
+
 # Events
 
 _RECOMPILATION = (
@@ -283,6 +321,7 @@ _MEMORY = (
 TABLE: tuple[Advice, ...] = (
     *_DATA,
     *_DONATION,
+    *_SHARDING,
     *_RECOMPILATION,
     *_PLANS,
     *_GRADIENTS,

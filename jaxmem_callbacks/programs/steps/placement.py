@@ -90,7 +90,7 @@ def require_placed(pin: Pin, value: Any) -> None:
             continue
         msg = (
             f"{pin.argument}{jax.tree_util.keystr(path)} lies as {leaf.sharding}, expected {wanted} as {pin.said} says. It is "
-            f"never moved silently. Move it once, before the loop: {pin.move}."
+            f"never moved silently. Move it once, before the loop:\n    {pin.move}"
         )
         raise PolicyError(msg)
 

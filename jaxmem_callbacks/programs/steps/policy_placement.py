@@ -10,8 +10,11 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.programs.steps.call_site import written_arguments
 from jaxmem_callbacks.programs.steps.donation import Place
+from jaxmem_callbacks.programs.steps.modules import hold_modules
 from jaxmem_callbacks.programs.steps.placement import Pin
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
@@ -45,39 +48,60 @@ def pins_of_policy(
             f"({', '.join(argument for argument, _ in arguments)}). Return the new state, or drop sharding from the policy."
         )
         raise PolicyError(msg)
-    mesh = _mesh(policy, own, name, [argument for argument, _ in state])
+    mesh = _mesh(policy, own, name)
     values = [value for _, value in state]
     # As the user would type it, so that paths in messages are the user's: one argument alone, several as a tuple.
     alone = len(values) == 1
     inferred = infer_shardings(values[0] if alone else tuple(values), mesh, policy)
     shardings = (inferred,) if alone else inferred
     _require_effect(policy, mesh, shardings, own)
-    names = ", ".join(argument for argument, _ in state)
-    whole = f"({names})" if len(state) > 1 else names
+    move = _move(policy, state, own, step)
     return [
         Pin(
             argument=argument,
             shardings=wanted,
             place=updated[argument],
             said=f"sharding={policy.sharding!r}",
-            move=f"{names} = jax.device_put({whole}, jm.infer_shardings({whole}, mesh, policy))",
+            move=move,
         )
         for (argument, _), wanted in zip(state, shardings, strict=True)
         if own is None or argument != own.argument
     ]
 
 
-def _mesh(policy: StepPolicy, own: Pin | None, step: str, names: Sequence[str]) -> Any:
+def _mesh(policy: StepPolicy, own: Pin | None, step: str) -> Any:
     mesh = (mesh_of(own.shardings) if own else None) or ambient_mesh()
     if mesh is None:
-        state = names[0] if len(names) == 1 else f"({', '.join(names)})"
         msg = (
-            f"sharding={policy.sharding!r} needs a mesh, and none is set where {step} is called. Type one of these:\n"
-            '    jax.set_mesh(jm.make_mesh({"fsdp": -1}))  # before the first step\n'
-            f"    step = jm.jit_step({step}, policy, state_shardings=jm.infer_shardings({state}, mesh, policy))"
+            f"sharding={policy.sharding!r} needs a mesh, and none is set where {step} is called. Expected jax.set_mesh above the "
+            f"first step, with your own mesh or with one over all devices: {advise('sharding.set_mesh')}"
         )
         raise PolicyError(msg)
     return mesh
+
+
+def _move(policy: StepPolicy, state: Sequence[tuple[str, Any]], own: Pin | None, step: Any) -> str:
+    """The line that lays a state as a policy says, in the names of the user's own call."""
+    written = written_arguments(step)
+    names = ", ".join(written.get(argument, argument) for argument, _ in state)
+    whole = f"({names})" if len(state) > 1 else names
+    mesh, words = _mesh_words(own), _policy_words(policy)
+    if hold_modules([value for _, value in state], {}):
+        return advise("sharding.move_modules", names=names, whole=whole, mesh=mesh, policy=words)
+    return advise("sharding.move", names=names, whole=whole, mesh=mesh, policy=words)
+
+
+def _mesh_words(own: Pin | None) -> str:
+    """Where the user has the mesh."""
+    is_own = own is not None and mesh_of(own.shardings) is not None
+    return advise("sharding.mesh_of_state") if is_own else "jax.sharding.get_mesh()"
+
+
+def _policy_words(policy: StepPolicy) -> str:
+    """A policy's sharding, as `jm.infer_shardings` takes it."""
+    if isinstance(policy.sharding, str):
+        return f'"{policy.sharding}"'
+    return advise("sharding.rules", rules=repr(policy.sharding))
 
 
 def mesh_of(shardings: Any) -> Any:
@@ -117,8 +141,8 @@ def _require_effect(policy: StepPolicy, mesh: Any, shardings: Any, own: Pin | No
     if own is not None and not any(_is_split(sharding) for sharding in _shardings(own.shardings)):
         msg = (
             f"sharding={policy.sharding!r} and state_shardings contradict each other: the policy splits the state, and "
-            "state_shardings keeps every array whole. Type state_shardings=jm.infer_shardings(state, mesh, policy), or drop "
-            "sharding from the policy."
+            "state_shardings keeps every array whole. Leave state_shardings out, and the policy says where the state lies; or "
+            "drop sharding from the policy."
         )
         raise PolicyError(msg)
 
