@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
@@ -250,19 +251,18 @@ def exported(function, *args, platform="cuda", **options):
     return export_program(flatten_program(function, args, {}, **options), platform)
 
 
-def printing(x):
-    jax.debug.print("{}", x[0])
-    return x
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (
-            printing,
-            r"printing cannot be compiled for an absent cuda: it calls back to Python \(debug_print\).*Take jax\.debug\.print",
+            jax.jit(lambda x: jax.pure_callback(np.sin, x, x)),
+            r"cannot be compiled for an absent cuda: it takes values from Python \(pure_callback\).*arrays of the same shapes",
         ),
-        (jax.jit(lambda x: jax.pure_callback(np.sin, x, x)), r"calls back to Python \(pure_callback\)"),
+        (lambda x: io_callback(np.sin, x, x), r"it takes values from Python \(io_callback\)"),
+        (
+            lambda x: jax.lax.scan(lambda c, r: (c, io_callback(np.sin, r, r, ordered=True)), x[0], x),
+            r"it takes values from Python \(io_callback\)",
+        ),
         (
             lambda x: jax.nn.dot_product_attention(
                 *[x[None, :, None].astype(jnp.bfloat16)] * 3, implementation="cudnn"

@@ -173,6 +173,7 @@ class Compiler:
 
     def _answered(self, policy: StepPolicy, facts: Facts, answer: TargetCompilation) -> Candidate:
         self.answers.append(answer)
+        self.notes |= dict.fromkeys(answer.note_of_reports)
         if answer.memory is not None:
             judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
             return replace(judged, peak=answer.peak and answer.peak.largest(_SHOWN))

@@ -211,7 +211,7 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
     return StepMemory(
         program=compiled.memory,
         arguments=argument_rows(uses, undonated),
-        warnings=_warnings(step, program),
+        warnings=(*_warnings(step, program), *compiled.note_of_reports),
         signature=signature_of(uses, {}),
         read_peak=again,
     )

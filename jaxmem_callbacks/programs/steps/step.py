@@ -12,17 +12,19 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import jax
 from jax.core import Tracer
 
+from jaxmem_callbacks._compat.compiler_options import compiler_options_of
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call, has_real_arrays
 from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
-from jaxmem_callbacks.programs.steps.arrays_apart import arrays_apart
+from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays, arrays_apart
 from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
 from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.copies import tell_copies
@@ -127,6 +129,7 @@ class Traced(NamedTuple):
     leaves: list[Leaf]
     undonated: tuple[str, ...]
     out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is said of it
+    compiler_options: Mapping[str, Any] = MappingProxyType({})  # those that the user gave to a jit
 
 
 class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside
@@ -262,7 +265,14 @@ class JitStep(Generic[_Arguments, _Results]):
             leaves = self._making.pinned(leaves)
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
-            return Traced(traced.jaxpr, leaves, undonated, out_shardings)
+            return Traced(traced.jaxpr, leaves, undonated, out_shardings, self.compiler_options)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Compiler options that the user gave to the step's own jit."""
+        step = self.__wrapped__
+        own = step.jit if isinstance(step, OfArrays) else self._own_jit
+        return {} if own is None else compiler_options_of(own.lowering)
 
     @property
     def gradients(self) -> Gradients:

@@ -44,7 +44,15 @@ from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 from jaxmem_callbacks.transforms.kinds import kind_of_path
 
 # Settings of the caller's JAX that the compiler, not the tracer, obeys.
-_COMPILER_CONFIG = ("jax_compiler_enable_remat_pass", "jax_memory_fitting_level", "jax_optimization_level")
+_COMPILER_CONFIG = (
+    "jax_compiler_enable_remat_pass",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_memory_fitting_level",
+    "jax_optimization_level",
+    "jax_use_shardy_partitioner",
+    "jax_xla_profile_version",
+)
 _DUMP = "dump"  # of a compile's folder
 _Options = ParamSpec("_Options")
 
@@ -69,6 +77,7 @@ class TargetCompilation:
         kept: Which of them the program takes, in the order of its parameters; arguments that are never read are dropped.
             None for the attached CPU, where JAX does not tell.
         peak: What makes the peak, or None where it was not asked for or the compiler refused the program.
+        left_out: What only reports to Python, such as `jax.debug.print`, and is not in the program that was compiled.
         warnings: What JAX warned of while lowering, such as donations that are not usable.
         refusal: The compiler's own words where it refused the program for its memory.
         cached: Whether the answer comes from the disk cache: nothing was compiled. Where the same program was compiled
@@ -89,9 +98,19 @@ class TargetCompilation:
     paths: tuple[str, ...] = ()
     kept: tuple[int, ...] | None = None
     peak: Peak | None = field(default=None, repr=False)
+    left_out: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
     cached: bool = False
+
+    @property
+    def note_of_reports(self) -> tuple[str, ...]:
+        """A sentence on what was left out; empty where nothing was."""
+        if not self.left_out:
+            return ()
+        names = ", ".join(self.left_out)
+        why = "because they only report to Python"
+        return (f"Left out for {self.target.name}, {why}: {names}. What is computed for them alone is not counted.",)
 
     @property
     def buffers(self) -> tuple[Buffer, ...] | None:
@@ -270,7 +289,7 @@ def _lowered_there(job: _Job, timeout_s: float) -> _Lowered:
         result = _refused(job, title, answer) if "error" in answer else _read_answer(job, answer, folder)
         if known and not cached and (result.memory or result.needed_bytes):
             known.keep(folder, want_buffers=job.want_buffers)
-        return dataclasses.replace(result, compiler=compiler, cached=cached)
+        return dataclasses.replace(result, compiler=compiler, cached=cached, left_out=program.left_out)
 
     return compiled
 

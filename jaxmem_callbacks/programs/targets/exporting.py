@@ -17,8 +17,10 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxmem_callbacks.programs.targets.reports import without_reports
 from jaxmem_callbacks.records.errors import CompileError
 
 # A sharding as JSON: mesh axes with sizes (none: one device), the partition spec, and the memory kind where
@@ -43,6 +45,7 @@ class PortableProgram:
         out_shardings: Of each result in order, or None where nothing was said.
         donated: Positions of the donated arguments among all array arguments.
         device_count: Devices that its shardings span.
+        left_out: What only reports to Python and is not in the program, with its source line.
     """
 
     name: str
@@ -51,6 +54,7 @@ class PortableProgram:
     out_shardings: tuple[ShardingText | None, ...] | None
     donated: tuple[int, ...]
     device_count: int
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +137,7 @@ def asks_for_cudnn(error: Exception) -> bool:
 
 
 def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
-    """Trace and serialise for ``tpu`` or ``cuda``.
+    """Trace and serialise for ``tpu`` or ``cuda``, without what only reports to Python.
 
     Raises:
         CompileError: the program has something that cannot leave this process; the message says what to do.
@@ -143,11 +147,14 @@ def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
     jitted = jax.jit(flat.function, **options)
     with refusing_cudnn(flat.name, platform):
         traced = jitted.trace(*flat.leaves)
+    kept, left_out = without_reports(traced.jaxpr)
+    if left_out:
+        jitted = jax.jit(_named(jaxpr_as_fun(kept), flat.name), **options)
     try:
         blob, device_count = _serialised(jitted, flat.leaves, platform)
     except Exception as error:
-        names = {eqn.primitive.name for eqn in _equations(traced.jaxpr)}
-        callbacks = sorted(name for name in names if "callback" in name or name == "debug_print")
+        names = {eqn.primitive.name for eqn in _equations(kept)}
+        callbacks = sorted(name for name in names if "callback" in name)
         raise _refusal(flat.name, platform, error, ", ".join(callbacks)) from error
     return PortableProgram(
         name=flat.name,
@@ -156,7 +163,16 @@ def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
         out_shardings=None if flat.out_shardings is None else tuple(map(sharding_text, flat.out_shardings)),
         donated=flat.donated,
         device_count=device_count,
+        left_out=left_out,
     )
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def program(*leaves: Any) -> Any:
+        return function(*leaves)
+
+    program.__name__ = name
+    return program
 
 
 def sharding_text(sharding: Any) -> ShardingText | None:
@@ -269,8 +285,11 @@ def _refusal(name: str, platform: str, error: Exception, callbacks: str) -> Comp
     """What the step has that cannot be compiled elsewhere, and what to type instead."""
     text = str(error)
     if callbacks:
-        what = f"it calls back to Python ({callbacks}), which has no counterpart on hardware that is absent"
-        instead = "Take jax.debug.print, io_callback and pure_callback out of the step that is planned."
+        what = f"it takes values from Python ({callbacks}), which nothing gives on hardware that is absent"
+        instead = (
+            "Plan the step with arrays of the same shapes and dtypes in their place. Calls that give nothing back, such as "
+            "jax.debug.print, may stay: they are left out."
+        )
     elif "cudnn" in text.lower():
         what, instead = NO_CUDNN
     elif "No supported GPU" in text:

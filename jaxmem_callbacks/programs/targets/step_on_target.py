@@ -24,7 +24,8 @@ from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
-from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
+from jaxmem_callbacks.programs.targets.refusals import refuse_unknown_option, refused_for_memory
+from jaxmem_callbacks.programs.targets.reports import without_reports
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
@@ -127,6 +128,7 @@ def lower_traced_for(  # noqa: PLR0913 - the compile's own options
         target=target,
         donate_argnums=_donated(traced, donate),
         out_shardings=_pinned_results(traced),
+        compiler_options=traced.compiler_options,
         want_buffers=want_buffers,
         need_lines=need_lines,
         timeout_s=timeout_s,
@@ -171,6 +173,7 @@ def compiling_here(name: str) -> Generator[None]:
         raise
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         words = str(error)
+        refuse_unknown_option(_title(name), words)
         if _OUT_OF_MEMORY.search(words):
             raise MemoryRefusalError(name, words) from error
         msg = (
@@ -195,7 +198,8 @@ def compile_traced_here(traced: Traced, name: str, *, donate: Sequence[str] = ()
     out: dict[str, Any] = {} if pinned is None else {"out_shardings": pinned}
     jitted = jax.jit(_flat_function(traced.jaxpr, name), donate_argnums=_donated(traced, donate), **out)
     with without_donation_warning(), compiling_here(name):
-        return jitted.lower(*(_abstract(leaf) for leaf in traced.leaves)).compile()
+        lowered = jitted.lower(*(_abstract(leaf) for leaf in traced.leaves))
+        return lowered.compile(compiler_options=dict(traced.compiler_options) or None)
 
 
 def _donated(traced: Traced, names: Sequence[str]) -> tuple[int, ...]:
@@ -238,7 +242,7 @@ def taken_inputs(jaxpr: Any) -> list[bool]:
 
 def _uses(traced: Traced, hlo_text: str) -> tuple[LeafUse, ...]:
     """What the target's program does with each array; which are reused is unknown where JAX dropped yet others of them."""
-    header, taken = read_header(hlo_text), taken_inputs(traced.jaxpr)
+    header, taken = read_header(hlo_text), taken_inputs(without_reports(traced.jaxpr)[0])
     known = header.parameters == sum(taken)
     numbers = iter(range(header.parameters))
     uses: list[LeafUse] = []

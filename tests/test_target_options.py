@@ -1,0 +1,74 @@
+"""Compiler options of the user's own jit reach the compiler of an absent target, and one that it does not know is an error."""
+
+from __future__ import annotations
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks._compat.compiler_options import compiler_options_of
+from jaxmem_callbacks.programs.targets.compile import compile_for_target
+
+SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 256, 256), (512, 256))]
+# Temporaries of this step on an H100 differ by it.
+OPTION = {"xla_gpu_temp_buffer_use_separate_color": True}
+BOGUS = {"xla_gpu_temp_buffer_use_seperate_color": True}
+
+
+def train_step(params, batch):
+    def loss(params):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)[0] ** 2)
+
+    value, gradients = jm.value_and_grad(loss)(params)
+    return params - 0.1 * gradients, value
+
+
+def jitted(options):
+    return jax.jit(train_step, compiler_options=options)
+
+
+@pytest.mark.core
+def test_they_are_read_of_each_jit():
+    of_jax, of_equinox = jitted(OPTION), eqx.filter_jit(train_step, compiler_options=OPTION)
+    for step in (of_jax, of_equinox, functools.partial(of_jax)):
+        assert jm.jit_step(step).compiler_options == OPTION
+    for step in (train_step, jax.jit(train_step), eqx.filter_jit(train_step)):
+        assert jm.jit_step(step).compiler_options == {}
+    assert compiler_options_of(object()) == {}
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
+def test_they_count_as_if_set_by_hand(jit):
+    by_hand = compile_for_target(train_step, SHAPES, target="h100_sxm", compiler_options=OPTION).memory
+    plain = compile_for_target(train_step, SHAPES, target="h100_sxm").memory
+    memory = jm.step_memory(jm.jit_step(jit(train_step, compiler_options=OPTION)), *SHAPES, target="h100_sxm").program
+    assert by_hand.total_bytes != plain.total_bytes
+    assert memory.total_bytes == by_hand.total_bytes
+    assert memory.temp_bytes == by_hand.temp_bytes
+
+
+@pytest.mark.targets
+def test_one_that_there_is_not_is_named_with_the_nearest():
+    expected = "'xla_gpu_temp_buffer_use_seperate_color'. Did you mean `xla_gpu_temp_buffer_use_separate_color`"
+    for jit in (jax.jit, eqx.filter_jit):
+        step = jm.jit_step(jit(train_step, compiler_options=BOGUS))
+        with pytest.raises(jm.CompileError, match=expected):
+            jm.step_memory(step, *SHAPES, target="h100_sxm")
+    with pytest.raises(jm.CompileError, match=expected):
+        jm.plan(jm.jit_step(jitted(BOGUS)), *SHAPES, target="h100_sxm")
+    with pytest.raises(jm.CompileError, match="train_step for the attached cpu: its compiler has no option"):
+        jm.plan(jm.jit_step(jitted(BOGUS)), *SHAPES)
+
+
+@pytest.mark.targets
+def test_a_plan_of_the_attached_devices_obeys_them():
+    option = {"xla_cpu_enable_concurrency_optimized_scheduler": True}
+    plan = jm.plan(jm.jit_step(jitted(option)), *SHAPES)
+    truth = jm.step_memory(jm.jit_step(jitted(option)), *SHAPES).step_bytes
+    plain = next(each for each in plan.record.candidates if each.policy.remat == "none")
+    assert plain.step_bytes == truth
