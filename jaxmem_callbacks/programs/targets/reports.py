@@ -64,9 +64,9 @@ class _Stripping:
         """Whether an equation does nothing but report; it is noted then."""
         is_report = bool(_reports(eqn.effects)) and not eqn.outvars and not subjaxprs(eqn)
         if is_report:
-            name = eqn.primitive.name
+            word = _WORDS.get(eqn.primitive.name) or str(eqn.primitive.name)
             place = source_info_util.summarize(eqn.source_info)
-            self.found[f"{_WORDS.get(name, name)} ({place})" if place else _WORDS.get(name, name)] = None
+            self.found[f"{word} ({place})" if place else word] = None
         return is_report
 
     def _inside(self, eqn: Any) -> Any:
