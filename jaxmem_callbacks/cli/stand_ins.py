@@ -30,11 +30,13 @@ class Within:
         is_own: Whether the script itself calls it, and not a trace of something else.
         takes_gradient: Whether a gradient was taken in it.
         instead: By which functions, as in `Seen`.
+        is_foreign: Whether one was taken by a package, in whose code nobody writes another function.
     """
 
     is_own: bool
     takes_gradient: bool = False
     instead: dict[str, str] = field(default_factory=dict[str, str])
+    is_foreign: bool = False
 
 
 class StandIns:
@@ -109,19 +111,20 @@ class StandIns:
     def _noting(self, gradient: Callable[..., Any], loss: Callable[..., Any], word: Word | None) -> Callable[..., Any]:
         @functools.wraps(loss)
         def called(*args: Any, **kwargs: Any) -> Any:
-            self._note({} if word is None or not word.new else {word.old: word.new})
+            self._note({} if word is None or not word.new else {word.old: word.new}, is_foreign=word is None)
             return gradient(*args, **kwargs)
 
         if word is not None and " " not in word.new:  # else it is told in words, which are no code
             self.written[called] = f"{word.new or word.old}({getattr(loss, '__name__', 'loss')})"
         return called
 
-    def _note(self, instead: dict[str, str]) -> None:
+    def _note(self, instead: dict[str, str], *, is_foreign: bool = False) -> None:
         """A gradient is taken, by what this says."""
         self._seen.instead |= instead
         around = self._within.get()
         for each in around:
             each.takes_gradient = True
+            each.is_foreign |= is_foreign
             each.instead |= instead
         if any(each.is_own for each in around) or is_asked_for_shapes(inspect.currentframe()):
             return

@@ -28,6 +28,8 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
     if seen is not None and seen.instead:
         changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
         lines = ["import jaxmem_callbacks as jm", f"# in the step: {', '.join(changes)}"]
+    elif seen is not None and seen.step is not None:
+        lines = ["import jaxmem_callbacks as jm"]
     if plan.chosen.batch_rows is not None:
         lines.append(f"# the batch has {plan.chosen.batch_rows} rows")
     step = plan.record.step if plan.record.step.isidentifier() else ""

@@ -25,8 +25,11 @@ from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.jitting import jax_traced
+from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.policy import Gradients
 
 # A function whose trace fails is traced again at its next call, so many times.
 _TRIES = 3
@@ -168,6 +171,8 @@ class Watched:
         self._watching, self._function, self._options = watching, function, dict(options or {})
         self._written = watching.written(function) if written is None else written
         self._instead: dict[str, str] = {}
+        self._is_replaced = True  # whether each gradient that was seen is one that its user can write otherwise
+        self._is_noted = False
         self._is_step, self._tries, self._refusal = False, _TRIES, ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +224,7 @@ class Watched:
             seen.jitted[self._name] = None
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
-                seen.instead, seen.step = dict(self._instead), self._written
+                seen.instead, seen.step = dict(self._instead) if self._gradients == "own" else {}, self._written
                 with gradients.within(is_own=False):  # what is called in there is the plan's
                     self._announce(args, kwargs)
         with gradients.within(is_own=is_own) as here:
@@ -235,7 +240,12 @@ class Watched:
         return getattr(self, "__name__", "a function without a name")
 
     def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        announce(as_step(self.watched_jit), args, kwargs)
+        announce(JitStep(self.watched_jit, StepPolicy(), gradients=self._gradients), args, kwargs)
+
+    @property
+    def _gradients(self) -> Gradients:
+        """Which gradients are to obey a policy: those of packages too, where it takes one there."""
+        return "own" if self._is_noted and self._is_replaced else "all"
 
     def _is_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is the step: by its name, or by a trace for every kind of arguments that it was not traced for yet."""
@@ -277,6 +287,8 @@ class Watched:
     def _learn(self, here: Within) -> None:
         """How its gradients are written. JAX keeps traces: a later one may show nothing."""
         self._instead |= here.instead
+        self._is_noted |= here.takes_gradient
+        self._is_replaced &= not here.is_foreign
 
 
 def takes_gradient(program: Any) -> bool:

@@ -299,7 +299,7 @@ def _refusal(name: str, platform: str, error: Exception, callbacks: str) -> Comp
         what = (
             f"its mesh is of the devices that are here, which are not as many as the target's ({text.splitlines()[0]})"
         )
-        instead = "Are as many there, as CPUs, when it is made? For a script, `jaxmem plan` sees to that."
+        instead = "Are as many there, as CPUs, when it is made? The command line sees to that for scripts."
     else:
         what = f"jax.export refused it: {text.splitlines()[0] if text else type(error).__name__}"
         instead = "Plan it on a machine with that hardware."
