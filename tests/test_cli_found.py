@@ -269,6 +269,54 @@ def test_the_step_of_an_installed_trainer_is_found(kind: str, installed: Path, t
     assert list(seen.jitted)[-1] == "train_step"
 
 
+# How a script calls a trainer of a package.
+CALLED = {
+    "a method": "trainer.fit(params, batch)",
+    "a function": "small_trainer.fit(loss, params, batch)",
+    "a name": "fit_it(\n    loss,\n    params,\n    batch,\n)",
+}
+FIT = """
+import functools, jax
+
+def fit(loss, params, batch):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(params, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return [p - 0.01 * g for p, g in zip(params, gradients)], value
+    return train_step(jax.tree.map(lambda p: p + 0, params), batch)
+
+class Trainer:
+    def __init__(self, loss):
+        self.fit = functools.partial(fit, loss)
+"""
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_the_step_of_a_package_is_planned_and_trained_by_the_printed_line(
+    kind: str, installed: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (installed / "small_trainer.py").write_text(FIT)
+    begin = (
+        HEAD + "import small_trainer\nfrom small_trainer import fit as fit_it\ntrainer = small_trainer.Trainer(loss)\n"
+    )
+    saved = tmp_path / "chosen.yaml"
+    script = written(tmp_path, begin + CALLED[kind] + END)
+    assert main(["plan", script, "--target", "cpu", "--budget", "1KiB"]) == 2
+    table = capsys.readouterr().out
+    assert "full" in table.partition("What makes its peak")[0], "a package's gradient obeys the policies"
+    assert main(["plan", script, "--target", "cpu", "--save", str(saved)]) == 0
+    printed = capsys.readouterr().out
+    saved.write_text("policy:\n  remat: full\n")  # the cheapest here is none: what the line says is loaded all the same
+    names = run(begin)
+    names |= run(f"import jaxmem_callbacks as jm\n{pasted('train.around', printed)}", **names)
+    function, _, arguments = CALLED[kind].partition("(")
+    assert f"# and call trained in place of {function}" in printed
+    ours, theirs = (value(f"{each}({arguments}", **names) for each in ("trained", function))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), ours, theirs)
+    text = str(jax.make_jaxpr(lambda: value(f"trained({arguments}", **names))())
+    assert "checkpoint" in text or "remat" in text, "its own step is recomputed"
+
+
 # A loop of jax.lax around which nothing is jitted -> the same in Python.
 BODY = """
     def train(params, _=None):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import functools
+import linecache
 import os
 import pathlib
 import sysconfig
@@ -38,6 +40,29 @@ def is_asked_for_shapes(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def call_of_user(frame: types.FrameType | None) -> str:
+    """The function that the user's own code calls around a frame, as it is written there, such as ``model.fit``.
+
+    Empty where the code is not to be read, or where what it calls has no name.
+    """
+    while frame is not None and _owner(frame.f_code.co_filename) is not Caller.USER:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    line, end, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    text = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    try:
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError):
+        return ""
+    place = (line, column, end, end_column)
+    made = next(
+        (each.func for each in calls if (each.lineno, each.col_offset, each.end_lineno, each.end_col_offset) == place),
+        None,
+    )
+    return ast.unparse(made) if isinstance(made, ast.Name | ast.Attribute) else ""
 
 
 @functools.cache

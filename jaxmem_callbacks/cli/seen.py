@@ -56,6 +56,7 @@ class Seen:
         jitted: Names of the jitted functions that it called, in their order.
         passed: Of those that take a gradient, names that are not the one that was asked for.
         step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
+        trainer: What the script calls where a package jits the step, such as ``model.fit``; else empty.
         refused: Why the step that was found is not looked at.
     """
 
@@ -63,6 +64,7 @@ class Seen:
     jitted: dict[str, None] = field(default_factory=dict[str, None])
     passed: set[str] = field(default_factory=set[str])
     step: str | None = None
+    trainer: str = ""
     refused: JaxmemError | None = None
 
     def pass_by(self, name: str, wanted: str) -> None:

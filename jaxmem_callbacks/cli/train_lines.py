@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
         saved: Where it was written, whole or as a preset.
         seen: What of such a script took part.
     """
+    if seen is not None and seen.trainer and not _placed(plan, ""):
+        return _around(plan, saved, seen.trainer)
     lines: list[str] = []
     if seen is not None and seen.instead:
         changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
@@ -37,6 +40,16 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
     if saved is not None and saved.suffix == WHOLE:
         return [*lines, *_by_whole_plan(plan, saved, step)]
     return [*lines, *_by_policy(plan, saved, step)]
+
+
+def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
+    """Where a package jits the step: the policy goes around what the script calls."""
+    policy = f"jm.StepPolicy({_said(plan.policy)})"
+    if saved is not None:
+        policy = f'jm.load_plan("{saved}").policy' if saved.suffix == WHOLE else f'jm.load_preset("{saved}")'
+    rows = [] if plan.chosen.batch_rows is None else [f"# the batch has {plan.chosen.batch_rows} rows"]
+    line = advise("train.around", call=trainer, policy=policy)
+    return ["import jaxmem_callbacks as jm", *_started(plan), *rows, line, f"# and call trained in place of {trainer}"]
 
 
 def _by_whole_plan(plan: Plan, saved: Path, step: str) -> list[str]:

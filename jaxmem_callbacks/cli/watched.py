@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.cli.callers import Caller, caller_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.callers import Caller, call_of_user, caller_of, is_asked_for_shapes
 from jaxmem_callbacks.cli.seen import LOOPS, Seen
 from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
@@ -67,9 +67,12 @@ class Watching:
         @functools.wraps(real)
         def jit(*args: Any, **options: Any) -> Any:
             made = real(*args, **options)
-            if not self.is_on or caller_of(inspect.currentframe()) is Caller.LIBRARY:
+            whose = caller_of(inspect.currentframe())
+            if not self.is_on or whose is Caller.LIBRARY:
                 return made
-            watched = functools.partial(made_as, options=signature.bind_partial(*args, **options).arguments)
+            watched = functools.partial(
+                made_as, whose=whose, options=signature.bind_partial(*args, **options).arguments
+            )
             if args or "fun" in options:
                 return watched(made, self, args[0] if args else options["fun"])
             return lambda function: watched(made(function), self, function)
@@ -149,6 +152,7 @@ class Watched:
         made: What the jit made.
         watching: What is looked for.
         function: What was jitted.
+        whose: Whose file jits it.
         options: The jit's.
         written: How people write it, where the function does not say.
 
@@ -162,6 +166,7 @@ class Watched:
         watching: Watching,
         function: Any,
         *,
+        whose: Caller = Caller.USER,
         options: Mapping[str, Any] | None = None,
         written: str | None = None,
     ) -> None:
@@ -169,6 +174,7 @@ class Watched:
         self.watched_jit = made
         self.known: set[Hashable] = set()
         self._watching, self._function, self._options = watching, function, dict(options or {})
+        self._whose = whose
         self._written = watching.written(function) if written is None else written
         self._instead: dict[str, str] = {}
         self._is_replaced = True  # whether each gradient that was seen is one that its user can write otherwise
@@ -225,6 +231,7 @@ class Watched:
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
                 seen.instead, seen.step = dict(self._instead) if self._gradients == "own" else {}, self._written
+                seen.trainer = call_of_user(inspect.currentframe()) if self._whose is Caller.PACKAGE else ""
                 with gradients.within(is_own=False):  # what is called in there is the plan's
                     self._announce(args, kwargs)
         with gradients.within(is_own=is_own) as here:

@@ -268,6 +268,13 @@ _SCRIPTS = (
         tests=(f"{_HOW}test_a_script_without_its_arguments_ends_with_how_to_give_them",),
     ),
     Advice(
+        key="train.around",
+        trigger="a plan chose a policy for a step that a package jits",
+        text='trained = jm.apply_policy({call}, {policy}, gradients="all")',
+        proof=Proof.TRAINED,
+        tests=(f"{_FOUND}test_the_step_of_a_package_is_planned_and_trained_by_the_printed_line",),
+    ),
+    Advice(
         key="step.loop",
         trigger="a loop of jax.lax that no jit is around takes the gradient",
         text="lambda {data}: jax.lax.{loop}({arguments})",
