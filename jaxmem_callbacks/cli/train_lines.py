@@ -44,18 +44,28 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
 
 def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
     """Where a package jits the step: the policy goes around what the script calls."""
-    policy = f"jm.StepPolicy({_said(plan.policy)})"
-    if saved is not None:
-        policy = f'jm.load_plan("{saved}").policy' if saved.suffix == WHOLE else f'jm.load_preset("{saved}")'
     rows = [] if plan.chosen.batch_rows is None else [f"# the batch has {plan.chosen.batch_rows} rows"]
+    before, policy = [], _policy(plan, saved)
+    if saved is not None and saved.suffix == WHOLE:
+        before, policy = [_loaded(saved)], "plan.policy"
     line = advise("train.around", call=trainer, policy=policy)
-    return ["import jaxmem_callbacks as jm", *_started(plan), *rows, line, f"# and call trained in place of {trainer}"]
+    after = f"# and call trained in place of {trainer}"
+    return ["import jaxmem_callbacks as jm", *_started(plan), *rows, *before, line, after]
+
+
+def _loaded(saved: Path) -> str:
+    return f'plan = jm.load_plan("{saved}")'
+
+
+def _policy(plan: Plan, saved: Path | None) -> str:
+    """The chosen policy in code."""
+    return f"jm.StepPolicy({_said(plan.policy)})" if saved is None else f'jm.load_preset("{saved}")'
 
 
 def _by_whole_plan(plan: Plan, saved: Path, step: str) -> list[str]:
     return [
         *_started(plan),
-        f'plan = jm.load_plan("{saved}")',
+        _loaded(saved),
         *_placed(plan, "plan.policy"),
         f"step = jm.jit_step({step}, plan.policy{_reaching(plan)})",
         "monitor = jm.MemoryMonitor(plan=plan)  # and monitor(i, metrics) after each step",
@@ -63,7 +73,7 @@ def _by_whole_plan(plan: Plan, saved: Path, step: str) -> list[str]:
 
 
 def _by_policy(plan: Plan, saved: Path | None, step: str) -> list[str]:
-    policy = f"jm.StepPolicy({_said(plan.policy)})" if saved is None else f'jm.load_preset("{saved}")'
+    policy = _policy(plan, saved)
     before, placed = _started(plan), _placed(plan, "policy")
     if before and saved is not None:  # the preset says it
         before, placed = [], ["jm.apply_environment(policy)  # above the first use of JAX", *placed]

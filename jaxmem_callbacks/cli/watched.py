@@ -160,7 +160,7 @@ class Watched:
         known: Kinds of arguments that it was traced for.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what jitted it, and how it is written
         self,
         made: Any,
         watching: Watching,
