@@ -100,13 +100,21 @@ def _installer() -> list[str]:
     raise TargetError(msg)
 
 
+def _folder() -> Path | None:
+    try:
+        return folder_to_fill()
+    except TargetError:  # a user without a home folder
+        return None
+
+
 def _as_text() -> str:
     rows = [("kind", "compiles for", "compiler")]
     for kind, platform in PLATFORMS.items():
         found = ", ".join(f"{name} {version}" for name, version in compiler_versions(platform).items())
         rows.append((kind, _HARDWARE[kind], found or f"none. Type: jaxmem targets --install {kind}"))
     lines = [*columns(rows, ("left", "left", "left")), ""]
-    lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {folder_to_fill()}"])
+    place = _folder() or "none, since this user has no home folder; export JAXMEM_TARGET_PATH=/a/folder"
+    lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {place}"])
     lines += [line for said in map(other_than_pinned, PLATFORMS.values()) if said for line in wrapped([said])]
     left = [str(folder) for folder in other_folders()]
     if left:
@@ -115,10 +123,10 @@ def _as_text() -> str:
 
 
 def _as_json() -> dict[str, object]:
-    folder: Path = folder_to_fill()
+    folder = _folder()
     return {
         "compilers": {kind: compiler_versions(platform) for kind, platform in PLATFORMS.items()},
-        "folder": str(folder),
+        "folder": None if folder is None else str(folder),
         "other_folders": [str(each) for each in other_folders()],
         "remarks": [said for said in map(other_than_pinned, PLATFORMS.values()) if said],
         "targets": list(target_names()),

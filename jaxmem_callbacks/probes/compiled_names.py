@@ -7,7 +7,11 @@ primitive, once a shape; so do functions that a library jitted in its own module
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
+import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +21,36 @@ from jax.extend.core import Primitive, primitives
 _LIBRARIES = frozenset(
     ("jax", "optax", "flax", "equinox", "chex", "haiku", "distrax", "rlax", "jaxopt", "lineax", "diffrax", "optimistix")
 )
+_PASSED = frozenset(("jax", "jaxlib", "jaxmem_callbacks", "contextlib", "functools"))
+_PLACED = re.compile(r"<[^<>]+> \(.+:\d+\)", re.DOTALL)
 _CALLBACKS = ("pure_callback", "io_callback")  # primitives that JAX does not list
 
 
 def made_by_user(name: str) -> bool:
     """Whether a compiled function of this name is the user's; one that has the name of an operation is taken for that."""
+    if _PLACED.fullmatch(name):
+        return True
     if not name.isidentifier() or name.startswith("_") or name in _CALLBACKS:
         return False
     if any(hasattr(module, name) for module in (jnp, jax.lax, jax.random, jax.nn, jnp.linalg)):
         return False
     return name not in _primitive_names() and name not in _jitted_by_libraries(len(sys.modules))
+
+
+def placed(name: str) -> str:
+    """The name of a function that has one, else with the line that calls it, such as ``<lambda> (train.py:12)``.
+
+    JAX gives lambdas, partials and objects one name for all, and compiles them at their call, so that the caller tells them
+    apart. Where a library calls, the name is left as it is.
+    """
+    if not name.startswith("<"):
+        return name
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _PASSED:
+            is_part = package in _LIBRARIES
+            return name if is_part else f"{name} ({Path(frame.f_code.co_filename).name}:{line})"
+    return name
 
 
 @functools.cache

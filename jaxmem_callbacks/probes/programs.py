@@ -16,7 +16,7 @@ import jax
 import jax.monitoring
 
 from jaxmem_callbacks._compat.executables import NewExecutables
-from jaxmem_callbacks.probes.compiled_names import made_by_user
+from jaxmem_callbacks.probes.compiled_names import made_by_user, placed
 from jaxmem_callbacks.programs.reading.compiler_figures import figures_of
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
@@ -116,7 +116,7 @@ class ProgramsProbe:
             return
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
-        name = match[1] if match else name
+        name = placed(match[1] if match else name)
         # Of JAX's own too, so that the next new one is the only one. JAX calls this in the user's compile: whose function it is,
         # and what its statistics say, is asked later, on the thread that drains.
         self._heard.append(_Heard(name, time.time(), self._executables.statistics()))

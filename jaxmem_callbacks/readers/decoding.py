@@ -22,6 +22,7 @@ _SHOWN = 60
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _LARGEST = 2**127  # whole numbers are shown by floats, which end a little above
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799  # the years 1 to 9999
+_RIGHT: dict[Any, Any] = {float: (int, float), type(None): type(None)}
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -87,7 +88,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         return _NOT_FINITE[data]
     if hint in (int, float, Any) and not isinstance(data, bool) and _is_beyond(data, where):
         _refuse(where, data, "a time of the years 1 to 9999" if _is_time(where) else "a number below 2**127")
-    right: Any = {float: (int, float), type(None): type(None)}.get(hint, hint)
+    right = _RIGHT.get(hint, hint)
     if not isinstance(data, right) or (isinstance(data, bool) and hint is not bool):
         _refuse(where, data, _WORDS.get(hint, "null"))
     return data

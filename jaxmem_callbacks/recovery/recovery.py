@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.config.named import Name, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoveryReport
@@ -95,6 +96,7 @@ class Recovery:
         self._batches = Batches(batch_at, self.settings.buffer_bytes, self._telling.say)
         self._moves: tuple[RecoveryMove, ...] = ()
         self._near_seen = 0
+        self._unsaved = False
 
     def step(self, step: int, state: _State, *inputs: Any) -> tuple[_State, Any]:
         """Do one step.
@@ -156,16 +158,27 @@ class Recovery:
             self._near_seen = seen
         return is_new
 
-    def save_before_oom(self, step: int, state: Any) -> Path:
+    def save_before_oom(self, step: int, state: Any) -> Path | None:
         """Write a checkpoint while there is memory: state, policy and plan, to go on with at ``step``.
 
         Returns:
-            Its folder, complete.
+            Its folder, complete; None where it could not be written, which is reported once: the run goes on.
 
         Raises:
-            RecoveryError: no ``checkpoints`` folder.
+            RecoveryError: no ``checkpoints`` folder, or objects that are updated in place.
         """
-        where = self._saving.save(step, state, self.policy)
+        try:
+            where = self._saving.save(step, state, self.policy)
+        except JaxmemError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a full disk ends no run that still has its memory
+            if not self._unsaved:
+                self._telling.say(
+                    f"the state before step {step} could not be saved: {first_line(error)}. The run goes on."
+                )
+            self._unsaved = True
+            return None
+        self._unsaved = False
         self._telling.say(f"the state before step {step} is saved in {where}.")
         return where
 

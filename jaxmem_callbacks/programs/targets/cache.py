@@ -30,6 +30,7 @@ from jaxmem_callbacks.programs.reading.dumps import dump_file
 from jaxmem_callbacks.programs.targets.compilers import user_cache
 from jaxmem_callbacks.programs.targets.fingerprint import Fingerprint, program_fingerprint
 from jaxmem_callbacks.programs.targets.worker import usable_answer
+from jaxmem_callbacks.records.terminal import say
 from jaxmem_callbacks.records.units import GIB
 
 _VARIABLE = "JAXMEM_CACHE_DIR"
@@ -68,8 +69,10 @@ def cache_folder() -> pathlib.Path | None:
     if said is not None and said.strip().lower() in {"", "off"}:
         return None
     try:
-        return user_cache() / "compiles" if said is None else pathlib.Path(said).expanduser()
-    except RuntimeError:  # a user without a home
+        cache = user_cache()
+        place = None if cache is None else cache / "compiles"
+        return place if said is None else pathlib.Path(said).expanduser()
+    except RuntimeError:  # `~` of a user without a home folder
         return None
 
 
@@ -89,6 +92,8 @@ def cache_entry(
         file or ask the compiler for files of its own.
     """
     folder = cache_folder()
+    if folder is None and os.environ.get(_VARIABLE, "on").strip().lower() not in {"", "off"}:
+        _note("this user has no home folder")
     if folder is None or _wants_a_real_compile(request["compiler_options"], environment):
         return None
     fingerprint = program_fingerprint(blob)
@@ -158,9 +163,11 @@ class Entry:
 
     def keep(self, place: pathlib.Path, *, want_buffers: bool) -> None:
         """Keep the answer that lies in a compile's folder. A folder that cannot be written is no error."""
-        with contextlib.suppress(OSError):
+        try:
             self._write(place, want_buffers=want_buffers)
             _prune(self.folder, self.limit_bytes)
+        except OSError as error:
+            _note(f"{self.folder} cannot be written ({error.strerror or error})")
 
     def _candidates(self, *, own_only: bool) -> Iterator[pathlib.Path]:
         yield self.path
@@ -185,6 +192,12 @@ class Entry:
             temporary.replace(self.path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def _note(why: str) -> None:
+    """Say once why nothing is kept: only compiles are lost by it."""
+    say(f"compilers' answers are not kept, since {why}. Name a folder for them: export {_VARIABLE}=/a/folder")
 
 
 def without_source_lines(text: str) -> str:

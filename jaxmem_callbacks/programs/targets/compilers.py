@@ -30,25 +30,39 @@ _PACKAGES = {
 }
 
 
-def user_cache() -> pathlib.Path:
-    """This library's folder among the user's caches; it need not exist."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "jaxmem_callbacks"
+def user_cache() -> pathlib.Path | None:
+    """This library's folder among the user's caches, which need not exist; None for a user without a home folder."""
+    try:
+        caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return caches / "jaxmem_callbacks"
 
 
-def default_folder() -> pathlib.Path:
+def default_folder() -> pathlib.Path | None:
     """Where compilers are looked for besides JAX's own environment; one for each JAX and Python, because they must match."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return user_cache() / "targets" / f"jax-{_version('jax', sys.path)}-python{python}"
+    python, cache = f"{sys.version_info.major}.{sys.version_info.minor}", user_cache()
+    return None if cache is None else cache / "targets" / f"jax-{_version('jax', sys.path)}-python{python}"
 
 
 def folder_to_fill() -> pathlib.Path:
-    """Where compilers are to be installed: the first folder that is looked in, whether it exists or not."""
-    return pathlib.Path(_searched()[0])
+    """Where compilers are to be installed: the first folder that is looked in, whether it exists or not.
+
+    Raises:
+        TargetError: there is none, for a user without a home folder.
+    """
+    searched = _searched()
+    if not searched:
+        msg = f"There is no folder for compilers, since this user has no home folder. Expected one: export {_VARIABLE}=/a/folder"
+        raise TargetError(msg)
+    return pathlib.Path(searched[0])
 
 
 def other_folders() -> tuple[pathlib.Path, ...]:
     """Folders of compilers for other versions of JAX or Python, which nothing here uses."""
     own = default_folder()
+    if own is None:
+        return ()
     return tuple(each for each in sorted(own.parent.glob("jax-*-python*")) if each != own)
 
 
@@ -108,7 +122,8 @@ def target_folders() -> list[str]:
 def _searched() -> list[str]:
     """Folders that are looked in, whether they exist or not."""
     said = (os.environ.get(_VARIABLE) or "").split(os.pathsep)
-    return [folder for folder in said if folder] or [str(default_folder())]
+    default = default_folder()
+    return [folder for folder in said if folder] or ([] if default is None else [str(default)])
 
 
 def compiler_versions(platform: str, path: Sequence[str] | None = None) -> dict[str, str]:

@@ -39,6 +39,25 @@ def note_of(state: Any, *, step: int, policy: StepPolicy, asked: StepPolicy, pla
     }
 
 
+def require_readable(note: Any) -> dict[str, Any]:
+    """A note of which every part can be read.
+
+    Raises:
+        ValueError: one that was damaged, or that another version wrote.
+    """
+    try:
+        saved = dict(note)
+        for key in ("policy", "asked_policy"):
+            policy_in(saved, key)
+        _state_in(saved)
+        for key in ("versions", "devices", "mesh", "plan"):
+            dict(saved.get(key) or {})
+    except (TypeError, ValueError, AttributeError) as error:
+        msg = f"it is none of this version's: {error}"
+        raise ValueError(msg) from error
+    return saved
+
+
 def policy_in(note: Mapping[str, Any], key: str = "policy") -> StepPolicy | None:
     """The policy that a note says; None where it says none."""
     said = note.get(key)
@@ -47,7 +66,7 @@ def policy_in(note: Mapping[str, Any], key: str = "policy") -> StepPolicy | None
 
 def state_differences(note: Mapping[str, Any], state: Any) -> list[str]:
     """Where the saved state is another one than this: a restore would fail or give other numbers."""
-    saved = dict(map(tuple, note.get("state", ())))
+    saved = _state_in(note)
     here = {path: _type(leaf) for path, leaf in _leaves(state)}
     found = [
         f"{path}: saved {saved.get(path, 'nothing')}, here {here.get(path, 'nothing')}"
@@ -79,6 +98,10 @@ def differences(note: Mapping[str, Any], state: Any, policy: StepPolicy, plan: P
             if before.get(name) != after.get(name)
         ]
     return found
+
+
+def _state_in(note: Mapping[str, Any]) -> dict[str, str]:
+    return {str(path): str(kind) for path, kind in note.get("state", ())}
 
 
 def _plan_words(plan: PlanRecord | None) -> dict[str, Any] | None:

@@ -12,9 +12,18 @@ import jax
 from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.recovery.ladder.checkpoint_note import differences, note_of, policy_in, state_differences
+from jaxmem_callbacks.records.terminal import shown
+from jaxmem_callbacks.recovery.ladder.checkpoint_note import (
+    differences,
+    note_of,
+    policy_in,
+    require_readable,
+    state_differences,
+)
 from jaxmem_callbacks.recovery.ladder.keeping import DiskSnapshot
+from jaxmem_callbacks.recovery.ladder.turns import first_line
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects
+from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
 
 _SAVE = "save"  # its number among the saves of the folder, from 1: a clock may be set back between two of them
@@ -78,9 +87,30 @@ class Saving:
                 f"{', '.join(map(str, known)) or 'none'}. Begin without: recovery.latest is None there."
             )
             raise RecoveryError(msg)
-        number = _newest(known) if step is None else step
-        store = known[number]
-        note = store.note(number)
+        if step is not None:
+            return self._restored(known[step], step, like)
+        damaged: list[str] = []
+        for number in _newest_first(known):
+            try:
+                found = self._restored(known[number], number, like)
+            except _DamagedError as error:
+                damaged.append(str(error))
+                if jax.process_count() > 1:  # each may see another one damaged, and all have to take the same
+                    break
+                continue
+            if damaged:
+                text = f"{' '.join(damaged)} Step {number}, the newest one before it that is whole, is restored in its place."
+                warnings.warn(shown(text), RecoveryWarning, stacklevel=3)
+            return found
+        others = [number for number in _newest_first(known)[1:] if jax.process_count() > 1]
+        instead = (
+            f" Restore an earlier one on every process: recovery.restore(state, step={others[0]})." if others else ""
+        )
+        msg = f"{' '.join(damaged)}{instead or ' No other one is whole.'}"
+        raise RecoveryError(msg)
+
+    def _restored(self, store: Checkpoints, number: int, like: Any) -> tuple[int, Any, StepPolicy | None]:
+        note, unread = _note_in(store, number)
         wrong = state_differences(note, like)
         if wrong:
             msg = (
@@ -88,18 +118,25 @@ class Saving:
                 "shapes and dtypes that were saved. Build the state as then, or restore it by Orbax and convert it."
             )
             raise RecoveryError(msg)
-        different = differences(note, like, self._asked, self._plan)
+        try:
+            state = store.restore(number, like)
+        except Exception as error:
+            if ran_out(error) is not None:
+                raise
+            msg = f"The checkpoint of step {number} in {self.folder} cannot be read: {first_line(error)}."
+            raise _DamagedError(msg) from error
+        different = [unread] if unread else differences(note, like, self._asked, self._plan)
         if different:
             text = f"The checkpoint of step {number} was written under other conditions: {'; '.join(different)}."
-            warnings.warn(text, RecoveryWarning, stacklevel=3)
+            warnings.warn(shown(text), RecoveryWarning, stacklevel=4)
         goes_on = policy_in(note) if policy_in(note, "asked_policy") == self._asked else None
-        return number, store.restore(number, like), goes_on
+        return number, state, goes_on
 
     @property
     def latest(self) -> int | None:
         """The step of what was saved last, or None. After a return to an earlier step that is not the highest one."""
         known = {} if self.folder is None else self._known()
-        return _newest(known) if known else None
+        return _newest_first(known)[0] if known else None
 
     def _note(self, step: int, state: Any, policy: StepPolicy, *, alone: bool = False) -> dict[str, Any]:
         if self._saves is None:  # what an earlier run has saved counts on
@@ -135,17 +172,27 @@ class Saving:
         return self.folder
 
 
-def _newest(known: Mapping[int, Checkpoints]) -> int:
-    """The step that was saved last, of one at least.
+class _DamagedError(RecoveryError):
+    """A checkpoint that its own store cannot read."""
+
+
+def _newest_first(known: Mapping[int, Checkpoints]) -> list[int]:
+    """The steps, that which was saved last first.
 
     Nothing is deleted when a run goes on from an earlier one: higher ones can be there still.
     """
-    return max(known, key=lambda step: (_save_of(known[step], step), step))
+    return sorted(known, key=lambda step: (_save_of(known[step], step), step), reverse=True)
+
+
+def _note_in(store: Checkpoints, step: int) -> tuple[dict[str, Any], str]:
+    """The note of one, and what is wrong with it: arrays may be whole beside a note that is not."""
+    try:
+        return require_readable(store.note(step)), ""
+    except Exception as error:  # noqa: BLE001 - a store raises what it likes of a file that was cut
+        return {}, f"its note cannot be read ({first_line(error)}), so policy, plan, mesh and versions are unknown"
 
 
 def _save_of(store: Checkpoints, step: int) -> int:
-    """The number of the save that wrote it; 0 where its note does not say."""
-    try:
-        return int(store.note(step).get(_SAVE, 0))
-    except (OSError, ValueError, TypeError, KeyError):  # a broken note of one checkpoint hides no other
-        return 0
+    """The number of the save that wrote it; 0 where its note does not say, and a damaged one hides no other."""
+    number = _note_in(store, step)[0].get(_SAVE, 0)
+    return number if isinstance(number, int) else 0
