@@ -291,6 +291,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "prefetch.md",
         "presets.md",
         "recovery.md",
+        "remat.md",
         "sharding.md",
         "simulate.md",
         "survive_fragmentation.md",

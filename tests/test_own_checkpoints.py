@@ -19,6 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, open_jaxpr
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.own_checkpoints import own_checkpoints, without_checkpoints
+from tests import pasting
 from tests.checkpointed_losses import (
     FORMS,
     HIDDEN,
@@ -270,8 +271,12 @@ def test_what_would_do_nothing_is_refused() -> None:
     with pytest.raises(PolicyError, match=r"own_checkpoints='replace' would do nothing: train_step never calls"):
         jm.apply_policy(step_of(written, jax.value_and_grad), jm.StepPolicy(own_checkpoints="replace"))(STACK, INPUTS)
     words = r"remat='full' would do nothing. The loss has its own checkpoints \(.*py:\d+, 4 times\).*own_checkpoints='replace'"
-    with pytest.raises(LossRefusedError, match=words):
+    with pytest.raises(LossRefusedError, match=words) as refused:
         jm.apply_policy(step_of(written), jm.StepPolicy(remat="full"))(STACK, INPUTS)
+    advised = re.findall(r"own_checkpoints='\w+'", str(refused.value))[0]
+    policy = pasting.value(f"jm.StepPolicy(remat='full', {advised})", jm=jm)
+    theirs = jm.apply_policy(step_of(written), jm.StepPolicy())(STACK, INPUTS)
+    assert_close(jm.apply_policy(step_of(written), policy)(STACK, INPUTS), theirs)
     with pytest.raises(
         PolicyError, match=r"own_checkpoints='replaced'. Did you mean `replace`\? Expected 'keep'.*or 'replace'"
     ):
