@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jaxmem_callbacks.analysis.donation import DonationDetector
 from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
 from jaxmem_callbacks.analysis.growth import GrowthDetector
+from jaxmem_callbacks.analysis.host_growth import HostGrowthDetector
 from jaxmem_callbacks.analysis.imbalance import ImbalanceDetector
 from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
@@ -39,6 +40,7 @@ def detectors_of(
         NearOomDetector(settings),
         FragmentationDetector(settings),
         GrowthDetector(settings),
+        HostGrowthDetector(settings),
         DonationDetector(since_s=since_s),
         RecompilationDetector(since_s=since_s),
         ReplicationDetector(settings, split, would_split),

@@ -67,7 +67,10 @@ class Sampler:
         self._allocator = next((probe for probe in probes if isinstance(probe, AllocatorProbe)), None)
         self._each_step = self._allocator  # None once it is known that no device here reports anything
         self._probes = tuple(probe for probe in probes if probe is not self._allocator)
-        self._cadences: dict[type, float] = {HostProbe: settings.host_s, DriverProbe: settings.driver_s}
+        self._cadences: dict[type, float] = {
+            HostProbe: settings.scan_s if settings.host_s is None else settings.host_s,
+            DriverProbe: settings.driver_s,
+        }
         self._next_s: dict[Probe, float] = {}
         self._resting: dict[Probe, float] = {}  # those that took long, and until when they are not read
         self._programs = programs

@@ -18,7 +18,7 @@ from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer
 
-_SPANS = ("window_s", "scan_s", "host_s", "driver_s", "heap_map_s", "figure_s")
+_SPANS = ("window_s", "scan_s", "driver_s", "heap_map_s", "figure_s")
 _SPLIT_ALL = ("fsdp", "fsdp_tensor")  # zero1 keeps parameters whole
 
 
@@ -134,6 +134,7 @@ def _check(settings: MonitorSettings) -> None:
         for name, expected, right in (
             ("every_steps", "at least 1", settings.every_steps >= 1),
             *((name, "more than 0 seconds", getattr(settings, name) > 0) for name in _SPANS),
+            ("host_s", "more than 0 seconds, or None", settings.host_s is None or settings.host_s > 0),
             ("processes_s", "more than 0 seconds, or None", settings.processes_s is None or settings.processes_s > 0),
             ("trace_steps", "at least 0", settings.trace_steps >= 0),
             ("limit_bytes", "more than 0 bytes, or None", settings.limit_bytes is None or settings.limit_bytes > 0),

@@ -19,7 +19,7 @@ class MonitorSettings:
         every_steps: Allocator statistics are read at every N-th step (on the training thread; microseconds).
         window_s: Seconds that one TensorBoard point covers (minimum, mean and maximum of the readings in it).
         scan_s: Seconds between readings of live arrays, on the monitor's own thread, as all that follow but the heap map.
-        host_s: Seconds between readings of the process's resident memory.
+        host_s: Seconds between readings of the process's resident memory; null for as often as live arrays are read.
         driver_s: Seconds between questions to NVIDIA's driver.
         heap_map_s: Seconds between heap maps, read on the training thread (about 10 microseconds an array); one more at the end.
         figure_s: Seconds between drawings of memory over time and tables of the latest values; both also at the end. In a long
@@ -49,7 +49,7 @@ class MonitorSettings:
     every_steps: int = 1
     window_s: float = 1.0
     scan_s: float = 1.0
-    host_s: float = 1.0
+    host_s: float | None = None
     driver_s: float = 5.0
     heap_map_s: float = 600.0
     figure_s: float = 600.0

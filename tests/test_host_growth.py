@@ -1,0 +1,82 @@
+"""Growth of the host's memory is an event; caches that fill, noise and arrays on the CPU are none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jaxmem_callbacks.analysis.host_growth import HostGrowthDetector
+from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
+from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.units import GIB, MIB
+
+STEPS = 40
+NOISE = random.Random(0)  # noqa: S311 - no secret
+
+
+def events(resident, steps, arrays=None):
+    """What is told of a run whose resident memory is a function of the step."""
+    detector = HostGrowthDetector(MonitorSettings(growth_steps=STEPS))
+    told = []
+    for step in range(steps):
+        noise = NOISE.randint(-MIB, MIB)
+        reading = Reading(
+            source="host", device="host", step=step, time_s=step, resident_bytes=int(resident(step)) + noise
+        )
+        census = None if arrays is None else _census(step, int(arrays(step)))
+        told += detector.detect(Observation(step=step, time_s=step, readings=[reading], arrays=census))
+    return told
+
+
+def _census(step, size):
+    group = ArrayGroup(
+        shape=(size,),
+        dtype="uint8",
+        placement="",
+        devices=("cpu:0",),
+        spread=1,
+        replicated=False,
+        count=1,
+        bytes=size,
+        site="train.py:1",
+    )
+    return ArrayCensus(step=step, time_s=step, groups=(group,))
+
+
+@pytest.mark.parametrize(
+    "resident",
+    [
+        lambda step: GIB + 4 * MIB * step,
+        lambda step: GIB + 2 * MIB * step + (300 * MIB if step % 50 == 0 else 0),
+        lambda step: 8 * GIB + 100 * MIB * (step // 20),
+    ],
+    ids=["each step", "beside evaluations", "each epoch"],
+)
+def test_what_is_kept_on_the_host_is_told_once(resident):
+    (event,) = events(resident, 900)
+    assert (event.kind, event.device) == ("growth", "host")
+    assert event.message.startswith("The host's memory grows since step ")
+    assert event.figures["bytes_more"] >= 256 * MIB
+    assert event.step <= 700
+
+
+@pytest.mark.parametrize(
+    "resident",
+    [
+        lambda step: GIB + 8 * MIB * min(step, 100),
+        lambda step: GIB + 8 * MIB * min(step, 300),
+        lambda step: GIB + (step % 60) * 20 * MIB,
+        lambda step: GIB + 0.2 * MIB * step,
+        lambda step: GIB,
+    ],
+    ids=["a cache", "a longer cache", "emptied lists", "a little", "nothing"],
+)
+def test_a_healthy_host_is_silent(resident):
+    assert events(resident, 900) == []
+
+
+def test_arrays_on_the_cpu_are_told_as_arrays_alone():
+    assert events(lambda step: GIB + 4 * MIB * step, 900, arrays=lambda step: 4 * MIB * step) == []
