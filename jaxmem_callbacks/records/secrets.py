@@ -385,6 +385,7 @@ def _mixes(part: str) -> bool:
 _LEAST = 6  # shorter values of variables would hide parts of ordinary words
 _LONG_VALUE = 12
 _FRESH_S = 1.0
+_LONG_TEXT = 200_000  # characters; longer ones are not kept
 
 
 def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
@@ -421,7 +422,9 @@ def without_secrets(text: str, known: tuple[str, ...] | None = None) -> str:
         known: Values to hide wherever they stand; None for those of the process's environment.
     """
     known = secret_values(os.environ) if known is None else known
-    return _hidden_again(text, known) if len(text) < _LONGEST_NAME else _hidden(text, known)
+    if len(text) < _LONGEST_NAME:
+        return _hidden_again(text, known)
+    return _long_again(text, known) if len(text) < _LONG_TEXT else _hidden(text, known)
 
 
 def recent_secrets() -> tuple[str, ...]:
@@ -439,6 +442,11 @@ _recent: tuple[float, tuple[str, ...]] = (0.0, ())
 @functools.lru_cache(maxsize=4096)
 def _hidden_again(text: str, known: tuple[str, ...]) -> str:
     """Names of metrics, devices and arguments come again and again."""
+    return _hidden(text, known)
+
+
+@functools.lru_cache(maxsize=32)
+def _long_again(text: str, known: tuple[str, ...]) -> str:
     return _hidden(text, known)
 
 
