@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -280,6 +281,21 @@ def cases(tree: ast.Module, function: ast.FunctionDef) -> int:
             values = next(each.value for each in tree.body if _name(each) == values.id)
         count *= len(values.keys if isinstance(values, ast.Dict) else values.elts)
     return count
+
+
+def test_no_index_is_asked_for_this_project():
+    """No index has its name: whoever took it there would own the machines of those who type such a line."""
+    files = [
+        *PACKAGE.rglob("*.py"),
+        *(HERE / "docs").rglob("*.md"),
+        *HERE.glob("*.md"),
+        *(HERE / "examples").rglob("*.*"),
+    ]
+    by_name = re.compile(r"pip install [^`\n]*?(?<![/\w])jaxmem[_-]?callbacks")
+    assert not [file for file in files if by_name.search(file.read_text(errors="ignore"))]
+    extras = importlib.metadata.requires("jaxmem_callbacks") or []
+    for line in ("nvidia-ml-py", "jax[tpu]", "jax[cuda12-local]"):
+        assert any(line.replace("'", "") in each for each in extras), "the extras' packages by their own names"
 
 
 def test_the_walk_sees_each_kind_of_line():

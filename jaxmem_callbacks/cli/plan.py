@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmem_callbacks.cli.called import called_as
 from jaxmem_callbacks.cli.exits import FAILED, INTERRUPTED, OK, REFUSED
 from jaxmem_callbacks.cli.script import (
     Reached,
@@ -224,6 +225,7 @@ def _made(
     def planned(reached: Reached) -> Plan:
         from jaxmem_callbacks.answers.plan import plan
 
+        seen.called = called_as(reached.step)
         beside = [reach_program(program, args.script_args) for program in args.beside]
         made = plan(
             _without_gradient_policy(reached.step, places=not (search or {}).get("sharding")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
+from jaxmem_callbacks.cli.called import Called
 from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.terminal import put
 
@@ -58,6 +59,7 @@ class Seen:
         step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
         trainer: What the script calls where a package jits the step, such as ``model.fit``; else empty.
         refused: Why the step that was found is not looked at.
+        called: How the script writes what it calls as its step; None where that has no name.
     """
 
     instead: dict[str, str] = field(default_factory=dict[str, str])
@@ -66,6 +68,7 @@ class Seen:
     step: str | None = None
     trainer: str = ""
     refused: JaxmemError | None = None
+    called: Called | None = None
 
     def pass_by(self, name: str, wanted: str) -> None:
         """Say at once that a step has another name than is asked for: where that is misspelt, the script trains to its end."""

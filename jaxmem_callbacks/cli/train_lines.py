@@ -37,9 +37,13 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
         lines.append(f"# the batch has {plan.chosen.batch_rows} rows")
     step = plan.record.step if plan.record.step.isidentifier() else ""
     step = (step if seen is None or seen.step is None else seen.step) or "train_step"
+    called = None if seen is None or _is_placed(plan) else seen.called
+    made = ("step", step) if called is None else (called.name, called.name)
+    if called is not None:
+        lines.append(f"# {called.where}")
     if saved is not None and saved.suffix == WHOLE:
-        return [*lines, *_by_whole_plan(plan, saved, step)]
-    return [*lines, *_by_policy(plan, saved, step)]
+        return [*lines, *_by_whole_plan(plan, saved, made)]
+    return [*lines, *_by_policy(plan, saved, made)]
 
 
 def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
@@ -54,32 +58,37 @@ def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
 
 
 def _loaded(saved: Path) -> str:
-    return f'plan = jm.load_plan("{saved}")'
+    return advise("train.load_plan", saved=saved)
 
 
 def _policy(plan: Plan, saved: Path | None) -> str:
     """The chosen policy in code."""
-    return f"jm.StepPolicy({_said(plan.policy)})" if saved is None else f'jm.load_preset("{saved}")'
+    return advise("train.policy", said=_said(plan.policy)) if saved is None else advise("train.preset", saved=saved)
 
 
-def _by_whole_plan(plan: Plan, saved: Path, step: str) -> list[str]:
+def _wrapped(made: tuple[str, str], policy: str) -> str:
+    """The line that makes the step: around the jit that is there, which keeps its own options, or of the function."""
+    return advise("train.wrap", step=made[0], of=made[1], policy=policy)
+
+
+def _by_whole_plan(plan: Plan, saved: Path, made: tuple[str, str]) -> list[str]:
     return [
         *_started(plan),
         _loaded(saved),
         *_placed(plan, "plan.policy"),
-        f"step = jm.jit_step({step}, plan.policy{_reaching(plan)})",
-        "monitor = jm.MemoryMonitor(plan=plan)  # and monitor(i, metrics) after each step",
+        _wrapped(made, f"plan.policy{_reaching(plan)}"),
+        advise("train.monitor"),
     ]
 
 
-def _by_policy(plan: Plan, saved: Path | None, step: str) -> list[str]:
+def _by_policy(plan: Plan, saved: Path | None, made: tuple[str, str]) -> list[str]:
     policy = _policy(plan, saved)
     before, placed = _started(plan), _placed(plan, "policy")
     if before and saved is not None:  # the preset says it
         before, placed = [], ["jm.apply_environment(policy)  # above the first use of JAX", *placed]
     if not placed:
-        return [*before, f"step = jm.jit_step({step}, {policy}{_reaching(plan)})"]
-    return [*before, f"policy = {policy}", *placed, f"step = jm.jit_step({step}, policy{_reaching(plan)})"]
+        return [*before, _wrapped(made, f"{policy}{_reaching(plan)}")]
+    return [*before, f"policy = {policy}", *placed, _wrapped(made, f"policy{_reaching(plan)}")]
 
 
 def _reaching(plan: Plan) -> str:
@@ -99,8 +108,13 @@ def _started(plan: Plan) -> list[str]:
     return [] if share is None else [f"# start with {FRACTION}={share:g} or more"]
 
 
+def _is_placed(plan: Plan) -> bool:
+    """Whether the plan lays the state, which the step of a plain function then returns as it came."""
+    return bool(plan.record.mesh) and plan.policy.sharding is not None
+
+
 def _placed(plan: Plan, policy: str) -> list[str]:
-    if not plan.record.mesh or plan.policy.sharding is None:
+    if not _is_placed(plan):
         return []
     return [
         f"jax.set_mesh(jm.make_mesh({dict(plan.record.mesh)}))",

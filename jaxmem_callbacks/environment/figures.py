@@ -139,7 +139,7 @@ def _driver(platform: Platform | None, *, has_driver: bool) -> Figure:
     if has_driver:
         told = (
             "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took; the monitor asks "
-            "it through nvidia-ml-py (pip install 'jaxmem_callbacks[nvidia]')"
+            "it through nvidia-ml-py (pip install nvidia-ml-py)"
         )
         return Figure(name=name, exists=True, told=told)
     if platform == "cpu":

@@ -157,6 +157,46 @@ _SHARDING = (
     ),
 )
 
+# Lines to train by a plan
+
+_TRAIN = (
+    Advice(
+        key="train.wrap",
+        trigger="a plan chose a policy for the step that a script calls",
+        text="{step} = jm.jit_step({of}, {policy})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+    ),
+    Advice(
+        key="train.policy",
+        trigger="such a plan was not saved",
+        text="jm.StepPolicy({said})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+    ),
+    Advice(
+        key="train.preset",
+        trigger="such a plan was saved as a preset",
+        text='jm.load_preset("{saved}")',
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+    ),
+    Advice(
+        key="train.load_plan",
+        trigger="such a plan was saved whole",
+        text='plan = jm.load_plan("{saved}")',
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+    ),
+    Advice(
+        key="train.monitor",
+        trigger="such a plan was saved whole",
+        text="monitor = jm.MemoryMonitor(plan=plan)  # and monitor(i, metrics) after each step",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+    ),
+)
+
 # Events
 
 _RECOMPILATION = (
@@ -329,6 +369,7 @@ TABLE: tuple[Advice, ...] = (
     *_DATA,
     *_DONATION,
     *_SHARDING,
+    *_TRAIN,
     *_RECOMPILATION,
     *_PLANS,
     *_GRADIENTS,

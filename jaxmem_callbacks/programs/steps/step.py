@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -74,7 +75,8 @@ def jit_step(
 
     Args:
         train_step: A plain function, or one that is already jitted: `jax.jit`, ``nnx.jit``, a `functools.partial` or
-            ``nnx.cached_partial`` of one. That is used as it is, with its own static arguments and donation. Switches,
+            ``nnx.cached_partial`` of one. That is used as it is, with its own static arguments and donation. Of a step
+            that this function made, the same step under another policy. Switches,
             strings and callables given to a plain function are static without being named.
         policy: What to apply; nothing but donation unless said. Text names a preset (several as ``"donate+full_remat"``, or
             the path of a YAML file), else a word of ``StepPolicy.remat`` or ``StepPolicy.sharding``. ``"fsdp"`` and its like
@@ -104,6 +106,9 @@ def jit_step(
     given = StepPolicy() if policy is None else resolve_policy(policy)
     require_applied(given)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
+    if isinstance(train_step, JitStep):
+        kept = train_step.policy if policy is None else policy_of(given)
+        return train_step.under(kept, names, state_shardings, gradients=gradients)
     return JitStep(
         train_step,
         policy_of(given),
@@ -208,6 +213,20 @@ class JitStep(Generic[_Arguments, _Results]):
                 self._after_compile(args, kwargs)
             return result
         return self._first_call(args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A step that is a method takes its object first, as what `jax.jit` makes does."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def under(
+        self, policy: StepPolicy, donate_argnames: tuple[str, ...] | None, state_shardings: Any, *, gradients: Gradients
+    ) -> JitStep:
+        """The same step under another policy; what was said of donation, places and gradients stays unless it is said anew."""
+        own = None if self._making.donate == self.policy.donate else self._making.donate
+        names = own if donate_argnames is None and isinstance(own, tuple) else donate_argnames
+        placed = self._making.state_shardings if state_shardings is None else state_shardings
+        reach = self.gradients if gradients == "own" else gradients
+        return JitStep(self.__wrapped__, policy, donate_argnames=names, state_shardings=placed, gradients=reach)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """What the jit's own ``lower`` returns for these arguments, under the policy.

@@ -178,7 +178,9 @@ def _into_folder(platform: str) -> str:
 
 
 def _beside_jax(platform: str) -> str:
-    return f'pip install "jaxmem_callbacks[{_kind(platform)}-targets]"'
+    """The packages of the extra by their own name, in the version that is here."""
+    extra = "tpu" if platform == "tpu" else "cuda12-local"
+    return f'pip install "jax[{extra}]=={_version("jax", sys.path)}"'
 
 
 def _kind(platform: str) -> str:

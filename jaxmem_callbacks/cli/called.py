@@ -1,0 +1,147 @@
+"""A step that a script is just calling enters; how the script writes what it calls, and where a line above its loop goes, leave.
+
+The frames of the script are there while its step is looked at. The step is looked for by identity: a variable of the function
+that calls it or of those that passed it on, a global, an attribute of an object or of its class. What is found nowhere, such as
+what a dictionary holds, has no name here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import pathlib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmem_callbacks.cli.callers import Caller, caller_of
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a script calls as its step.
+
+    Attributes:
+        name: As it is written: ``step``, ``trainer.step``, ``Trainer.train_step``.
+        where: Where a line goes that gives the name another value, before it is called: ``above train.py:31``.
+    """
+
+    name: str
+    where: str
+
+
+def called_as(step: Any) -> Called | None:
+    """How the script writes the step that it is calling; None where it has no name.
+
+    Args:
+        step: What was announced: a `JitStep` that the script made, or one around the jitted function that it calls.
+    """
+    frames = list(_user_frames(inspect.currentframe()))
+    if not frames:
+        return None
+    caller, found = frames[0], None
+    if _name_in(caller.f_locals, step) is None and (name := _variable(caller.f_globals, step)) is not None:
+        return Called(name, _where_global(frames))
+    for frame in frames:
+        name = _name_in(frame.f_locals, step)
+        if name is None:
+            if found is not None:
+                break
+            continue
+        if found is not None and "." not in found.name and name not in frame.f_locals:
+            break  # an object that is passed on: its name in the outermost function holds for all of the loop
+        found = Called(name, f"above {_file(frame)}:{_line_above(frame)}")
+    if found is None and (name := _name_in(caller.f_globals, step)) is not None:
+        found = Called(name, _where_global(frames))
+    return found
+
+
+def _where_global(frames: Sequence[types.FrameType]) -> str:
+    """Where a line goes that gives a global of the caller's module another value."""
+    own = [each for each in frames if each.f_code.co_name == "<module>" and each.f_globals is frames[0].f_globals]
+    return f"above {_file(own[0])}:{_line_above(own[0])}" if own else f"at the end of {_file(frames[0])}"
+
+
+def _file(frame: types.FrameType) -> str:
+    return pathlib.Path(frame.f_code.co_filename).name
+
+
+def _user_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The user's frames around a call that a file of the user's makes itself, innermost first."""
+    is_first = True
+    while frame is not None and frame.f_back is not None:
+        if caller_of(frame) is Caller.USER:
+            if is_first and not _is_ours(frame):
+                return  # an installed package calls it, and knows it by a name of its own
+            is_first = False
+            yield frame.f_back
+        frame = frame.f_back
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]
+
+
+def _name_in(names: Mapping[str, Any], step: Any) -> str | None:
+    """The name of a step among variables, or of the attribute of one of them."""
+    if (variable := _variable(names, step)) is not None:
+        return variable
+    for name, value in names.items():
+        if isinstance(value, types.ModuleType) or name.startswith("__"):
+            continue
+        for attribute, held in {**getattr(value, "__dict__", {})}.items():
+            if _is(held, step) and not attribute.startswith("__"):
+                return f"{name}.{attribute}"
+    for value in names.values():
+        kind = value if isinstance(value, type) else type(value)
+        if any(_is(held, step) for held in vars(kind).values()) and kind.__qualname__.isidentifier():
+            attribute = next(each for each, held in vars(kind).items() if _is(held, step))
+            return f"{kind.__qualname__}.{attribute}"
+    return None
+
+
+def _variable(names: Mapping[str, Any], step: Any) -> str | None:
+    return next((name for name, value in names.items() if _is(value, step)), None)
+
+
+def _is(value: Any, step: Any) -> bool:
+    if value is step:
+        return True
+    jitted = inspect.getattr_static(value, "watched_jit", None)  # no code of the value's own is run
+    return jitted is not None and jitted is getattr(step, "__wrapped__", None)
+
+
+def _line_above(frame: types.FrameType) -> int:
+    """The line of the outermost loop around what a frame does, or else of what it does."""
+    code, at = frame.f_code, frame.f_lineno
+    try:
+        tree: ast.AST = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError):
+        return at
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    if code.co_name != "<module>":
+        inside = [node for node in ast.walk(tree) if isinstance(node, functions) and _spans(node, at)]
+        if not inside:
+            return at
+        tree = max(inside, key=lambda node: node.lineno)
+    around = [
+        node
+        for node in _of_scope(tree)
+        if isinstance(node, ast.stmt) and _spans(node, at) and not isinstance(node, (*functions, ast.ClassDef))
+    ]
+    loops = [node for node in around if isinstance(node, ast.For | ast.While | ast.AsyncFor)]
+    return min((node.lineno for node in loops), default=max((node.lineno for node in around), default=at))
+
+
+def _of_scope(tree: ast.AST) -> Iterator[ast.AST]:
+    """What is inside a module or function, without the functions and classes in it."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _of_scope(node)
+
+
+def _spans(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
