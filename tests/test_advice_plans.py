@@ -175,7 +175,7 @@ def test_the_lines_to_train_are_pasted_as_printed(
     script.write_text(edited(script, printed))
     assert losses(script, capsys) == pytest.approx(plain, rel=1e-6), "the same training"
     assert main(["inspect", str(script), "--json"]) == 0
-    after = json.loads(capsys.readouterr().out)["step_bytes"]
+    after = json.loads(capsys.readouterr().out)["account"]["judged"]["one step"]
     (planned,) = re.findall(r"^ *-> .*?([\d.]+) MiB", printed, re.MULTILINE)
     assert after / 2**20 == pytest.approx(float(planned), abs=0.06), "the bytes that the plan names"
     assert after < 7 * 2**20, "the budget"

@@ -111,6 +111,13 @@ _DONATION = (
         tests=("tests/test_advice_steps.py::test_a_state_is_returned_as_it_comes",),
     ),
     Advice(
+        key="donation.equinox",
+        trigger="a step that Equinox jitted returns arguments updated that it does not donate",
+        text='jm.jit_step({step}, "donate")',
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_steps.py::test_equinox_donates_what_comes_back",),
+    ),
+    Advice(
         key="donation.debug_nans",
         trigger="an argument is donated while `jax_debug_nans` is on",
         text="jax.config.update('jax_debug_nans', False)",

@@ -16,6 +16,7 @@ import jax
 
 from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
@@ -55,7 +56,7 @@ class Jitted:
         Equinox's own jit can donate all of them or all but the first, and what is used again with them: `jm.jit_step` picks.
         """
         if self.is_equinox:
-            return f'jm.jit_step({name}, "donate")'
+            return advise("donation.equinox", step=name)
         return f"{self.word}({name}, donate_argnames={tuple(names)!r})"
 
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
