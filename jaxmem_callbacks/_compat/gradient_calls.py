@@ -93,7 +93,7 @@ def _replace_lookup() -> Callable[[], None] | None:
     names = outer.__globals__
     codes = [code for code in outer.__code__.co_consts if isinstance(code, types.CodeType) and _NAME in code.co_names]
     own = names.get(_NAME)
-    if own is not jax.vjp or len(codes) != 1 or not _is_known(codes[0]):
+    if not callable(own) or len(codes) != 1 or not _is_known(codes[0]):
         return None
     (inner,) = codes
 

@@ -142,8 +142,8 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
         msg = (
             f"{what} takes no gradient by jax.value_and_grad or jax.grad, in its own code or in a package's. Out of reach are "
             "jax.vjp, jax.linearize, jax.jacrev, and what the backward function of a jax.custom_vjp computes"
-            f"{_line_out_of_reach(train_step)}. Give the step no policy, and wrap "
-            "what is differentiated there with jm.remat."
+            f"{_line_out_of_reach(train_step)}. Give the step no policy, and let "
+            "jm.remat wrap what is differentiated there."
         )
     else:
         msg = (
