@@ -7,8 +7,10 @@ import io
 import os
 import re
 import threading
+from typing import Any
 
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 from jaxmem_callbacks.writers.plan_progress import plan_progress
 
@@ -54,3 +56,42 @@ def test_a_pipe_gets_a_line_for_each() -> None:
         told("none and full", 0, 6)
         told("full", 1, 6)
     assert stream.getvalue() == "plan: none and full (0 of at most 6 compiled)\nplan: full (1 of at most 6 compiled)\n"
+
+
+CELL = """
+import jax, jax.numpy as jnp
+import jaxmem_callbacks as jm
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+def train_step(w, x):
+    value, gradient = jm.value_and_grad(loss)(w, x)
+    return w - 0.1 * gradient, value
+
+plan = jm.plan(train_step, jnp.eye(16), jnp.ones((64, 16)), search={"remat": False})
+plan
+"""
+
+
+@pytest.mark.core
+def test_a_notebooks_cell_shows_one_line_that_is_replaced_and_goes() -> None:
+    """In a real kernel: the step is defined in a cell, and nobody asks for progress."""
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        answers: list[dict[str, Any]] = []
+        reply = client.execute_interactive(CELL, timeout=200, output_hook=answers.append)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    shown = [each["content"] for each in answers if each["msg_type"] in ("display_data", "update_display_data")]
+    assert len({content["transient"]["display_id"] for content in shown}) == 1
+    texts = [content["data"]["text/plain"] for content in shown]
+    assert texts[0] == "plan: tracing the step"
+    assert re.fullmatch(r"plan: 0 of at most \d+ compiled, now none", texts[1])
+    assert texts[-1] == ""
+    (result,) = [each["content"]["data"] for each in answers if each["msg_type"] == "execute_result"]
+    assert "train_step" in result["text/plain"]
+    assert "<table>" in result["text/html"]
+    assert not [each for each in answers if each["msg_type"] == "stream"], "nothing on stderr"

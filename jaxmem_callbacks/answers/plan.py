@@ -25,7 +25,7 @@ from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.plan_progress import plan_progress
+from jaxmem_callbacks.writers.plan_progress import in_notebook, plan_progress
 from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         beside: Other programs that must fit too, as pairs of a function and its arguments:
             ``[(eval_step, (state, batch))]``. Each is compiled once for every way to place the state, besides the compiles
             that are counted above, and the largest program sets the need.
-        progress: Told what is compiled, as ``progress(what, done, at_most)``; True shows it on stderr, as a bar
-            on a terminal and as lines elsewhere; None does so on a terminal only, False never.
+        progress: Called with what is compiled, as ``progress(what, done, at_most)``. True shows it, as a bar on a terminal, a
+            line under a notebook's cell, and lines on stderr elsewhere; None on terminals and in notebooks only, False never.
         **kwargs: The step's keyword arguments.
 
     Returns:
@@ -229,7 +229,7 @@ def _told(asked: Progress | bool | None) -> Generator[Progress | None]:  # noqa:
     """What to tell of each compile: what the user gave, a bar or lines on stderr, or nothing."""
     if callable(asked):
         yield asked
-    elif asked is False or (asked is None and not sys.stderr.isatty()):
+    elif asked is False or (asked is None and not (sys.stderr.isatty() or in_notebook())):
         yield None
     else:
         with plan_progress(sys.stderr) as told:

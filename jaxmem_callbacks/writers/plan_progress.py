@@ -1,10 +1,11 @@
-"""How far a plan is: what is compiled now, what is done and how many may come. Compiles enter; a bar or lines leave."""
+"""How far a plan is: what compiles now, what is done and how many may come; as a bar, a line of a notebook's cell, or lines."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -13,7 +14,10 @@ from rich.table import Column
 
 @contextmanager
 def plan_progress(stream: TextIO) -> Generator[Callable[[str, int, int], None]]:
-    """Tell of a plan while it is made: a bar with the time on a terminal, which goes when the plan is there; lines elsewhere.
+    """Progress of a plan while it is made.
+
+    On a terminal it is a bar with the time, and under a notebook's cell a line that is replaced. Both go when the plan is there.
+    Elsewhere it is a line a compile.
 
     Args:
         stream: Where to, as a rule stderr.
@@ -21,6 +25,10 @@ def plan_progress(stream: TextIO) -> Generator[Callable[[str, int, int], None]]:
     Yields:
         What to call with what is compiled, how many compiles are done and how many there will be at most.
     """
+    if in_notebook():
+        with _in_a_cell() as in_cell:
+            yield in_cell
+        return
     console = Console(file=stream)
     if not console.is_terminal:
         yield lambda what, done, most: _line(stream, what, done, most)
@@ -40,6 +48,28 @@ def plan_progress(stream: TextIO) -> Generator[Callable[[str, int, int], None]]:
             bar.update(task, description=f"{done} of at most {most} compiled, now {what}", completed=done, total=most)
 
         yield told
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel, which shows more than text; IPython on a terminal does not."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+@contextmanager
+def _in_a_cell() -> Generator[Callable[[str, int, int], None]]:
+    """One line under the running cell, which each call replaces and the end takes away."""
+    ipython: Any = sys.modules["IPython"]
+    shown = ipython.display.display({"text/plain": "plan: tracing the step"}, raw=True, display_id=True)
+
+    def told(what: str, done: int, most: int) -> None:
+        shown.update({"text/plain": f"plan: {done} of at most {most} compiled, now {what}"}, raw=True)
+
+    try:
+        yield told
+    finally:
+        shown.update({"text/plain": ""}, raw=True)
 
 
 def _line(stream: TextIO, what: str, done: int, most: int) -> None:
