@@ -158,10 +158,11 @@ def _beside(chosen: Candidate) -> list[str]:
 def _remarks(record: PlanRecord) -> list[str]:
     chosen = record.candidates[record.chosen]
     verdict, *more = _shortfall(record) if chosen.fits is False else [f"{record.reason}."]
-    saves_none = chosen.fits and not chosen.extra_flops  # so nobody asks what else could be saved
-    stops, noted = ("", record.left_alone) if saves_none else (record.left_alone, "")
-    if stops:
-        verdict = f"{stops} {verdict[0].upper()}{verdict[1:]}"
+    own = record.left_alone
+    if own and chosen.fits and not chosen.extra_flops:  # nothing had to be saved, so they stop nothing
+        verdict = f"{verdict} {own}"
+    elif own:
+        verdict = f"{own} {verdict[0].upper()}{verdict[1:]}"
     lines = [
         f"-> {candidate_words(chosen, record)}: {verdict}",
         *more,
@@ -188,7 +189,7 @@ def _remarks(record: PlanRecord) -> list[str]:
     if record.margin:
         lines.append(f"Keep a margin: {record.margin}.")
     noted_too = (note for note in record.notes if note not in record.obstacles)
-    return [*lines, *([noted] if noted else []), *noted_too]
+    return [*lines, *noted_too]
 
 
 def _shortfall(record: PlanRecord) -> list[str]:
