@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -51,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     source_of(args.script, "inspect")
     from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
 
-    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     try:
-        with own_output, as_written(args.script, step=args.step, target=target) as seen:
+        with as_written(args.script, step=args.step, target=target) as seen:
             report = at_step(
                 args.script,
                 lambda reached: _Report.of(reached, args.target, args.top),
                 args.script_args,
                 step=args.step,
                 seen=seen,
+                script_to_stderr=args.json,
             )
     except ScriptFailedError as error:
         put(f"jaxmem: {error}\n", sys.stderr)

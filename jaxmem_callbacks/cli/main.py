@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxmem_callbacks
-from jaxmem_callbacks.cli.exits import BROKEN_PIPE, INTERRUPTED, OK, REFUSED
+from jaxmem_callbacks.cli.exits import BROKEN_PIPE, OK, REFUSED, exit_of, signal_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
 from jaxmem_callbacks.records.terminal import put, shown
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where a script or an installation failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem
         oom` nothing or no settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 130
-        at Ctrl-C; 141 where the output's reader went away.
+        at Ctrl-C; 143 at SIGTERM while a step is planned or inspected; 141 where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.
@@ -85,9 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except JaxmemError as error:
         return _refuse(str(error))
-    except KeyboardInterrupt:
-        put("jaxmem: stopped by Ctrl-C.\n", sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        put(f"jaxmem: stopped by {signal_of(type(error))}.\n", sys.stderr)
+        return exit_of(type(error))
     except BrokenPipeError:
         # Python would fail once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.cli.called import called_as
-from jaxmem_callbacks.cli.exits import FAILED, INTERRUPTED, OK, REFUSED
+from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED, exit_of, signal_of
 from jaxmem_callbacks.cli.script import (
     Reached,
     ScriptFailedError,
@@ -27,6 +27,7 @@ from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
 from jaxmem_callbacks.planning.budget import parse_budget, size_meant
+from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Reach the step, plan it, print.
 
     Returns:
-        0; 1 where the script itself failed; 2 where nothing fits; 130 at Ctrl-C before the first compile ended.
+        0; 1 where the script itself failed; 2 where nothing fits; 130 at Ctrl-C and 143 at SIGTERM, with the best of what was
+        compiled until then.
 
     Raises:
         JaxmemError: as `at_step` and `jm.plan`; the command line turns it into exit code 2.
@@ -110,13 +112,14 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
-            made = _made(args, search, budget, mesh, seen)
+            made, interrupt = _made(args, search, budget, mesh, seen)
     except ScriptFailedError as error:
         put(f"jaxmem: {error}\n", sys.stderr)
         return FAILED
-    except KeyboardInterrupt:  # later ones leave a plan of what was compiled until then
-        put("jaxmem: stopped by Ctrl-C before the first compile ended, so there is no plan.\n", sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:  # later ones leave a plan of what was compiled until then
+        how = signal_of(type(error))
+        put(f"jaxmem: stopped by {how} before the first compile ended, so there is no plan.\n", sys.stderr)
+        return exit_of(type(error))
     put(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n", as_json=args.json)
     unfit = made.chosen.fits is False
     try:
@@ -127,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr,
         )
         return FAILED
+    if interrupt is not None:
+        return exit_of(interrupt)
     return REFUSED if unfit else OK
 
 
@@ -215,14 +220,17 @@ def _made(
     budget: float | None,
     mesh: dict[str, int] | None,
     seen: Seen,
-) -> Plan:
+) -> tuple[Plan, type[KeyboardInterrupt] | None]:
     """Run the script up to its step, and plan that where the script calls it.
+
+    Returns:
+        The plan, and what ended it early.
 
     Raises:
         ScriptFailedError, JaxmemError: as `run`.
     """
 
-    def planned(reached: Reached) -> Plan:
+    def planned(reached: Reached) -> tuple[Plan, type[KeyboardInterrupt] | None]:
         from jaxmem_callbacks.answers.plan import plan
 
         seen.called = called_as(reached.step)
@@ -239,11 +247,17 @@ def _made(
             progress=True,
             **reached.kwargs,
         )
-        return _with_remarks(made, reached)
+        return _with_remarks(made, reached), interruption_here()
 
-    own_output = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
-    with own_output:
-        return at_step(args.script, planned, args.script_args, command="plan", step=args.step, seen=seen)
+    return at_step(
+        args.script,
+        planned,
+        args.script_args,
+        command="plan",
+        step=args.step,
+        seen=seen,
+        script_to_stderr=args.json,
+    )
 
 
 def _with_remarks(made: Plan, reached: Reached) -> Plan:

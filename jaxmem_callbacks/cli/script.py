@@ -6,6 +6,7 @@ Contexts, settings and the thread are then those that the script calls its step 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures.thread
 import contextlib
 import importlib
 import importlib.machinery
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar
 from jaxmem_callbacks.cli.other_steps import other_steps
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
+from jaxmem_callbacks.cli.undisturbed import InMain, Streams, own_streams, undisturbed
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
@@ -110,6 +112,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     command: str = "inspect",
     step: str | None = None,
     seen: Seen | None = None,
+    script_to_stderr: bool = False,
 ) -> _Result:
     """Run a script up to its first step, or call the function that it names, do some work there, and end the script.
 
@@ -122,6 +125,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         command: What ``jaxmem`` was asked for.
         step: The step's name; None for the first that is announced.
         seen: What `as_written` sees, for the message of a script without a step.
+        script_to_stderr: Whether what the script prints goes to standard error.
 
     Returns:
         What ``work`` returned.
@@ -133,13 +137,18 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     source = source_of(script, command)
     path, name = source.path, source.function
     with (
+        own_streams(script_to_stderr=script_to_stderr) as streams,
         _arguments_explained(f"{command} {script}", argv),
         _as_python_runs(source, argv) as module,
         _settings_told(path, command),
+        InMain() as in_main,
     ):
-        if name is not None:
-            return work(_ask(path, module, name))
-        return _run(path, module, _FirstStep(path.absolute(), work, step, seen or Seen()))
+        if name is None:
+            first = _FirstStep(path.absolute(), work, named=step, seen=seen or Seen(), streams=streams, in_main=in_main)
+            return _run(path, module, first)
+        reached = _ask(path, module, name)
+        with undisturbed(streams, in_main):
+            return work(reached)
 
 
 def reach_step(script: str, argv: Sequence[str] = (), *, step: str | None = None, seen: Seen | None = None) -> Reached:
@@ -214,12 +223,10 @@ def _as_python_runs(source: Source, argv: Sequence[str]) -> Generator[types.Modu
     sys.argv = [str(path), *argv]
     sys.path.insert(0, str(path.resolve().parent if source.module is None else pathlib.Path.cwd()))
     sys.modules[name] = module
-    streams = sys.stdout, sys.stderr
     try:
         yield module
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
-        sys.stdout, sys.stderr = streams  # a script that writes to a log of its own takes no report along
         if before[2] is not None:
             sys.modules[name] = before[2]
 
@@ -256,28 +263,50 @@ class _FirstStep(Generic[_Result]):
         work: What is to be done.
         named: The name of the step; None for any.
         seen: Told what was passed by.
+        streams: Of the command.
+        in_main: Has the main thread do something.
 
     Attributes:
         results: Of the work, one at most.
         error: What the work raised.
         others: Names of steps that were passed by.
+        runs: Whether the main thread is in the script.
     """
 
-    def __init__(self, script: pathlib.Path, work: Callable[[Reached], _Result], named: str | None, seen: Seen) -> None:
+    def __init__(  # noqa: PLR0913 - what was typed, and where it runs
+        self,
+        script: pathlib.Path,
+        work: Callable[[Reached], _Result],
+        *,
+        named: str | None,
+        seen: Seen,
+        streams: Streams,
+        in_main: InMain,
+    ) -> None:
         self.named, self.seen = named, seen
         self.results: list[_Result] = []
         self.error: BaseException | None = None
         self.others: dict[str, None] = {}
-        self._script, self._work = script, work
+        self.runs = False
+        self._script, self._work, self._streams, self._in_main = script, work, streams, in_main
         self._at_work = (
             threading.RLock()
         )  # a step that another thread calls meanwhile waits, and is ended like this one
         self._is_working = False
 
     @property
-    def is_over(self) -> bool:
-        """Whether the work was done, well or not."""
+    def has_begun(self) -> bool:
+        """Whether the step was reached: what the script does from then on is for want of the step's result."""
+        return self._is_working or self._is_over
+
+    @property
+    def _is_over(self) -> bool:
         return bool(self.results) or self.error is not None
+
+    def wait(self) -> None:
+        """Until the work is done that another thread does."""
+        with self._at_work:
+            pass
 
     def __call__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step's first call."""
@@ -288,8 +317,11 @@ class _FirstStep(Generic[_Result]):
                 self.seen.pass_by(step.name, self.named)
                 self.others[step.name] = None
                 return
-            if not self.is_over:
+            if not self._is_over:
                 self._do(step, args, kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            _end_threads_silently()
+            self._in_main(self._end)  # which may wait for what this thread will never give
         raise _StopScript
 
     def _do(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -300,35 +332,53 @@ class _FirstStep(Generic[_Result]):
             return
         self._is_working = True
         try:
-            others = other_steps(self._script, step.name) if self.named is None else ""
-            alive, when = alive_beside(args, kwargs), "when the script called it"
-            reached = Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others)
-            self.results.append(self._work(reached))
+            with undisturbed(self._streams, self._in_main):
+                others = other_steps(self._script, step.name) if self.named is None else ""
+                alive, when = alive_beside(args, kwargs), "when the script called it"
+                reached = Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others)
+                self.results.append(self._work(reached))
         except BaseException as error:  # noqa: BLE001 - the script's own handlers are not to see it
             self.error = error
         finally:
             self._is_working = False
 
+    def _end(self) -> None:
+        if self.runs:
+            self.runs = False
+            raise _StopScript
+
 
 def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result]) -> _Result:
     """The script until its step. A script that swallows even the stop is let go on, and stopped at each step."""
-    with first_calls_seen_by(first), _threads_stop_silently():
+    ended: SystemExit | None = None
+    with first_calls_seen_by(first):
         try:
-            _execute(path, module, is_over=lambda: first.is_over)
+            first.runs = True
+            _execute(path, module, is_over=lambda: first.has_begun)
+            _wait_for_threads()
+            first.runs = False
         except _StopScript:
-            pass
+            first.runs = False
         except SystemExit as error:
-            if not first.is_over and error.code not in (None, 0):
-                words = (
-                    f"with exit code {error.code}" if isinstance(error.code, int) else f"with the words {error.code!s}"
-                )
-                msg = f"{path} ended by itself {words}, before its first step."
-                raise ScriptFailedError(msg, wants_arguments=True) from error
+            first.runs, ended = False, error
+        first.wait()
+    if first.results:
+        return first.results[0]
     if first.error is not None:
         raise first.error
-    if not first.results:
-        raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted)))
-    return first.results[0]
+    if ended is not None and ended.code not in (None, 0):
+        words = f"with exit code {ended.code}" if isinstance(ended.code, int) else f"with the words {ended.code!s}"
+        msg = f"{path} ended by itself {words}, before its first step."
+        raise ScriptFailedError(msg, wants_arguments=True) from ended
+    raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted)))
+
+
+def _wait_for_threads() -> None:
+    """Wait for the script's threads, as Python does at a script's end. Those of pools wait for work that does not come."""
+    pooled: Any = getattr(concurrent.futures.thread, "_threads_queues", ())
+    for thread in threading.enumerate():
+        if thread not in (threading.main_thread(), threading.current_thread(), *pooled) and not thread.daemon:
+            thread.join()
 
 
 def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> str:
@@ -344,20 +394,18 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
     return f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
 
 
-@contextlib.contextmanager
-def _threads_stop_silently() -> Generator[None]:
-    """A step that is called in a thread ends that thread, and Python would show how."""
+def _end_threads_silently() -> None:
+    """A step that is called in a thread ends that thread, perhaps after the script, and Python would show how."""
     before = threading.excepthook
+    if getattr(before, "is_silent", False):
+        return
 
     def hook(told: threading.ExceptHookArgs) -> None:
         if not issubclass(told.exc_type, _StopScript):
             before(told)
 
+    vars(hook)["is_silent"] = True
     threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = before
 
 
 def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
@@ -40,6 +42,9 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
     """
     policy, compiled = entry.candidate.policy, entry.candidate.step_bytes
     if not undonated or compiled is None:
+        return ""
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
+        ledger.note("jax_debug_nans is on: JAX donates nothing while it is.")
         return ""
     names = ", ".join(undonated)
     try:

@@ -1,17 +1,60 @@
-"""A plan that is being made enters; Ctrl-C reaches it, also where Python lost the exception.
+"""A long work such as a plan enters; Ctrl-C, and SIGTERM where a command asks for it, end it by an exception in its own thread.
 
-Python raises `KeyboardInterrupt` wherever the main thread happens to be; in a finalizer it is printed as ignored, and lost. One
-that comes while C code runs for long is raised by the first Python function after it, which is often such a finalizer.
+Python runs handlers of signals in the main thread only, and raises `KeyboardInterrupt` wherever that happens to be: in a
+finalizer it is printed as ignored, and lost. One that comes while C code runs for long is raised by the first Python function
+after it, which is often such a finalizer. So each signal is noted, and the work asks at its next chance.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import final
+
+# One Ctrl-C may arrive more than once, since some launchers signal a process and its group.
+_ONE_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, from a scheduler or ``timeout``. It ends a plan as Ctrl-C does: with the best of what was compiled."""
+
+
+@final
+class Interruption:
+    """A handler of signals that ends what the thread does in which it was made.
+
+    Attributes:
+        kind: What was raised; None where no signal came.
+    """
+
+    def __init__(self) -> None:
+        self.kind: type[KeyboardInterrupt] | None = None
+        self._thread, self._at_s = threading.get_ident(), -_ONE_S
+
+    def __call__(self, number: int, _frame: FrameType | None = None) -> None:
+        """Raise in the thread that works, which may be another one than this."""
+        if self.kind is Terminated or time.monotonic() - self._at_s < _ONE_S:
+            return
+        self._at_s = time.monotonic()
+        self.kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if threading.get_ident() == self._thread:
+            raise self.kind
+        _raise_in(self._thread, self.kind)
+
+    def check(self) -> None:
+        """Raise what came and was lost."""
+        if self.kind is not None:
+            raise self.kind
+
+
+# Of each thread that works for a command.
+_commands: dict[int, Interruption] = {}
 
 
 @contextmanager
@@ -19,29 +62,67 @@ def interrupts_heard() -> Generator[Callable[[], None]]:
     """Note each Ctrl-C of what is inside.
 
     Only Python's own handler is stood in for, and only in the main thread, where alone handlers run; a program that handles the
-    signal itself goes on doing so.
+    signal itself goes on doing so. Where a command works, its `Interruption` is asked.
 
     Yields:
         A function that raises `KeyboardInterrupt` where a Ctrl-C came and nothing has been raised out of here.
     """
-    heard = False
-
-    def note(_number: int, _frame: FrameType | None) -> NoReturn:
-        nonlocal heard
-        heard = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if heard:
-            raise KeyboardInterrupt
-
-    ours = threading.current_thread() is threading.main_thread() and (
+    command = _commands.get(threading.get_ident())
+    if command is not None:
+        yield command.check
+        return
+    own = Interruption()
+    is_ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
-    if ours:
-        signal.signal(signal.SIGINT, note)
+    if is_ours:
+        signal.signal(signal.SIGINT, own)
     try:
-        yield check
+        yield own.check
     finally:
-        if ours and signal.getsignal(signal.SIGINT) is note:
+        if is_ours and signal.getsignal(signal.SIGINT) is own:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def command_interrupted(in_main: Callable[[Callable[[], None]], None]) -> Generator[Interruption]:
+    """Ctrl-C and SIGTERM end what is inside, in whatever thread it is, whatever handlers the program has set.
+
+    Args:
+        in_main: Has the main thread, where alone handlers can be set, call a function.
+
+    Yields:
+        What says which came.
+    """
+    own, here = Interruption(), threading.get_ident()
+    before: dict[signal.Signals, object] = {}
+
+    def take() -> None:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell starts its jobs in the background
+                before[number] = signal.signal(number, own)
+
+    def give_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
+
+    _commands[here] = own
+    in_main(take)
+    try:
+        yield own
+    finally:
+        in_main(give_back)
+        del _commands[here]
+        _raise_in(here, None)  # what has not been raised yet came too late
+
+
+def interruption_here() -> type[KeyboardInterrupt] | None:
+    """What ended the command's work in this thread; None where nothing did."""
+    command = _commands.get(threading.get_ident())
+    return None if command is None else command.kind
+
+
+def _raise_in(thread: int, kind: type[KeyboardInterrupt] | None) -> None:
+    """Have a thread raise an exception at its next line of Python; None takes one back that it has not raised yet."""
+    error = ctypes.c_void_p() if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
+import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
 from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.interrupts import Terminated
 from jaxmem_callbacks.programs.targets.worker import end_workers
 from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
@@ -20,7 +23,10 @@ from jaxmem_callbacks.records.policies import StepPolicy
 MOST_OF_REMAT, MOST = 6, 16
 _AT_ONCE = 2
 _SHOWN = 4  # policies that share a failure and are named
+_HEARD_S = 0.25
+_MOST_S = 5.0  # that a scheduler's SIGTERM waits for a compile that nothing can end: SIGKILL comes next
 Progress = Callable[[str, int, int], None]
+_Compile = concurrent.futures.Future[Candidate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ class Ledger:
         self.asked += len(new)
         self._cut |= dict.fromkeys(wanted[len(new) :])
         pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE)
-        waiting: dict[concurrent.futures.Future[Candidate], tuple[Compiler, StepPolicy]] = {}
+        waiting: dict[_Compile, tuple[Compiler, StepPolicy]] = {}
         try:
             if new:
                 self.tell(" and ".join(compiler.title(policy) for compiler, policy in new))
@@ -144,7 +150,7 @@ class Ledger:
             ) in new:  # JAX's part in this thread, whose settings it obeys; only compilers run in others
                 with self._told_if_it_fails(compiler, policy):
                     waiting[pool.submit(compiler.lowered(policy))] = compiler, policy
-            for done in concurrent.futures.as_completed(waiting):
+            for done in self._completed(waiting):
                 compiler, policy = waiting[done]
                 with self._told_if_it_fails(compiler, policy):
                     self._keep(compiler, policy, done.result())
@@ -155,16 +161,26 @@ class Ledger:
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
             try:
-                while not all(each.done() for each in waiting):
+                end = time.monotonic() + (_MOST_S if isinstance(sys.exception(), Terminated) else math.inf)
+                while not all(each.done() for each in waiting) and time.monotonic() < end:
                     end_workers()
                     time.sleep(0.05)
                 # An interrupt came while others were waited for: what has an answer is kept.
                 for done, one in waiting.items():
-                    if one not in self._known and not done.cancelled() and done.exception() is None:
+                    is_answer = done.done() and not done.cancelled() and done.exception() is None
+                    if one not in self._known and is_answer:
                         self._keep(*one, done.result())
             finally:
                 self.asked -= sum(one not in self._known for one in new)  # interrupted
         return [self._known.get(one) for one in asked]
+
+    def _completed(self, waiting: Collection[_Compile]) -> Iterator[_Compile]:
+        """Compiles as they end. A signal may have come to another thread than this, which wakes nobody."""
+        left = set(waiting)
+        while left:
+            done, left = concurrent.futures.wait(left, _HEARD_S, concurrent.futures.FIRST_COMPLETED)
+            self.check()
+            yield from done
 
     def _keep(self, compiler: Compiler, policy: StepPolicy, found: Candidate) -> None:
         """Know what a compiler answered."""
@@ -178,6 +194,7 @@ class Ledger:
         try:
             yield
         except (CompileError, PolicyError, LossRefusedError) as error:
+            self.check()  # a compile that a signal ended has not failed
             self._known[compiler, policy] = None
             self.failed.append(error)
             if isinstance(error, CompileError):

@@ -25,7 +25,7 @@ from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
 from jaxmem_callbacks.planning.verdict import remedies, searches
 from jaxmem_callbacks.programs.memory_text import large_constants
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
-from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here
+from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here, unguarded
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
@@ -60,6 +60,7 @@ _UNCHECKED = (
 )
 
 
+@unguarded()
 def make_plan(
     train_step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -257,7 +258,7 @@ def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool |
         return False
     step = problem.step(replace(problem.base, microbatches=count))
     try:
-        with traced_with_rows(f"{problem.name} over {count} microbatches"):
+        with traced_with_rows(f"{problem.name} over {count} microbatches"), jax.debug_nans(False):
             return step.compare(problem.args, dict(problem.kwargs))
     except (PolicyError, PlanError) as error:
         ledger.note(f"Microbatches were not tried: {error}")

@@ -16,6 +16,7 @@ from jaxmem_callbacks.programs.memory_text import disagreement_words, large_cons
 from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
+from jaxmem_callbacks.programs.steps.conditions import unguarded
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.program import Program
 from jaxmem_callbacks.programs.steps.replicated import replicated
@@ -89,6 +90,7 @@ class StepMemory:
         """Instructions that the compiler chose to recompute by itself near its memory limit."""
         return self.program.compiler_remat
 
+    @unguarded()
     def peak(self) -> Peak:
         """What makes the peak: parameters, optimizer state, gradients, saved activations, temporaries and the rest.
 
@@ -114,6 +116,7 @@ class StepMemory:
         return memory_table(self.program, self.arguments, self.warnings)
 
 
+@unguarded()
 def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> StepMemory:
     """What one step needs, before it runs.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -38,6 +39,21 @@ def operations_of(jaxpr: Any) -> str:
         return f"{eqn.primitive.name} {types} {inner} {eqn.params.get('length', '')}"
 
     return told(jaxpr)
+
+
+@contextmanager
+def unguarded() -> Generator[None]:
+    """Where this library traces and compiles a step: what JAX watches in the caller's own code changes no program, and is off.
+
+    What changes the program holds, such as ``jax_debug_nans``, under which JAX donates nothing. Without a jit there is no program
+    at all: under ``jax_disable_jit`` a step is told as it is jitted.
+    """
+    with ExitStack() as off:
+        off.enter_context(jax.transfer_guard("allow"))
+        for watch in (jax.check_tracer_leaks, jax.debug_infs, jax.debug_key_reuse, jax.no_tracing):
+            off.enter_context(watch(False))
+        off.enter_context(jax.disable_jit(False))
+        yield
 
 
 def flags_now() -> dict[str, str]:

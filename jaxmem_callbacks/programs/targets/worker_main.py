@@ -152,6 +152,8 @@ def _end_with_caller(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # which a scheduler sends to every process: the caller decides
+        signal.signal(number, signal.SIG_IGN)
     if "--with-caller" in sys.argv[2:]:
         threading.Thread(target=_end_with_caller, args=(sys.argv[1],), daemon=True).start()
     main(sys.argv[1])
