@@ -19,6 +19,7 @@ from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.shortening import short_shape
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.plan_progress import inspect_progress
 
 # What JAX's paths of operations have of each loop and checkpoint; the step's own name comes before them.
 _OF_EVERY_LOOP = {"while", "body", "closed_call", "checkpoint"}
@@ -93,22 +94,27 @@ class _Report:
         from jaxmem_callbacks.programs.memory import as_step, step_memory
 
         step = as_step(reached.step)
-        memory = step_memory(step, *reached.args, target=target, **reached.kwargs)
         without = step.without_policy()
         plain, refused = None, None
-        try:
-            plain = (
-                step_memory(without, *reached.args, target=target, **reached.kwargs) if without is not None else None
-            )
-        except CompileError as error:  # that the plain step does not fit there is what the policy is for
-            refused = str(error)
+        with inspect_progress(sys.stderr) as tell:
+            tell(f"compiling {step.name}")
+            memory = step_memory(step, *reached.args, target=target, **reached.kwargs)
+            if without is not None:
+                tell(f"compiling {step.name} without its policy, to compare")
+                try:
+                    plain = step_memory(without, *reached.args, target=target, **reached.kwargs)
+                except CompileError as error:  # that the plain step does not fit there is what the policy is for
+                    refused = str(error)
+            if top:
+                tell(f"compiling {step.name} once more, for what makes its peak")
+            peak = memory.peak() if top else None
         beside = alive_words(reached.alive, reached.when, memory.step_bytes)
         return cls(
             policy=step.policy,
             memory=memory,
             plain=plain,
             plain_refused=refused,
-            peak=memory.peak() if top else None,
+            peak=peak,
             top=top,
             remarks=[words for words in (reached.others, beside) if words],
             alive_bytes=None if reached.alive is None else reached.alive.bytes,

@@ -151,6 +151,13 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
             return work(reached)
 
 
+def show_start(script: str) -> None:
+    """Say on a terminal what is done first, which may take minutes. To be called before JAX is imported."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"jaxmem: running {script} up to the first call of its step\n")
+        sys.stderr.flush()
+
+
 def reach_step(script: str, argv: Sequence[str] = (), *, step: str | None = None, seen: Seen | None = None) -> Reached:
     """The step that a script reaches and its arguments, where the script's contexts do not matter; see `at_step`."""
     return at_step(script, lambda reached: reached, argv, step=step, seen=seen)
@@ -350,22 +357,25 @@ class _FirstStep(Generic[_Result]):
 
 def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result]) -> _Result:
     """The script until its step. A script that swallows even the stop is let go on, and stopped at each step."""
-    ended: SystemExit | None = None
+    ended: SystemExit | ScriptFailedError | None = None
     with first_calls_seen_by(first):
         try:
             first.runs = True
-            _execute(path, module, is_over=lambda: first.has_begun)
+            try:
+                _execute(path, module, is_over=lambda: first.has_begun)
+            except (SystemExit, ScriptFailedError) as error:
+                ended = error
             _wait_for_threads()
             first.runs = False
         except _StopScript:
             first.runs = False
-        except SystemExit as error:
-            first.runs, ended = False, error
         first.wait()
     if first.results:
         return first.results[0]
     if first.error is not None:
         raise first.error
+    if isinstance(ended, ScriptFailedError):
+        raise ended
     if ended is not None and ended.code not in (None, 0):
         words = f"with exit code {ended.code}" if isinstance(ended.code, int) else f"with the words {ended.code!s}"
         msg = f"{path} ended by itself {words}, before its first step."

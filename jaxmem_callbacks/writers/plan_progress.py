@@ -1,4 +1,4 @@
-"""How far a plan is: what compiles now, what is done and how many may come; as a bar, a line of a notebook's cell, or lines."""
+"""How far a command is: what compiles now, for a plan also what is done. A bar, a line of a notebook's cell, or lines leave."""
 
 from __future__ import annotations
 
@@ -33,15 +33,7 @@ def plan_progress(stream: TextIO) -> Generator[Callable[[str, int, int], None]]:
     if not console.is_terminal:
         yield lambda what, done, most: _line(stream, what, done, most)
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("plan"),
-        BarColumn(bar_width=12),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-    )
-    # What the user's step prints while it is traced goes where it always does: rich is not to stand between.
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+    with _bar(console, "plan", BarColumn(bar_width=12)) as bar:
         task = bar.add_task("tracing the step", total=None)
 
         def told(what: str, done: int, most: int) -> None:
@@ -70,6 +62,34 @@ def _in_a_cell() -> Generator[Callable[[str, int, int], None]]:
         yield told
     finally:
         shown.update({"text/plain": ""}, raw=True)
+
+
+@contextmanager
+def inspect_progress(stream: TextIO) -> Generator[Callable[[str], None]]:
+    """Tell what a look at a step waits for: with the time on a terminal, where it goes at the end; nothing elsewhere.
+
+    Args:
+        stream: Where to, as a rule stderr.
+
+    Yields:
+        What to call with what is done now.
+    """
+    console = Console(file=stream)
+    if not console.is_terminal:
+        yield lambda _what: None
+        return
+    with _bar(console, "inspect") as bar:
+        task = bar.add_task("tracing the step", total=None)
+        yield lambda what: bar.update(task, description=what)
+
+
+def _bar(console: Console, word: str, *between: BarColumn) -> Progress:
+    """A line that goes. What the step prints while it is traced goes where it always does: rich is not to stand between."""
+    what = TextColumn(
+        "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    )
+    columns = (SpinnerColumn(), TextColumn(word), *between, TimeElapsedColumn(), what)
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 def _line(stream: TextIO, what: str, done: int, most: int) -> None:
