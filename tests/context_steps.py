@@ -1,7 +1,7 @@
 """A training script whose step is another program in each of its contexts; by itself it shows what JAX makes of it there.
 
-``python context_steps.py NAME`` trains in one context. ``python context_steps.py --told [TARGET]`` prints one JSON object for each
-context: the bytes of the step's temporaries, arguments, outputs and aliases as compiled inside it.
+``python context_steps.py NAME`` trains in one context. ``python context_steps.py --told [TARGET]`` prints one JSON object for
+each context: the bytes of the step's temporaries, arguments, outputs and aliases as compiled inside it.
 """
 
 from __future__ import annotations

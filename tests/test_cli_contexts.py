@@ -1,7 +1,8 @@
-"""A script's step is inspected and planned as the script calls it: in its contexts and its thread, among its signals and streams."""
+"""A script's step is inspected and planned as the script calls it: in its contexts and thread, among its signals and streams."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,8 +12,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from tests.context_steps import CONTEXTS
 from tests.processes import UNOPTIMISED
@@ -21,7 +24,6 @@ from tests.target_step import needs_compiler
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the meshes and the jit of old
 
 STEPS = str(Path(__file__).parent / "context_steps.py")
-WATCHES = ["transfers", "leaks", "keys", "nans"]
 TARGETS = [pytest.param("", id="attached"), pytest.param("h100_sxm", id="h100_sxm", marks=pytest.mark.targets)]
 ALIKE = {"ranks", "dtypes", "leaks", "transfers", "keys", "no rules"}  # what is the same program as without
 
@@ -75,18 +77,28 @@ def test_figures_are_those_of_jaxs_own_compile_in_the_context(name: str, target:
         assert figures(told["step"]) != truth["nothing"], "another program, so that a plain trace would be seen"
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "name", ["set_mesh", "old mesh", "explicit mesh", "logical rules", "x64", "a global", *WATCHES]
+    ("name", "target"),
+    [
+        *((name, "") for name in ("set_mesh", "old mesh", "explicit mesh", "x64", "transfers", "nans")),
+        *(
+            pytest.param(name, "h100_sxm", marks=pytest.mark.targets)
+            for name in ("old mesh", "explicit mesh", "a global")
+        ),
+    ],
 )
 def test_a_plan_is_made_in_the_context(name: str, target: str, by_jax: Any, capsys: Any) -> None:
     where = of_target(target, name)
     truth = by_jax(target)
-    assert main(["plan", STEPS, "--json", *where, "--args", name]) == 0
-    made = json.loads(capsys.readouterr().out)
+    remat = [] if name == "explicit mesh" else ["--search", "remat=no"]
+    code = main(["plan", STEPS, "--json", *remat, *where, "--args", name])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    made = json.loads(printed.out)
     (plain,) = [each for each in made["candidates"] if each["policy"]["remat"] == "none"]
     assert figures(plain) == truth[name]
-    assert len(made["candidates"]) > 1
+    if not remat:
+        assert len(made["candidates"]) > 1, "remat was traced on the mesh"
     if name == "nans":
         assert "jax_debug_nans is on: JAX donates nothing while it is." in made["notes"]
 
@@ -169,3 +181,97 @@ def test_a_step_in_a_thread_ends_the_script_without_a_word(kind: str, tmp_path: 
     assert printed.out.startswith("Plan of train_step")
     assert not {"trained", "went on"} & set(printed.out.split())
     assert "Traceback" not in printed.err
+
+
+# Ends itself once a policy was compiled, whatever the script does with signals, alarms, streams and its folder.
+SIGNALLED = """
+    import faulthandler, os, signal, sys, threading
+    import jax, jax.numpy as jnp
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight) + x
+        return jnp.square(x).mean()
+
+    @jax.jit
+    def train_step(weights, x):
+        return [w - g for w, g in zip(weights, jax.grad(loss)(weights, x))]
+
+    def train():
+        train_step(weights, x)
+
+    def compiled(event, *_, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+    def own(*_):
+        print("the script's own handler")
+        os._exit(9)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, own)
+    signal.setitimer(signal.ITIMER_REAL, 600)
+    faulthandler.dump_traceback_later(600, exit=True)
+    os.mkdir("elsewhere")
+    os.chdir("elsewhere")
+    log = open("log.txt", "w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout.close()
+    weights, x = [jnp.ones((32, 32)) + at for at in range(8)], jnp.ones((512, 32))
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    if sys.argv[2] == "thread":
+        in_thread = threading.Thread(target=train)
+        in_thread.start()
+        in_thread.join()
+    else:
+        train()
+    os._exit(8)
+"""
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "where", "code"), [("SIGTERM", "main", 143), ("SIGTERM", "thread", 143), ("SIGINT", "thread", 130)]
+)
+def test_a_signal_gives_the_best_so_far_and_saves_it_where_it_was_typed(
+    name: str, where: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SIGNALLED))
+    command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "plan", "train.py", "--save", "plan.json"]
+    run = subprocess.run(
+        [*command, "--args", name, where],
+        cwd=tmp_path,
+        env=os.environ | UNOPTIMISED | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(STEPS).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == code, run.stderr
+    assert "Interrupted: this is the best of what was compiled so far." in run.stdout
+    assert "Traceback" not in run.stderr
+    plan = jm.load_plan(tmp_path / "plan.json")
+    assert 1 <= len(plan.candidates) < 4
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["elsewhere", "plan.json", "train.py"]
+
+
+def test_a_terminal_is_shown_what_is_done_before_jax_is_there(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TRAINER) + "\ntrain()\n")
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "inspect", str(script), "--json"]
+    environment = os.environ | UNOPTIMISED | {"JAX_PLATFORMS": "cpu", "TERM": "xterm", "COLUMNS": "200"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as process:
+        os.close(theirs)
+        shown = os.read(ours, 2**16).decode()
+        times = psutil.Process(process.pid).cpu_times()
+        assert f"jaxmem: running {script} up to the first call of its step" in shown
+        assert times.user + times.system < 1
+        with contextlib.suppress(OSError):  # the end: nobody has the other side any more
+            while part := os.read(ours, 2**16):
+                shown += part.decode()
+        assert process.stdout is not None
+        json.loads(process.stdout.read())
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert "compiling train_step once more, for what makes its peak" in shown

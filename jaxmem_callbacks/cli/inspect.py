@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from jaxmem_callbacks.cli.exits import FAILED
-from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step
+from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step, show_start
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     # Before the script runs, which may load data for minutes.
     target = None if args.target is None else resolve_target(args.target)
     source_of(args.script, "inspect")
+    show_start(args.script)
     from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
 
     try:

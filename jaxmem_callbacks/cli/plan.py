@@ -21,6 +21,7 @@ from jaxmem_callbacks.cli.script import (
     at_step,
     reach_program,
     require_program,
+    show_start,
 )
 from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.cli.seen import Seen
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     source_of(args.script, "plan")
     if args.target is not None:
         resolve_target(args.target)
+    show_start(args.script)
     from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
 
     try:

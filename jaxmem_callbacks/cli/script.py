@@ -154,7 +154,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
 def show_start(script: str) -> None:
     """Say on a terminal what is done first, which may take minutes. To be called before JAX is imported."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"jaxmem: running {script} up to the first call of its step\n")
+        put(f"jaxmem: running {script} up to the first call of its step\n", sys.stderr)
         sys.stderr.flush()
 
 
