@@ -41,10 +41,7 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
         The sentence where donation makes a step fit that does not fit without it, else an empty text.
     """
     policy, compiled = entry.candidate.policy, entry.candidate.step_bytes
-    if not undonated or compiled is None:
-        return ""
-    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
-        ledger.note("jax_debug_nans is on: JAX donates nothing while it is.")
+    if not undonated or compiled is None or _is_off(ledger):
         return ""
     names = ", ".join(undonated)
     try:
@@ -78,6 +75,14 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
         return words
     ledger.note(words)
     return ""
+
+
+def _is_off(ledger: Ledger) -> bool:
+    """Whether JAX donates nothing, which is noted."""
+    is_off = bool(jax.config.jax_debug_nans)  # pyright: ignore[reportAttributeAccessIssue] - 0.10
+    if is_off:
+        ledger.note("jax_debug_nans is on: JAX donates nothing while it is.")
+    return is_off
 
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:
