@@ -6,13 +6,13 @@ Contexts, settings and the thread are then those that the script calls its step 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures.thread
 import contextlib
 import importlib
 import importlib.machinery
 import linecache
 import os
 import pathlib
+import re
 import shlex
 import sys
 import threading
@@ -37,6 +37,7 @@ LINE_TO_ADD = (
 )
 
 _Result = TypeVar("_Result")
+_OF_A_POOL = re.compile(r"_\d+$")  # how `concurrent.futures` ends the names of its threads
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
@@ -385,9 +386,9 @@ def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result
 
 def _wait_for_threads() -> None:
     """Wait for the script's threads, as Python does at a script's end. Those of pools wait for work that does not come."""
-    pooled: Any = getattr(concurrent.futures.thread, "_threads_queues", ())
     for thread in threading.enumerate():
-        if thread not in (threading.main_thread(), threading.current_thread(), *pooled) and not thread.daemon:
+        is_own = thread in (threading.main_thread(), threading.current_thread())
+        if not (is_own or thread.daemon or _OF_A_POOL.search(thread.name)):
             thread.join()
 
 
