@@ -416,6 +416,8 @@ def test_what_is_out_of_reach_is_an_error_that_names_it():
     with pytest.raises(ValueError, match=expected):
         ours(by_vjp)(WEIGHTS, X)
     with pytest.raises(ValueError, match="would do nothing: <lambda> takes no gradient"):
+        ours(lambda w, x: jax.jacrev(lambda w: jnp.tanh(jnp.tanh(x @ w["w0"]) @ w["w1"]))(w))(WEIGHTS, X)
+    with pytest.raises(ValueError, match="would do nothing: <lambda> takes no gradient"):
         ours(eval("lambda w: w"))(X)  # noqa: S307 - no source to name a line of
 
 

@@ -159,7 +159,7 @@ def test_what_gives_values_back_stays_and_what_never_reports_is_the_same_object(
 
 @pytest.mark.core
 def test_a_report_within_a_shard_map():
-    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
 
     def step(x):
