@@ -189,6 +189,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("size", ["1KiB", "4096B", "0.5MiB"])
+def test_a_small_budget_with_its_unit_is_a_budget(size: str, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    main(["plan", "--json", "--search", "remat=no", "--budget", size, str(script)])
+    assert json.loads(capsys.readouterr().out)["budget_bytes"] == {"1KiB": 2**10, "4096B": 2**12, "0.5MiB": 2**19}[size]
+
+
 def test_a_program_beside_the_step_is_named_by_its_file_and_function(
     capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
@@ -251,7 +259,9 @@ def test_a_script_that_goes_elsewhere_takes_neither_files_nor_words_along(
     assert main([*ask, "--save", "plan.yaml", "--figure", "plan.png", "--logdir", "page"]) == 0
     printed = capsys.readouterr()
     assert "Plan of train_step" in printed.out
-    assert 'To train so:\n    step = jm.jit_step(train_step, jm.load_preset("plan.yaml"))\n' in printed.out
+    made = 1 + WANDERING.splitlines().index("    step = jm.jit_step(train_step)")
+    line = 'step = jm.jit_step(step, jm.load_preset("plan.yaml"))'
+    assert f"To train so:\n    # below train.py:{made}\n    {line}\n" in printed.out
     assert "--save plan.json here, jm.MemoryMonitor(plan='plan.json') there." in samples.sentences(printed.out)
     assert "Traceback" not in printed.err
     assert "_StopScript" not in printed.err, "how a step called in a thread is stopped is nobody's concern"

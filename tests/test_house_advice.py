@@ -117,7 +117,7 @@ NOT_YET: dict[str, int] = {
     "transforms/accumulation/steps.py": 1,
     "transforms/accumulation/weighted.py": 2,
     "transforms/names.py": 2,
-    "transforms/policy.py": 2,
+    "transforms/policy.py": 1,
     "transforms/prefetch.py": 1,
     "transforms/sharding/axes.py": 1,
     "transforms/sharding/infer.py": 2,

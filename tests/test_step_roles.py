@@ -71,6 +71,25 @@ def test_moments_are_the_optimizers_and_counters_state(optimizer):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("names", [("params", "opt_state"), ("q", "r")])
+def test_a_weight_that_the_loss_does_not_use_is_a_parameter_like_the_others(names):
+    """No gradient reaches it, nor its moments: their updates are made of themselves alone."""
+    optimizer, weights = optax.adamw(1e-3), {**W, "unused": jnp.ones(3)}
+
+    def step(q, r, x):
+        updates, r = optimizer.update(jax.grad(loss)(q, x), r, q)
+        return optax.apply_updates(q, updates), r
+
+    named = {"step": step}
+    exec(f"def train({names[0]}, {names[1]}, x): return step({names[0]}, {names[1]}, x)", named)  # noqa: S102
+    rows = {row.name: row for row in jm.step_memory(named["train"], weights, optimizer.init(weights), X).arguments}
+    assert rows[names[0]].kind == PARAMETERS
+    assert (rows[names[0]].leaves, rows[names[0]].bytes) == (3, 4 * (64 + 8 + 3))
+    assert rows[names[1]].kind == OPTIMIZER
+    assert rows[names[1]].leaves in (6, 7), "the counter may be a row of its own"
+
+
+@pytest.mark.core
 def test_statistics_averages_frozen_weights_and_keys_are_none_of_them():
     def step(agent, stats, average, key, data):
         frozen, x = data

@@ -211,7 +211,7 @@ def recovery(state: State, batch: Batch) -> State:
     first, state = run.restore(state)
     state, _ = run.step(first, state, batch)
     if run.should_save(None):
-        assert_type(run.save_before_oom(1, state), Path)
+        assert_type(run.save_before_oom(1, state), Path | None)
     assert_type(run.latest, int | None)
     assert_type(run.report.policy, str)
     assert_type(run.policy, jm.StepPolicy)

@@ -43,7 +43,7 @@ def called_as(step: Any) -> Called | None:
         return None
     caller, found = frames[0], None
     if _name_in(caller.f_locals, step) is None and (name := _variable(caller.f_globals, step)) is not None:
-        return Called(name, _where_global(frames))
+        return Called(name, _where_global(frames, name))
     for frame in frames:
         name = _name_in(frame.f_locals, step)
         if name is None:
@@ -54,14 +54,41 @@ def called_as(step: Any) -> Called | None:
             break  # an object that is passed on: its name in the outermost function holds for all of the loop
         found = Called(name, f"above {_file(frame)}:{_line_above(frame)}")
     if found is None and (name := _name_in(caller.f_globals, step)) is not None:
-        found = Called(name, _where_global(frames))
+        found = Called(name, _where_global(frames, name))
     return found
 
 
-def _where_global(frames: Sequence[types.FrameType]) -> str:
+def _where_global(frames: Sequence[types.FrameType], name: str) -> str:
     """Where a line goes that gives a global of the caller's module another value."""
-    own = [each for each in frames if each.f_code.co_name == "<module>" and each.f_globals is frames[0].f_globals]
-    return f"above {_file(own[0])}:{_line_above(own[0])}" if own else f"at the end of {_file(frames[0])}"
+    caller = frames[0]
+    own = [each for each in frames if each.f_code.co_name == "<module>" and each.f_globals is caller.f_globals]
+    if own:
+        return f"above {_file(own[0])}:{_line_above(own[0])}"
+    if caller.f_globals.get("__name__") == "__main__" and (line := _line_of_binding(caller, name)) is not None:
+        return f"below {_file(caller)}:{line}"  # the script itself is in another thread, and has not ended
+    return f"at the end of {_file(caller)}"
+
+
+def _line_of_binding(frame: types.FrameType, name: str) -> int | None:
+    """The last line of the statement of a frame's file that gives a global its value; None where none is seen."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    except (SyntaxError, ValueError):
+        return None
+    variable = name.partition(".")[0]
+    bound = [
+        node.end_lineno
+        for node in _of_scope(tree)
+        if (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == variable)
+        or (isinstance(node, ast.Assign | ast.AnnAssign) and variable in map(ast.unparse, _targets(node)))
+    ]
+    return max((line for line in bound if line is not None), default=None)
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    """What an assignment binds, tuples taken apart."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
 
 
 def _file(frame: types.FrameType) -> str:

@@ -219,7 +219,7 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
 def _made(
     args: argparse.Namespace,
     search: dict[str, Any] | None,
-    budget: float | None,
+    budget: str | float | None,
     mesh: dict[str, int] | None,
     seen: Seen,
 ) -> tuple[Plan, type[KeyboardInterrupt] | None]:
@@ -326,8 +326,8 @@ def _require_places(args: argparse.Namespace) -> None:
         require_own_folder(args.logdir)
 
 
-def _budget(text: str) -> int | float:
-    """A share where the text is a number in (0, 1], else bytes: a number without a unit where it can be nothing else.
+def _budget(text: str) -> str | int | float:
+    """The text with its unit, a share where it is a number in (0, 1], else bytes: a number that can be nothing else.
 
     Raises:
         PlanError: neither.
@@ -336,8 +336,10 @@ def _budget(text: str) -> int | float:
     with contextlib.suppress(ValueError):
         number = float(text)
     is_bytes = number is not None and 1 < number < math.inf
+    given = text if number is None else int(number) if is_bytes else number
     with contextlib.suppress(PlanError):
-        return parse_budget(text if number is None else int(number) if is_bytes else number)
+        parse_budget(given)
+        return given
     meant = size_meant(number)
     msg = (
         f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "

@@ -32,16 +32,18 @@ def replacing(path: Path, *, private: bool = False) -> Generator[BinaryIO]:
     """
     require_place(path)
     beside = path.with_name(f"{BESIDE}{uuid.uuid4().hex}")
-    number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, PRIVATE_FILE if private else 0o666)
     try:
+        number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, PRIVATE_FILE if private else 0o666)
         with os.fdopen(number, "wb") as file:
             yield file
             file.flush()
             os.fsync(number)
         beside.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             beside.unlink()
+        if isinstance(error, OSError) and error.filename == str(beside):
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the name that its user knows
         raise
 
 

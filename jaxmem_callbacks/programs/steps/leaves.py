@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import (
     BATCH,
     OPTIMIZER,
+    OTHER,
     PARAMETERS,
     NodeKind,
     is_named,
@@ -177,10 +178,20 @@ def _with_roles(leaves: list[Leaf], jaxpr: Any) -> list[Leaf]:
     """The leaves by what the step does with them, but for those whose class or own name says better."""
     if jaxpr is None or len(open_jaxpr(jaxpr).invars) != len(leaves):
         return leaves
-    roles = roles_of(jaxpr)
-    return [
-        leaf if role is None else replace(leaf, **_role(leaf, role)) for leaf, role in zip(leaves, roles, strict=True)
+    found = [
+        leaf if role is None else replace(leaf, **_role(leaf, role))
+        for leaf, role in zip(leaves, roles_of(jaxpr), strict=True)
     ]
+    trained: dict[str, set[str]] = {}
+    for leaf in found:
+        if leaf.updated and leaf.kind in (PARAMETERS, OPTIMIZER):
+            trained.setdefault(leaf.argument, set()).add(leaf.kind)
+    return [_as_its_like(leaf, trained.get(leaf.argument, set())) for leaf in found]
+
+
+def _as_its_like(leaf: Leaf, kinds: Collection[str]) -> Leaf:
+    """What is updated from itself alone, as a weight that the loss does not use, is what the rest of its argument is."""
+    return replace(leaf, kind=next(iter(kinds))) if leaf.updated and leaf.kind == OTHER and len(kinds) == 1 else leaf
 
 
 def _role(leaf: Leaf, role: Role) -> dict[str, Any]:

@@ -100,17 +100,19 @@ def roles_of(closed: Any) -> tuple[Role | None, ...]:
     forward = [bool(flow.read_forward >> place & 1) for place in range(len(jaxpr.invars))]
     roles: list[Role | None] = [None] * len(jaxpr.invars)
     for place, result in claimed.items():
-        roles[place] = Role(_kind_of_updated(jaxpr.invars[place], made[result], is_read=forward[place]), updated=True)
+        roles[place] = Role(_kind_of_updated(jaxpr, place, made[result], is_read=forward[place]), updated=True)
     for place in _with_gradients(jaxpr, made, claimed, forward):
         roles[place] = Role(PARAMETERS, updated=False)
     return tuple(roles)
 
 
-def _kind_of_updated(var: Any, result: _Made, *, is_read: bool) -> str:
-    is_float = jnp.issubdtype(var.aval.dtype, jnp.inexact)
-    if result.is_gradient and is_float:
+def _kind_of_updated(jaxpr: Any, place: int, result: _Made, *, is_read: bool) -> str | None:
+    """What is made of itself alone is left open: a parameter that the loss does not use, and its moments, get zeros."""
+    if not jnp.issubdtype(jaxpr.invars[place].aval.dtype, jnp.inexact):
+        return STATE
+    if result.is_gradient:
         return PARAMETERS if is_read else OPTIMIZER
-    return STATE
+    return None if result.sources == 1 << place else STATE
 
 
 def _claimed(jaxpr: Any, made: Sequence[_Made], read_forward: int) -> dict[int, int]:
