@@ -77,7 +77,7 @@ from tests.target_step import needs_compiler
         (["--logdir", "gs://a/b"], "logdir='gs://a/b'): expected a local folder."),
         (
             ["--mesh", "data2"],
-            "--mesh data2: expected axes with sizes of at least 1, one of them at most -1. Type --mesh data=",
+            "--mesh data2: expected axes with sizes of at least 1; one may be -1. Type --mesh data=",
         ),
         (["--mesh", "fsdp=0"], "--mesh fsdp=0: expected axes with sizes of at least 1"),
         (

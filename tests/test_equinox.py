@@ -259,6 +259,18 @@ def test_gradients_in_equinoxs_own_forms(policy: Any) -> None:
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
+def test_the_line_with_equinoxs_own_gradient_is_named() -> None:
+    def train_step(model: Any, data: Any, key: jax.Array) -> Any:
+        return eqx.filter_value_and_grad(loss)(model, data, key)
+
+    said = (
+        r"train_step never calls .* or jm\.eqx\.value_and_grad\. Change .*test_equinox\.py:\d+ from "
+        r"eqx\.filter_value_and_grad to jm\.eqx\.value_and_grad:\n    return eqx\.filter_value_and_grad\(loss\)"
+    )
+    with pytest.raises(jm.PolicyError, match=said):
+        jm.jit_step(train_step, "full_remat")(net(), batch(), jax.random.key(0))
+
+
 def test_equinoxs_gradients_take_no_argnums() -> None:
     for name in ("value_and_grad", "grad"):
         with pytest.raises(

@@ -58,7 +58,7 @@ def _census(step, size):
 def test_what_is_kept_on_the_host_is_told_once(resident):
     (event,) = events(resident, 900)
     assert (event.kind, event.device) == ("growth", "host")
-    assert event.message.startswith("The host's memory grows since step ")
+    assert event.message.startswith("The host's memory has grown since step ")
     assert event.figures["bytes_more"] >= 256 * MIB
     assert event.step <= 700
 

@@ -86,7 +86,7 @@ def test_a_plans_mesh_is_answered_with_what_a_plan_takes():
         ({"data": -1, "fsdp": -1}, "the axes data, fsdp are all -1. Expected one at most"),
         (
             {},
-            'no axes were given. Expected names with sizes of at least 1, one of them at most -1: type for example {"data": 2',
+            'no axes were given. Expected names with sizes of at least 1; one may be -1: type for example {"data": 2',
         ),
         ({"data": 0}, "axis 'data' has size 0. Expected names with sizes of at least 1"),
         ({"data": -2}, "axis 'data' has size -2"),

@@ -1,7 +1,7 @@
 """Compiler options that the user gave to a jit: `jax.jit(step, compiler_options={...})`, or a framework's jit around one.
 
-JAX tells them to nobody. Its jitted function keeps them beside its other settings; where that has another form there are none,
-and options that are to count for a compile elsewhere belong into ``XLA_FLAGS``.
+JAX has no public way to read them. Its jitted function keeps them with its other settings. Where that has another form there are
+none, and options that are to count for a compile elsewhere belong into ``XLA_FLAGS``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of what `jax.value_and_grad` and `jax.grad` made enter a handler, under whatever name a package holds these functions.
+"""A handler for calls of what `jax.value_and_grad` and `jax.grad` made, under whatever name a package holds these functions.
 
 What they make looks up `vjp` in JAX's own module when it is called. While there is a handler, another function has that name
 there. So calls are seen of ``from jax import grad`` too, of partials and class attributes, and of gradient functions that were

@@ -1,8 +1,8 @@
-"""Growth of the host's memory: what the process holds there besides arrays becomes more and more.
+"""Growth of the host's memory: what the process holds there besides arrays.
 
 Resident memory is judged as live arrays are, over ten times as long, because the system's figure has everything in it: caches of
-data, compiled programs, an allocator's own. A cache that fills and levels off is none: memory must still rise over the latest
-steps, at half the speed of all of them or faster.
+data, compiled programs, an allocator's own. A cache that fills and levels off is no growth: over the latest steps memory must
+still rise, at half the speed of all of them or faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _QUIET = 10  # looks
 
 @final
 class HostGrowthDetector:
-    """Follows the process's resident memory less the arrays that lie in it; tells once while it grows."""
+    """Follows the process's resident memory less the arrays that are in it; one event while it grows."""
 
     def __init__(self, settings: MonitorSettings) -> None:
         self._least = max(_LEAST, settings.growth_min_bytes)
@@ -57,7 +57,7 @@ class HostGrowthDetector:
                 time_s=now.time_s,
                 device="host",
                 message=(
-                    f"The host's memory grows since step {rise.since_step}: {format_bytes(int(rise.gain))} more by step "
+                    f"The host's memory has grown since step {rise.since_step}: {format_bytes(int(rise.gain))} more by step "
                     f"{now.step}, {format_bytes(int(rise.per_step))} a step, besides JAX's arrays; the process holds "
                     f"{format_bytes(now.resident_bytes)}."
                 ),

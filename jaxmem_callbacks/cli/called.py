@@ -1,4 +1,4 @@
-"""A step that a script is just calling enters; how the script writes what it calls, and where a line above its loop goes, leave.
+"""How a script writes the step that it is just calling, and where a line above its loop goes.
 
 The frames of the script are there while its step is looked at. The step is looked for by identity: a variable of the function
 that calls it or of those that passed it on, a global, an attribute of an object or of its class. What is found nowhere, such as

@@ -196,7 +196,7 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
     try:
         axes = parse_axes(text)
     except PolicyError:
-        msg = f"{option}: expected axes with sizes of at least 1, one of them at most -1. Type --mesh data=2,fsdp=-1."
+        msg = f"{option}: expected axes with sizes of at least 1; one may be -1. Type --mesh data=2,fsdp=-1."
         raise PlanError(msg) from None
     if target is None and not attached:
         msg = (

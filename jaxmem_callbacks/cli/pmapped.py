@@ -1,4 +1,4 @@
-"""A function under `jax.pmap` that is a training step enters; why it is not looked at, and the jit to write instead, leave."""
+"""A training step under `jax.pmap`: why it is not looked at, and the jit to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is typed as a script enters: a file, a notebook, a module, or a function of one; its file and text leave. Nothing runs.
+"""What is typed as a script: the file and text of a file, a notebook, a module, or a function of one. Nothing runs.
 
 Imports no JAX: a script that is not there is answered at once.
 """

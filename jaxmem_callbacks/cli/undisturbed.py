@@ -1,4 +1,4 @@
-"""A command's work inside a script's call enters; it has the command's own streams and signals, whatever the script has set.
+"""The command's own streams and signals for its work inside a script's call, whatever the script has set.
 
 Scripts send what is printed to logs of their own, arm alarms against hanging, and handle signals: all of it is theirs, and none
 of it is for a plan.

@@ -1,4 +1,4 @@
-"""The settings of XLA's client taken together: what was seen of a process enters; combinations that are wrong leave as findings.
+"""The settings of XLA's client taken together: findings for combinations that are wrong.
 
 Each setting is taken as JAX has it in the end: the option, else the variable, else the default.
 """

@@ -1,4 +1,4 @@
-"""A plan in which nothing fits enters; what would make the step fit leaves: the cheapest first, and what may still be searched.
+"""What would make a step fit where a plan found nothing that does: the cheapest first, and what may still be searched.
 
 Each way in `remedies` was compiled, or is arithmetic with compiled bytes. Each search in `searches` was traced: a loss that it
 cannot be had for is not asked to.

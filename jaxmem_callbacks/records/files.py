@@ -1,4 +1,4 @@
-"""A path and what is to stand there enter; a whole file leaves, or the one that was there before.
+"""The writing of files: each is written whole, or the one that was there before stays.
 
 Nothing is written through a symbolic link: where one stands in a file's place, somebody else chose what would be overwritten.
 """

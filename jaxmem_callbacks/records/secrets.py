@@ -1,6 +1,6 @@
-"""Texts that may hold secrets enter, the same texts without them leave.
+"""The removal of secrets from texts.
 
-The one function for every text of the outside (environment, arguments, exceptions, logs, names of metrics) on its way into a
+Every text of the outside (environment, arguments, exceptions, logs, names of metrics) passes this one function on its way into a
 file or a stream. Hidden are: tokens by their makers' prefixes, values of names that mean a secret, passwords and queries of
 addresses, keys in PEM form, long texts that look random, and the values of the environment's own secrets wherever they stand.
 

@@ -1,4 +1,4 @@
-r"""Text of the outside enters, text that a terminal shows as it is leaves: no control sequence, nothing that turns words around.
+r"""Text of the outside as a terminal may show it: no control sequence, nothing that turns words around.
 
 A name in a log or a run's file may hold any character. One that would move the cursor, set a title or turn around the words
 behind it is written as Python writes it, ``\x1b``, and so is half of a surrogate pair, which no file can hold.

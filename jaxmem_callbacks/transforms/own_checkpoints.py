@@ -1,7 +1,7 @@
 """The checkpoints that a loss's author wrote: where they are, and the same loss without them.
 
-Enters: equations or a traced function. Leaves: `OwnCheckpoint` records, or the traced function with every checkpoint replaced by
-the equations inside it: in loops, branches, nested jits, the bodies of `shard_map` and in other checkpoints. Derivative rules of
+They are found in equations, as `OwnCheckpoint` records. In a traced function every checkpoint can be replaced by the equations
+inside it: in loops, branches, nested jits, the bodies of `shard_map` and in other checkpoints. Derivative rules of
 `jax.custom_vjp` and `jax.custom_jvp` stay as they are, since JAX traces them later.
 """
 

@@ -147,16 +147,17 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
         )
     else:
         msg = (
-            f"{what} never calls jm.value_and_grad, jm.grad or jm.nnx.value_and_grad. {_line_to_change(train_step)}\n"
+            f"{what} never calls jm.value_and_grad, jm.grad, jm.nnx.value_and_grad or jm.eqx.value_and_grad. "
+            f"{_line_to_change(train_step)}\n"
             f"Where a package takes the gradient, which you do not edit: {advise('gradients.all', step=name)}."
         )
     raise PolicyError(msg)
 
 
 def _line_to_change(train_step: Callable[..., Any]) -> str:
-    """Where the step takes its gradient with JAX's or NNX's own function, as ``file:line: source``."""
+    """Where the step takes its gradient with a function of JAX, NNX or Equinox, as ``file:line: source``."""
     for place, line in _source(train_step):
-        for prefix, better in (("jax.", "jm."), ("nnx.", "jm.nnx.")):
+        for prefix, better in (("jax.", "jm."), ("nnx.", "jm.nnx."), ("eqx.filter_", "jm.eqx.")):
             for call in ("value_and_grad(", "grad("):
                 if f"{prefix}{call}" in line and f"jm.{prefix}{call}" not in line and f"jm.{call}" not in line:
                     return f"Change {place} from {prefix}{call[:-1]} to {better}{call[:-1]}:\n    {line.strip()}"

@@ -1,4 +1,4 @@
-"""A step enters with its policy and which gradients obey it; the step under the policy leaves, or the context to trace it in.
+"""A step under a policy, and which gradients of it obey.
 
 With ``gradients="all"`` a gradient that JAX's own functions take, in whatever package, obeys the policy as one by
 `jm.value_and_grad` does. A gradient inside a loss that obeys is part of that loss and stays JAX's own.

@@ -1,6 +1,6 @@
-"""A traced step enters; what each of its inputs is in it leaves: trained, an optimizer's, other state, or nothing that is known.
+"""What each input of a traced step is: trained, an optimizer's, other state, or unknown.
 
-Told from dataflow, whatever the arguments are called. An input is returned updated where some result has its shape and dtype and
+Found from dataflow, whatever the arguments are called. An input is returned updated where some result has its shape and dtype and
 is made of it element by element. If the result is also made of the backward pass, the input is a parameter where the forward pass
 reads it, and the optimizer's where it does not. An input without such a result is a parameter where the step returns a gradient
 for it. What the step only reads is left open: no dataflow tells a batch from a frozen weight.

@@ -1,4 +1,4 @@
-"""A traced program enters; the same without what only reports to Python leaves, and what that was.
+"""A traced program without what only reports to Python, and what was left out.
 
 `jax.debug.print`, `jax.debug.callback` and an `io_callback` without results give nothing back to the program, and have no
 counterpart on hardware that is absent. What gives values back stays.

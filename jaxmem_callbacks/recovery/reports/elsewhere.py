@@ -1,4 +1,4 @@
-"""What the driver counts on each GPU beside JAX's pool: the allocators' readings and the driver enter, `OnTheCard`s leave.
+"""What the driver counts on each GPU besides JAX's pool.
 
 JAX's own arrays lie in its pool. The CUDA context, cuDNN and NCCL, other frameworks of this process and other processes do not.
 """

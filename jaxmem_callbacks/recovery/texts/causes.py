@@ -1,6 +1,6 @@
-"""Why memory did not suffice: what was asked for and what room there was enter; the cause and its words leave.
+"""Why memory did not suffice, from what was asked for and what room there was.
 
-Four things are told apart. The limit was too small. The pool had enough free, but in pieces. The pool could still grow, and the
+There are four causes. The limit was too small. The pool had enough free, but in pieces. The pool could still grow, and the
 device gave it no more, since something else holds the rest. Or the pool could still grow, but neither that nor what it had free
 was enough in one piece.
 """

@@ -1,4 +1,4 @@
-"""Words about a failure are no failure: a place of a text enters, whether a program met the words there leaves.
+"""Whether a program met a failure at a place of a text, or the words there only speak about one.
 
 A program prints its message behind a clock, a file, a name or a colon. Prose takes it into a sentence: documents, issues, logs
 that give advice ("set ... to avoid ..."), and source code, which tracebacks quote. Only what stands near is looked at.

@@ -130,13 +130,13 @@ def parse_axes(axes: Axes) -> dict[str, int]:
     """Axis -> size as the user wrote them, -1 included.
 
     Raises:
-        PolicyError: not axes with whole sizes of at least 1, one of them at most -1.
+        PolicyError: not axes with whole sizes of at least 1; one may be -1.
     """
     found = _parsed_text(axes) if isinstance(axes, str) else _parsed_mapping(axes)
     wrong = [name for name, size in found.items() if size != -1 and size < 1]
     if wrong or not found:
         what = f"axis {wrong[0]!r} has size {found[wrong[0]]}" if wrong else "no axes were given"
-        msg = f"Mesh: {what}. Expected names with sizes of at least 1, one of them at most -1: {EXAMPLE}."
+        msg = f"Mesh: {what}. Expected names with sizes of at least 1; one may be -1: {EXAMPLE}."
         raise PolicyError(msg)
     free = [name for name, size in found.items() if size == -1]
     if len(free) > 1:
