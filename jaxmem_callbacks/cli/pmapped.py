@@ -39,7 +39,7 @@ class Pmapped(Watched):
 
     def _refused(self, args: Sequence[Any]) -> str:
         why = (
-            f"{self._name} takes a gradient under jax.pmap, and no plan is made of it: policies and shardings are words of "
+            f"{self._name} takes a gradient under jax.pmap, and no plan is made of it: policies and shardings need "
             "jax.jit. It was stopped before its first step."
         )
         function = self._expression(args)
