@@ -1,8 +1,8 @@
 """The table of advice: lines to paste that the library prints, what triggers each, and the tests that pasted it.
 
 A line to paste is code with a call, a command, a setting of the environment, or an option that a sentence asks for. It is a row
-here, and the printing code fills the row in: ``advise("train.preset", saved="plan.yaml")``. Older lines that are still written where
-they are printed are counted in ``NOT_YET`` of `tests/test_house_advice.py`.
+here, and the printing code fills the row in: ``advise("train.preset", saved="plan.yaml")``. Older lines, which are still written
+where they are printed, are counted in ``NOT_YET`` of `tests/test_house_advice.py`.
 
 To add a row:
 
