@@ -138,7 +138,8 @@ def test_a_script_without_its_arguments_ends_with_how_to_give_them(
     (in_folder / "train.py").write_text(text)
     assert main(["inspect", "train.py"]) == 1
     printed = capsys.readouterr().err
-    told = f"{ended} It was given no arguments of its own. They follow a bare --, as in: jaxmem inspect train.py -- --steps 10\n"
+    how = "Its arguments follow a bare --, as in: jaxmem inspect train.py -- --steps 10\n"
+    told = f"{ended} It was given no arguments of its own. {how}"
     assert printed.endswith(told)
     assert main(shlex.split(pasted("script.arguments", printed))[1:]) == 0
     assert "320 B" in capsys.readouterr().out
@@ -146,7 +147,7 @@ def test_a_script_without_its_arguments_ends_with_how_to_give_them(
     assert "768 B" in capsys.readouterr().out
     if "argparse" in text:
         assert main(["inspect", "train.py", "--", "--stepz"]) == 1
-        assert " It was given: --stepz. They follow" in capsys.readouterr().err
+        assert " It was given: --stepz. Its arguments follow" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,10 @@ class Pmapped(Watched):
         lines = advise("step.pmap", axis=axis, function=function, specs=f"({specs},)", arguments=arguments)
         return (
             f"{why} Take jax.pmap off {self._name}, and write:\n{lines}\n"
-            f"No argument then has an axis of devices: {once or 'none'} as one copy (no replicate), {split or 'none'} with "
-            "the rows of all devices in the first dimension. Is something drawn at random on each device? "
-            f"Its key is then one for all, unless the place on the axis {axis} is folded into it."
+            f"No argument then has an axis of devices. Pass {once or 'none'} as one copy, not replicated, and "
+            f"{split or 'none'} with the rows of all devices in the first dimension. Is something drawn at random on "
+            "each device? "
+            f"Its key is then the same on all, unless the device's place on the axis {axis} is folded into it."
         )
 
     def _expression(self, args: Sequence[Any]) -> str:

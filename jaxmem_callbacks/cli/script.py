@@ -211,7 +211,7 @@ def _arguments_explained(typed: str, argv: Sequence[str]) -> Generator[None]:
         if not error.wants_arguments:
             raise
         given = f"It was given: {shlex.join(argv)}." if argv else "It was given no arguments of its own."
-        msg = f"{error} {given} They follow a bare --, as in: {advise('script.arguments', typed=typed)}"
+        msg = f"{error} {given} Its arguments follow a bare --, as in: {advise('script.arguments', typed=typed)}"
         raise ScriptFailedError(msg) from error.__cause__
 
 

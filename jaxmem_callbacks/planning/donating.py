@@ -68,7 +68,7 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
     is_enough = entry.candidate.fits is False and limit is not None and donating + problem.resident_bytes <= limit
     words = (
         f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
-        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled{', and fits' if is_enough else ''}. "
+        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled{', and it fits' if is_enough else ''}. "
         f"{_line(entry, tuple(undonated))}"
     )
     if is_enough:

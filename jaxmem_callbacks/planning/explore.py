@@ -63,7 +63,7 @@ def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
 
 
 def compile_as_written(compiler: Compiler, ledger: Ledger) -> None:
-    """The step under its author's own checkpoints, to compare with what stands in their place."""
+    """The step under its author's own checkpoints, to compare with what replaces them."""
     ledger.compile([(compiler, replace(compiler.problem.base, own_checkpoints="keep"))])
 
 

@@ -250,7 +250,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     if step.left_alone:
         told.append(
             f"{own_checkpoints_words(step.left_alone)}: the policy acts on the rest. With own_checkpoints='replace' in the "
-            "policy it stands in their place."
+            "policy it replaces them."
         )
     told += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:

@@ -208,7 +208,7 @@ class PlanRecord:
         is_cut = any(each.policy.remat != "none" for each in self.candidates)
         rest = "policies act on the rest" if is_cut else "nothing else can be cut"
         asked = advise("plan.own_checkpoints")
-        return f"{own_checkpoints_words(self.own_checkpoints)}: {rest}. With {asked} policies stand in their place."
+        return f"{own_checkpoints_words(self.own_checkpoints)}: {rest}. With {asked} policies replace them."
 
     def is_as_written(self, candidate: Candidate) -> bool:
         """Whether a candidate has the checkpoints that the loss's author wrote, which other candidates replace."""

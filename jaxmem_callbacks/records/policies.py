@@ -136,7 +136,7 @@ class StepPolicy:
             of loops over layers: ``cuts`` (what each step hands to the next) and ``kept`` (what ``keep`` keeps of each step).
         own_checkpoints: What becomes of checkpoints that the loss has already (``jax.checkpoint``, ``nn.remat``, ``nnx.remat``,
             ``eqx.filter_checkpoint``): ``keep`` leaves them as they are written, and the policy acts on the rest; ``replace``
-            takes them out of the trace, and the policy stands in their place, also where ``remat`` is ``none``.
+            takes them out of the trace, and the policy replaces them, also where ``remat`` is ``none``.
         microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
             live at a time; 1 takes the batch whole.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
@@ -193,7 +193,7 @@ class StepPolicy:
             hint = did_you_mean(str(self.own_checkpoints), _OWN_CHECKPOINTS)
             msg = (
                 f"own_checkpoints={self.own_checkpoints!r}.{hint} Expected 'keep' (the checkpoints that the loss has stay) or "
-                "'replace' (the policy stands in their place)."
+                "'replace' (the policy replaces them)."
             )
             raise PolicyError(msg)
         if self.remat == "none" and (

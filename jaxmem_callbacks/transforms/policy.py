@@ -60,8 +60,9 @@ class ActivePolicy:
     ) -> None:
         if gradients not in get_args(Gradients):
             msg = (
-                f"gradients={gradients!r}: expected 'own' (gradients taken by jm.value_and_grad, jm.grad or "
-                "jm.nnx.value_and_grad) or 'all' (those by jax.value_and_grad and jax.grad too, in any package)."
+                f"gradients={gradients!r}: expected 'own' (gradients taken by jm.value_and_grad, jm.grad, "
+                "jm.nnx.value_and_grad or jm.eqx.value_and_grad) or 'all' (those by jax.value_and_grad and jax.grad too, "
+                "in any package)."
             )
             raise PolicyError(msg)
         self.policy = policy

@@ -101,7 +101,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         offload: Such names that wait in host memory; ``cuts`` and ``kept`` mean what the library stores of loops over layers:
             what each step hands to the next, and what ``keep`` keeps of each.
         own_checkpoints: ``replace`` takes the checkpoints that the loss has already (``jax.checkpoint``, ``nn.remat``,
-            ``eqx.filter_checkpoint``) out of the trace, so that the policy stands in their place; ``keep`` leaves them alone.
+            ``eqx.filter_checkpoint``) out of the trace, so that the policy replaces them; ``keep`` leaves them alone.
 
     Returns:
         A function with the same arguments and results; ``loss`` itself for ``none`` that replaces nothing.
@@ -364,7 +364,7 @@ def _refuse_no_checkpoint(flat: Equations, policy: StepPolicy, own: Sequence[Own
     if own:
         msg = (
             f"remat={policy.remat!r} would do nothing. {own_checkpoints_words(own)}: nothing else can be cut. With "
-            "own_checkpoints='replace' the policy stands in their place; or leave remat out."
+            "own_checkpoints='replace' the policy replaces them; or leave remat out."
         )
         raise LossRefusedError(msg)
     advice = "Put jm.remat around the function inside it, or"
