@@ -12,8 +12,8 @@ from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 3
 _AS_IT_CAME = (
-    "Let each array come and be returned alike in shape, dtype and sharding; of two shardings, in the one that needs less of a "
-    "device. docs/donation.md has the reasons one by one."
+    "Return each array in the shape, dtype and sharding that it comes in. Where its shardings differ, use the one that needs "
+    "less memory of a device. docs/donation.md has the reasons one by one."
 )
 _VIEWS = "Let the views of the state go before the first step, or copy instead: np.array(x), where np.asarray(x) was written."
 
