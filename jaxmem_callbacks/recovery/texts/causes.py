@@ -90,7 +90,7 @@ def cause_of(asked: int | None, facts: OomFacts, room: Room) -> tuple[OomCause, 
         why = "more is free now, after the failure, than was asked for"
     else:
         why = f"nothing says what {'was free' if room.left_bytes is None else 'the pool itself had free'}"
-    return "unknown", f"capacity or fragmentation is unknown, because {why}"
+    return "unknown", f"why it did not fit is unknown, because {why}"
 
 
 def _is_in_pieces(asked: int, room: Room) -> bool:
