@@ -6,9 +6,11 @@ Nothing else obeys, and nothing is left behind.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 import threading
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +24,7 @@ from flax import nnx
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat import gradient_calls
 from jaxmem_callbacks.cli.train_lines import lines_to_train
+from jaxmem_callbacks.transforms import policy as policies
 from jaxmem_callbacks.transforms.policy import ActivePolicy
 from jaxmem_callbacks.transforms.reach import applied
 from tests.comparisons import assert_close, checkpoints
@@ -288,6 +291,63 @@ def test_an_error_in_the_step_is_the_users_and_leaves_nothing(package):
         ours(lambda weights, x: jax.grad(lambda *a: x.sum(), argnums=3)(weights))(WEIGHTS, X)
     with pytest.raises(TypeError, match="real- or complex-valued inputs"):
         ours(lambda weights, x: jax.grad(lambda n: x.sum() * n)(3))(WEIGHTS, X)
+
+
+def quiet_loss(weights, x):
+    for name in sorted(weights):
+        x = jnp.tanh(x @ weights[name])
+    return jnp.mean(x**2)
+
+
+def step_with_a_number(weights, number, x):
+    slope = jax.grad(lambda number: number * 2.0)(number)  # nothing to cut: it stays as JAX takes it
+    return jax.value_and_grad(quiet_loss)(weights, x), slope
+
+
+def test_calls_keep_no_arrays():
+    """No frame holds itself and no error its frames: arrays go when the call is over, not at a garbage collection."""
+    eager = jm.apply_policy(step_with_a_number, FULL, gradients="all")
+    x, number = X + 1, jnp.ones(())
+    eager(WEIGHTS, number, x)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        eager(WEIGHTS, number, x)
+        jax.vjp(quiet_loss, WEIGHTS, x)
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
+    held = weakref.ref(number)
+    del number
+    gc.collect()
+    assert held() is None
+
+
+def test_a_call_that_traces_nothing_leaves_jax_alone(monkeypatch):
+    step = jm.jit_step(step_with_a_number, FULL, gradients="all", donate_argnames=())
+    (value, _), _ = step(WEIGHTS, 1.0, X)
+
+    def change(*_):
+        pytest.fail("JAX is touched though nothing is traced")
+
+    monkeypatch.setattr(gradient_calls, "_change", change)
+    (again, _), _ = step(WEIGHTS, 1.0, X)
+    assert value == again
+
+
+def test_a_signals_handler_may_take_a_step():
+    """It runs in the thread that it interrupts, which may have the locks of a step that begins."""
+    done = []
+
+    def interrupted():
+        with gradient_calls._lock, policies._making:
+            done.append(jm.apply_policy(step_with_a_number, FULL, gradients="all")(WEIGHTS, 1.0, X))
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert done, "it waits for itself"
 
 
 def test_a_word_that_there_is_not(package):

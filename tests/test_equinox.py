@@ -134,6 +134,59 @@ def test_a_value_in_a_module_is_static_and_a_number_beside_it_is_not() -> None:
     assert int(jitted(model, 41, data)[1]) == 42
 
 
+class Scaled(eqx.Module):
+    """A weight, and a value that its product's type depends on, once as a leaf and once in the structure."""
+
+    weight: jax.Array
+    scale: Any
+    other: Any = eqx.field(static=True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("one_step", [False, True])
+def test_values_that_python_calls_equal_are_programs_of_their_own(one_step: bool) -> None:
+    def make() -> Any:
+        return jm.jit_step(lambda model, x: (model, x * model.scale, x * model.other), donate_argnames=())
+
+    whole, of_all = jnp.arange(3), make()
+    for scale, other in (
+        (1, 1),
+        (1.0, 1),
+        (True, 1),
+        (0, 1),
+        (False, 1),
+        (0.0, 1),
+        *([] if one_step else [(1, 1.0), (1, True)]),
+    ):
+        step = of_all if one_step else make()
+        model, by_scale, by_other = step(Scaled(jnp.ones(3), scale, other), whole)
+        for value, product, kept in ((scale, by_scale, model.scale), (other, by_other, model.other)):
+            assert (type(kept), kept) == (type(value), value)
+            assert product.dtype == (whole * value).dtype
+            np.testing.assert_array_equal(product, whole * value)
+
+
+@pytest.mark.core
+def test_a_step_takes_models_and_trees_without_one_in_any_order() -> None:
+    def half(weights: Any, kind: str) -> Any:
+        if isinstance(weights, dict):
+            return {"is": kind, "made": Scaled(weights["w"] / 2, kind, None)} if kind == "whole" else weights["w"] / 2
+        return weights.activation(weights.layers[0].weight) / 2
+
+    step = jm.jit_step(half, donate_argnames=())
+    for _ in range(2):
+        assert step({"w": jnp.ones(2)}, "plain").tolist() == [0.5, 0.5]
+        np.testing.assert_allclose(step(net(), "plain"), jax.nn.gelu(net().layers[0].weight) / 2, rtol=1e-6)
+        made = step({"w": jnp.ones(2)}, "whole")
+        assert (made["is"], made["made"].scale) == ("whole", "whole")
+    traced = []
+    known = jm.jit_step(lambda weights, kind: traced.append(kind) or weights, donate_argnames=())
+    known({"w": jnp.ones(2)}, "plain")
+    for _ in range(3):
+        known(net(), "plain")
+    assert len(traced) == len(set(map(str, traced))) + 1  # once for each tree: the word is the same one
+
+
 def test_models_inside_of_other_trees() -> None:
     """A state that is a tuple, a dict or a NamedTuple of models and numbers; a keyword; None."""
 

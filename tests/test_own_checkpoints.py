@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -291,3 +292,14 @@ def test_of_several_losses_one_may_have_none() -> None:
 
     ours = jm.apply_policy(train_step, REPLACE)(STACK, INPUTS)
     assert_close(ours, jm.apply_policy(train_step, jm.StepPolicy())(STACK, INPUTS))
+
+
+def test_a_working_folder_that_is_gone_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    written, _, params = FORMS["by_block"]()
+    found = own_checkpoints(jax.make_jaxpr(written)(params, INPUTS).eqns)
+    assert found
+    assert all(each.place.startswith(str(Path(__file__).parent)) for each in found)

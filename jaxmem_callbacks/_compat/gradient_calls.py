@@ -52,7 +52,7 @@ class TakenGradient:
 #: Takes a call; gives value, aux and gradients, or None to leave it to JAX.
 Handler = Callable[[TakenGradient], tuple[Any, Any, Any] | None]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may take a step while this thread has it
 _handlers: dict[Handler, int] = {}  # with how many contexts each is in; never changed, but replaced
 _restore: Callable[[], None] | None = None
 
@@ -99,8 +99,8 @@ def _replace_lookup() -> Callable[[], None] | None:
 
     @functools.wraps(own)
     def vjp(fun: Callable[..., Any], *primals: Any, **options: Any) -> Any:
-        frame = inspect.currentframe()
-        caller = None if frame is None else frame.f_back
+        caller = inspect.currentframe()
+        caller = caller and caller.f_back  # a frame that holds itself keeps its arrays until a garbage collection
         if caller is None or caller.f_code is not inner:
             return own(fun, *primals, **options)
         local = caller.f_locals

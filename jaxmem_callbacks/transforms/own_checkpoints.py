@@ -8,6 +8,7 @@ inside it: in loops, branches, nested jits, the bodies of `shard_map` and in oth
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import linecache
 import re
@@ -149,4 +150,6 @@ def _short(file: str) -> str:
     installed = [place for place, part in enumerate(path.parts) if part in _INSTALLED]
     if installed:
         return str(Path(*path.parts[installed[-1] + 1 :]))
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+    with contextlib.suppress(FileNotFoundError):  # whoever works in a folder that is gone has no shorter name
+        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+    return file

@@ -7,6 +7,7 @@ unwrapping of the user's jit, and half a microsecond a call.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -91,7 +92,7 @@ def _made_once() -> Any:
     return jax.make_user_context(None)
 
 
-_making = threading.Lock()
+_making = threading.RLock()  # a signal's handler may take a step while this thread has it
 
 
 def _context() -> Any:
@@ -137,7 +138,7 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
     if active.used or not active.policy.changes_gradients:
         return
     if active.refused is not None:
-        raise active.refused
+        raise copy.copy(active.refused)
     what = f"The policy {gradient_words(active.policy)} would do nothing: {name}"
     if active.gradients == "all":
         msg = (

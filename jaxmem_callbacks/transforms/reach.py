@@ -6,6 +6,7 @@ With ``gradients="all"`` a gradient that JAX's own functions take, in whatever p
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -93,7 +94,7 @@ def _obeyed(call: TakenGradient) -> tuple[Any, Any, Any] | None:
         if active.policy.microbatches > 1 and not isinstance(error, LossRefusedError):
             raise
         active.used = used
-        active.refused = active.refused or error
+        active.refused = active.refused or copy.copy(error)  # whose frames hold the call's arrays
         name = getattr(call.loss, "__name__", type(call.loss).__name__)
         active.notes.setdefault(f"The gradient of {name} stays as JAX takes it: {error}")
         return None

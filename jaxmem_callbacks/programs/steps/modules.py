@@ -24,6 +24,8 @@ from jaxmem_callbacks.transforms.frameworks import is_equinox_module
 class Static:
     """A value that is part of a tree's structure: a node without leaves.
 
+    Two are the same where value and type are: 1, 1.0 and True are equal in Python and another program each.
+
     Args:
         value: Hashable, as JAX wants of all that decides what is compiled.
     """
@@ -34,13 +36,13 @@ class Static:
         self.value = value
 
     def tree_flatten(self) -> tuple[tuple[()], Any]:
-        """No children; the value is the structure."""
-        return (), self.value
+        """No children; the value is the structure, with its type."""
+        return (), (type(self.value), self.value)
 
     @classmethod
-    def tree_unflatten(cls, value: Any, _: Any) -> Static:
+    def tree_unflatten(cls, structure: Any, _: Any) -> Static:
         """The node again."""
-        return cls(value)
+        return cls(structure[1])
 
     def __repr__(self) -> str:
         return f"Static({self.value!r})"
@@ -63,12 +65,11 @@ def split(tree: Any) -> Any:
 
 def join(tree: Any) -> Any:
     """The tree that `split` made this one of."""
-    leaves, structure = jax.tree.flatten(tree)
-    whole, values = _with_values(structure)
-    if not values:
-        return tree
-    rest = iter(leaves)
-    return whole.unflatten([values[place] if place in values else next(rest) for place in range(whole.num_leaves)])
+    return jax.tree.map(lambda node: node.value if _is_static(node) else node, tree, is_leaf=_is_static)
+
+
+def _is_static(node: Any) -> bool:
+    return isinstance(node, Static)
 
 
 def _is_traced(leaf: Any, *, in_module: bool) -> bool:
@@ -84,14 +85,6 @@ def _places_in_modules(structure: Any) -> frozenset[int]:
     numbered = structure.unflatten(range(structure.num_leaves))
     modules = filter(is_equinox_module, jax.tree.leaves(numbered, is_leaf=is_equinox_module))
     return frozenset(number for module in modules for number in jax.tree.leaves(module))
-
-
-@functools.lru_cache(maxsize=256)
-def _with_values(structure: Any) -> tuple[Any, dict[int, Any]]:
-    """The structure in which `Static` nodes are leaves, and the values of these by the leaf's number."""
-    numbered = structure.unflatten(range(structure.num_leaves))
-    leaves, whole = jax.tree.flatten(numbered, is_leaf=lambda node: isinstance(node, Static))
-    return whole, {place: leaf.value for place, leaf in enumerate(leaves) if isinstance(leaf, Static)}
 
 
 def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -179,6 +179,8 @@ class JitStep(Generic[_Arguments, _Results]):
         self.unchecked = False  # whether a loss was traced over microbatches and not compared with its whole batch yet
         # A policy that leaves gradients alone adds nothing to JAX's cache key: the user's own jit keeps its compiles.
         self._context = self._active if policy.changes_gradients or policy.rewrites_loss else None
+        # Where a call finds a trace to make it begins anew (`_first_call`), but for the user's own jit, which traces at once.
+        self._entered = activate if self._own_jit is None else applied
         self._jitted: Jitted | None = self._own_jit
         self._call: Callable[..., Any] | None = None
         self._splits = False  # whether modules among the arguments are split into arrays and the rest
@@ -198,10 +200,13 @@ class JitStep(Generic[_Arguments, _Results]):
             return self._first_call(args, kwargs)
         before = compiles.count
         try:
-            with applied(self._context):
+            with self._entered(self._context):
                 result = call(*args, **kwargs)
         except _NewSignature:
             pass
+        except TypeError:
+            if self._own_jit is not None or not hold_modules(args, kwargs):
+                raise  # else the first modules, of which no jit takes a function: they are split from now on
         except ValueError:
             taken_args, taken_kwargs = split((args, kwargs)) if self._splits else (args, kwargs)
             if require_pinned(
@@ -364,7 +369,9 @@ class JitStep(Generic[_Arguments, _Results]):
         if self._own_jit is not None:
             return self._own_jit
         with self._lock, self._tracing():
-            self._splits = hold_modules(args, kwargs)
+            if not self._splits and hold_modules(args, kwargs):
+                self._splits = True  # from now on: a jit that was made for whole trees takes no parts
+                self._making.jitted, self._making.static = None, ()
             if self._splits:
                 jitted = make_jit(self._traced_parts, self._making, *split((args, kwargs)))
                 self._jitted = for_whole_trees(jitted)
