@@ -167,6 +167,35 @@ def test_values_that_python_calls_equal_are_programs_of_their_own(one_step: bool
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("policy", [None, "donate", "donate+full_remat"])
+def test_numbers_of_an_equinox_step_stay_numbers(policy: Any) -> None:
+    @eqx.filter_jit
+    def step(weights: Any, x: jax.Array, options: dict[str, Any]) -> Any:
+        def error(weights: Any) -> jax.Array:
+            made = x
+            for _ in range(options["depth"]):
+                made = jnp.tanh(made @ weights["w"] * options["gain"])
+            return jnp.mean((made - x) ** 2)
+
+        value, gradients = jm.eqx.value_and_grad(error)(weights)
+        return eqx.apply_updates(weights, gradients), value, options
+
+    for options in ({"depth": 3, "gain": 1.5}, {"depth": 2, "gain": 2}):
+        given = {"w": jnp.eye(16) / 2}, jnp.linspace(-1, 1, 64).reshape(4, 16), options
+        theirs = step(*given)
+        ours = jm.jit_step(step, policy)(*given)
+        again = jm.jit_step(jm.jit_step(step, policy), "full_remat")(
+            {"w": jnp.eye(16)}, *given[1:]
+        )  # under another policy
+        for found in (ours, again):
+            assert [(type(each), each) for each in found[2].values()] == [
+                (type(each), each) for each in options.values()
+            ]
+        np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6)
+        np.testing.assert_allclose(ours[0]["w"], theirs[0]["w"], rtol=1e-6)
+
+
+@pytest.mark.core
 def test_a_step_takes_models_and_trees_without_one_in_any_order() -> None:
     def half(weights: Any, kind: str) -> Any:
         if isinstance(weights, dict):

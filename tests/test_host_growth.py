@@ -17,7 +17,7 @@ STEPS = 40
 NOISE = random.Random(0)  # noqa: S311 - no secret
 
 
-def events(resident, steps, arrays=None):
+def events(resident, steps, arrays=None, *, listed=True):
     """What is told of a run whose resident memory is a function of the step."""
     detector = HostGrowthDetector(MonitorSettings(growth_steps=STEPS))
     told = []
@@ -26,12 +26,12 @@ def events(resident, steps, arrays=None):
         reading = Reading(
             source="host", device="host", step=step, time_s=step, resident_bytes=int(resident(step)) + noise
         )
-        census = None if arrays is None else _census(step, int(arrays(step)))
+        census = None if arrays is None else _census(step, int(arrays(step)), listed=listed)
         told += detector.detect(Observation(step=step, time_s=step, readings=[reading], arrays=census))
     return told
 
 
-def _census(step, size):
+def _census(step, size, *, listed):
     group = ArrayGroup(
         shape=(size,),
         dtype="uint8",
@@ -40,10 +40,10 @@ def _census(step, size):
         spread=1,
         replicated=False,
         count=1,
-        bytes=size,
+        bytes=size if listed else 1,
         site="train.py:1",
     )
-    return ArrayCensus(step=step, time_s=step, groups=(group,))
+    return ArrayCensus(step=step, time_s=step, groups=(group,), left_out_bytes=0 if listed else size)
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,6 @@ def test_a_healthy_host_is_silent(resident):
     assert events(resident, 900) == []
 
 
-def test_arrays_on_the_cpu_are_told_as_arrays_alone():
-    assert events(lambda step: GIB + 4 * MIB * step, 900, arrays=lambda step: 4 * MIB * step) == []
+@pytest.mark.parametrize("listed", [True, False], ids=["alike", "each of a shape of its own"])
+def test_arrays_on_the_cpu_are_told_as_arrays_alone(listed):
+    assert events(lambda step: GIB + 4 * MIB * step, 900, arrays=lambda step: 4 * MIB * step, listed=listed) == []

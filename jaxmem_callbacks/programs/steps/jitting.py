@@ -131,7 +131,8 @@ def _room(value: Any) -> str:
 def without_undonating_jit(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function under an ``eqx.filter_jit`` that donates nothing; any other step as it is.
 
-    Equinox can donate all arguments or all but the first, and no choice of them. Its jit has no other setting that is lost.
+    Equinox can donate all arguments or all but the first, and no choice of them. Its jit has no other setting; that it traces no
+    number is kept by `OfEquinox`.
     """
     own = already_jitted(step)
     if (
@@ -142,7 +143,22 @@ def without_undonating_jit(step: Callable[..., Any]) -> Callable[..., Any]:
         or own.lowering.donate_rest
     ):
         return step
-    return own.lowering.__wrapped__ if inspect.isfunction(own.lowering.__wrapped__) else step
+    return OfEquinox(own.lowering.__wrapped__) if inspect.isfunction(own.lowering.__wrapped__) else step
+
+
+class OfEquinox:
+    """The function under an ``eqx.filter_jit``, whose numbers are no arrays: they may be the bounds of its loops.
+
+    Args:
+        function: What was jitted.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's own result."""
+        return self.__wrapped__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue] - `update_wrapper` gives it
 
 
 def jit_word(step: Callable[..., Any]) -> str:

@@ -54,12 +54,20 @@ def hold_modules(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(map(is_equinox_module, nodes))
 
 
-def split(tree: Any) -> Any:
-    """A tree with `Static` in the place of what is no array inside its modules, and of what no program can take elsewhere."""
+def split(tree: Any, *, numbers: bool) -> Any:
+    """A tree with `Static` in the place of what is no array inside its modules, and of what no program can take elsewhere.
+
+    Args:
+        tree: Any.
+        numbers: Whether a program takes numbers outside of modules.
+    """
     leaves, structure = jax.tree.flatten(tree)
     places = _places_in_modules(structure)
     return structure.unflatten(
-        [leaf if _is_traced(leaf, in_module=place in places) else Static(leaf) for place, leaf in enumerate(leaves)]
+        [
+            leaf if _is_traced(leaf, numbers=numbers and place not in places) else Static(leaf)
+            for place, leaf in enumerate(leaves)
+        ]
     )
 
 
@@ -72,11 +80,11 @@ def _is_static(node: Any) -> bool:
     return isinstance(node, Static)
 
 
-def _is_traced(leaf: Any, *, in_module: bool) -> bool:
-    """Whether a leaf is data: an array or what stands for one, and outside of modules a number too."""
+def _is_traced(leaf: Any, *, numbers: bool) -> bool:
+    """Whether a leaf is data: an array or what stands for one, and where ``numbers`` are, one of these."""
     if is_array(leaf) or isinstance(leaf, Tracer):
         return True
-    return not in_module and (is_dynamic(leaf) or isinstance(leaf, bool))
+    return numbers and (is_dynamic(leaf) or isinstance(leaf, bool))
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,13 +95,13 @@ def _places_in_modules(structure: Any) -> frozenset[int]:
     return frozenset(number for module in modules for number in jax.tree.leaves(module))
 
 
-def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of whole trees as one of trees that are split."""
+def of_parts(function: Callable[..., Any], *, numbers: bool) -> Callable[..., Any]:
+    """A function of whole trees as one of trees that are split; ``numbers`` as in `split`."""
 
     @functools.wraps(function)
     def on_parts(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = join((args, kwargs))
-        return split(function(*args, **kwargs))
+        return split(function(*args, **kwargs), numbers=numbers)
 
     return on_parts
 
@@ -101,27 +109,28 @@ def of_parts(function: Callable[..., Any]) -> Callable[..., Any]:
 class SplitJit:
     """A jit of split trees, called with whole ones."""
 
-    def __init__(self, jitted: Any) -> None:
+    def __init__(self, jitted: Any, *, numbers: bool) -> None:
         functools.update_wrapper(self, jitted, updated=())
         self._jitted = jitted
+        self._numbers = numbers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result, its modules whole."""
-        args, kwargs = split((args, kwargs))
+        args, kwargs = split((args, kwargs), numbers=self._numbers)
         return join(self._jitted(*args, **kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's own lowering, of the arrays."""
-        args, kwargs = split((args, kwargs))
+        args, kwargs = split((args, kwargs), numbers=self._numbers)
         return self._jitted.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's own trace, of the arrays."""
-        args, kwargs = split((args, kwargs))
+        args, kwargs = split((args, kwargs), numbers=self._numbers)
         return self._jitted.trace(*args, **kwargs)
 
 
-def for_whole_trees(jitted: Jitted) -> Jitted:
-    """A jit of split trees as one that is called and lowered with whole ones."""
-    outer = SplitJit(jitted.call)
+def for_whole_trees(jitted: Jitted, *, numbers: bool) -> Jitted:
+    """A jit of split trees as one that is called and lowered with whole ones; ``numbers`` as in `split`."""
+    outer = SplitJit(jitted.call, numbers=numbers)
     return replace(jitted, call=outer, lowering=outer)

@@ -30,7 +30,14 @@ from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compi
 from jaxmem_callbacks.programs.steps.conditions import operations_of
 from jaxmem_callbacks.programs.steps.copies import tell_copies
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jax_traced, name_of, without_undonating_jit
+from jaxmem_callbacks.programs.steps.jitting import (
+    Jitted,
+    OfEquinox,
+    already_jitted,
+    jax_traced,
+    name_of,
+    without_undonating_jit,
+)
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
 from jaxmem_callbacks.programs.steps.making import (
     Making,
@@ -183,6 +190,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self._entered = activate if self._own_jit is None else applied
         self._jitted: Jitted | None = self._own_jit
         self._call: Callable[..., Any] | None = None
+        self._numbers = not isinstance(train_step, OfEquinox)  # whether a number is data
         self._splits = False  # whether modules among the arguments are split into arrays and the rest
         self._judging = False
         self._lock = threading.RLock()
@@ -208,7 +216,7 @@ class JitStep(Generic[_Arguments, _Results]):
             if self._own_jit is not None or not hold_modules(args, kwargs):
                 raise  # else the first modules, of which no jit takes a function: they are split from now on
         except ValueError:
-            taken_args, taken_kwargs = split((args, kwargs)) if self._splits else (args, kwargs)
+            taken_args, taken_kwargs = self._parts(args, kwargs) if self._splits else (args, kwargs)
             if require_pinned(
                 named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._making, self.__wrapped__
             ):
@@ -369,12 +377,12 @@ class JitStep(Generic[_Arguments, _Results]):
         if self._own_jit is not None:
             return self._own_jit
         with self._lock, self._tracing():
-            if not self._splits and hold_modules(args, kwargs):
+            if not self._splits and (not self._numbers or hold_modules(args, kwargs)):
                 self._splits = True  # from now on: a jit that was made for whole trees takes no parts
                 self._making.jitted, self._making.static = None, ()
             if self._splits:
-                jitted = make_jit(self._traced_parts, self._making, *split((args, kwargs)))
-                self._jitted = for_whole_trees(jitted)
+                jitted = make_jit(self._traced_parts, self._making, *self._parts(args, kwargs))
+                self._jitted = for_whole_trees(jitted, numbers=self._numbers)
             else:
                 self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
             return self._jitted
@@ -413,7 +421,11 @@ class JitStep(Generic[_Arguments, _Results]):
     @functools.cached_property
     def _traced_parts(self) -> Callable[..., Any]:
         """The same of trees whose modules are split."""
-        return of_parts(self._traced_step)
+        return of_parts(self._traced_step, numbers=self._numbers)
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments, split."""
+        return split((args, kwargs), numbers=self._numbers)
 
     @contextmanager
     def _tracing(self) -> Generator[None]:
@@ -429,7 +441,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, Any]], int]:
         """The call's arguments with their names, and how many of them are positional."""
-        taken_args, taken_kwargs = split((args, kwargs)) if self._splits else jitted.taken(args, kwargs)
+        taken_args, taken_kwargs = self._parts(args, kwargs) if self._splits else jitted.taken(args, kwargs)
         return named_arguments(jitted.function, taken_args, taken_kwargs), len(taken_args)
 
     def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
