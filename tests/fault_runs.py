@@ -16,6 +16,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import sys
 import termios
 import time
@@ -96,7 +97,7 @@ def too_large(folder: Path) -> None:
 
 def full_device(folder: Path) -> None:
     (folder / "run").mkdir()
-    (folder / "run" / "memory.jsonl").symlink_to("/dev/full")
+    os.mknod(folder / "run" / "memory.jsonl", stat.S_IFCHR | 0o600, os.stat("/dev/full").st_rdev)
     healthy(folder)
 
 
@@ -272,6 +273,8 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "not_finite": not_finite,
     "many_arrays": many_arrays,
 }
+if os.geteuid():  # a device without a link to it can be made by root alone
+    del RUNS["full_device"]
 
 
 def begin(name: str, folder: Path) -> int:

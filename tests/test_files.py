@@ -49,11 +49,20 @@ def test_nothing_is_written_through_a_link(write, tmp_path):
             write(tmp_path / name, "new")
     with pytest.raises(IsADirectoryError):
         write(tmp_path, "new")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="a device or a pipe, expected a file"):
-        write(tmp_path / "pipe", "new")
     assert (tmp_path / "theirs").read_text() == "kept"
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_whole_file_takes_the_place_of_no_pipe_and_lines_go_into_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a device or a pipe, expected a file"):
+        write_file(tmp_path / "pipe", "new")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)
+    number = append_to(tmp_path / "pipe")
+    os.write(number, b"a line")
+    assert os.read(reader, 100) == b"a line"
+    for each in (number, reader):
+        os.close(each)
 
 
 def test_a_link_that_comes_in_between_is_not_followed(tmp_path):

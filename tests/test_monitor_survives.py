@@ -40,6 +40,7 @@ TOLD = {
     "two_monitors": "writing to {run} is switched off for the rest of the run: RuntimeError: another monitor writes to",
     "many_arrays": "the probe LiveArraysProbe is read every ",
 }
+TOLD = {name: words for name, words in TOLD.items() if name in RUNS}
 # The same run without the monitor, where that is not the plain one.
 LIKE = {"interrupted": "interrupted_plain", "terminated": "terminated_plain", "killed_writing": "killed_plain"}
 

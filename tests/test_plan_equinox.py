@@ -113,7 +113,7 @@ def test_microbatches_are_compared_and_planned() -> None:
     whole = eqx.filter_jit(train_step)
     step = functools.partial(whole, optimizer=make()[-1])
     budget = bytes_of(whole, jm.StepPolicy(microbatches=4))
-    plan = jm.plan(step, *make()[:-1], budget=budget, search={"remat": False, "microbatches": [2, 4]})
+    plan = jm.plan(step, *make()[:-1], budget=f"{budget}B", search={"remat": False, "microbatches": [2, 4]})
     assert plan.policy == jm.StepPolicy(microbatches=4)
     assert plan.record.step == "train_step"
     assert not plan.record.notes or "not checked" not in " ".join(plan.record.notes)

@@ -141,9 +141,9 @@ def test_without_a_budget_the_compiles_that_are_left_fill_a_divided_frontier() -
 
 
 def test_on_several_devices_near_the_budget_with_no_compile_left_the_search_ends() -> None:
-    def searched(budget: str | int) -> Ledger:
+    def searched(budget: int) -> Ledger:
         problem = Problem(
-            train_step=train_step, args=abstract(), kwargs={}, target=None, budget=budget_for(budget, None)
+            train_step=train_step, args=abstract(), kwargs={}, target=None, budget=budget_for(f"{budget}B", None)
         )
         traced, ledger = problem.step(problem.base).traced(problem.args, {}), Ledger(None, 3)
         placed = spread(problem, traced, jm.make_mesh({"fsdp": 8}), "fsdp", ledger.note)

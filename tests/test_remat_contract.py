@@ -251,8 +251,10 @@ def test_a_policy_on_a_step_without_our_gradients_names_the_line() -> None:
 
 
 def test_what_is_no_policy_is_refused_with_the_call_to_type() -> None:
-    with pytest.raises(TypeError, match=r"got str. Write jm.load_preset\('full_remat'\)"):
-        jm.apply_policy(mlp, "full_remat")  # pyright: ignore[reportArgumentType] - the mistake under test
+    with pytest.raises(
+        TypeError, match=r"Expected a StepPolicy, a Preset or the name of one, got int\. .* 'full_remat'"
+    ):
+        jm.apply_policy(mlp, 3)  # pyright: ignore[reportArgumentType] - the mistake under test
 
 
 def test_sharding_constraints_stay_in_the_cut_program() -> None:

@@ -226,5 +226,5 @@ def test_what_is_missing_is_told(mesh, policy, told):
 
 
 def test_a_name_instead_of_a_policy_is_answered_with_the_call():
-    with pytest.raises(TypeError, match=re.escape("Write jm.load_preset('fsdp').")):
-        jm.infer_shardings({}, MESH, "fsdp")
+    with pytest.raises(jm.PresetError, match=re.escape("Unknown preset or policy 'fspd'. Did you mean `fsdp`?")):
+        jm.infer_shardings({}, MESH, "fspd")

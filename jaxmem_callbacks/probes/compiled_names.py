@@ -22,6 +22,7 @@ _LIBRARIES = frozenset(
     ("jax", "optax", "flax", "equinox", "chex", "haiku", "distrax", "rlax", "jaxopt", "lineax", "diffrax", "optimistix")
 )
 _PASSED = frozenset(("jax", "jaxlib", "jaxmem_callbacks", "contextlib", "functools"))
+_STEP = "jaxmem_callbacks.programs.steps.step"
 _PLACED = re.compile(r"<[^<>]+> \(.+:\d+\)", re.DOTALL)
 _CALLBACKS = ("pure_callback", "io_callback")  # primitives that JAX does not list
 
@@ -41,12 +42,15 @@ def placed(name: str) -> str:
     """The name of a function that has one, else with the line that calls it, such as ``<lambda> (train.py:12)``.
 
     JAX gives lambdas, partials and objects one name for all, and compiles them at their call, so that the caller tells them
-    apart. Where a library calls, the name is left as it is.
+    apart. Where a library calls, the name is left as it is, and where a step of this library does, which is registered.
     """
     if not name.startswith("<"):
         return name
     for frame, line in traceback.walk_stack(inspect.currentframe()):
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == _STEP:
+            return name
+        package = module.partition(".")[0]
         if package not in _PASSED:
             is_part = package in _LIBRARIES
             return name if is_part else f"{name} ({Path(frame.f_code.co_filename).name}:{line})"

@@ -58,20 +58,24 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
 
 
 def append_to(path: Path) -> int:
-    """A descriptor that appends to a file of its owner's; made where there is none.
+    """A descriptor that appends to a file of its owner's; made where there is none. A pipe that stands there is written to.
 
     Raises:
         OSError: it cannot be opened, or a link stands there.
     """
-    require_place(path)
+    require_place(path, whole=False)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK, PRIVATE_FILE)
 
 
-def require_place(path: Path) -> None:
+def require_place(path: Path, *, whole: bool = True) -> None:
     """Refuse a path at which something else than a file stands.
 
+    Args:
+        path: Where something is to be written.
+        whole: Whether a whole file is to take the place; else a pipe or a device may be there, which its user put there.
+
     Raises:
-        OSError: a link, a device or a folder is there.
+        OSError: a link, a folder, or where a whole file is to stand a device or a pipe is there.
     """
     try:
         mode = path.lstat().st_mode
@@ -82,5 +86,5 @@ def require_place(path: Path) -> None:
         raise OSError(errno.ELOOP, msg, str(path))
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
+    if whole and not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is a device or a pipe, expected a file", str(path))
