@@ -97,7 +97,7 @@ def too_large(folder: Path) -> None:
 
 def full_device(folder: Path) -> None:
     (folder / "run").mkdir()
-    os.mknod(folder / "run" / "memory.jsonl", stat.S_IFCHR | 0o600, os.stat("/dev/full").st_rdev)
+    os.mknod(folder / "run" / "memory.jsonl", stat.S_IFCHR | 0o600, Path("/dev/full").stat().st_rdev)
     healthy(folder)
 
 
