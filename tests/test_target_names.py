@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -234,10 +235,10 @@ def is_accepted(text: str) -> bool:
     ],
 )
 def test_a_missing_compiler_is_one_line_to_type(tmp_path, kind, line):
-    """The folder first, and the extra that pyproject.toml has."""
-    extra = f"{kind}-targets"
-    assert extra in tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
-    line = rf"not installed\. Type: {line}, or, beside JAX, .*: pip install \"jaxmem_callbacks\[{extra}\]\"$"
+    """The folder first, and the package of the extra that pyproject.toml has, in the version of JAX itself."""
+    (package,) = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"][f"{kind}-targets"]
+    package = re.escape(f"{package}=={version('jax')}")
+    line = rf"not installed\. Type: {line}, or, beside JAX, .*: pip install \"{package}\"$"
     platform = {"tpu": "tpu", "gpu": "cuda"}[kind]
     assert compiler_versions(platform, [str(tmp_path)]) == {}
     with pytest.raises(TargetError, match=line) as caught:
@@ -261,7 +262,7 @@ def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path, m
         require_compiler("cuda", "h100_sxm", install("0.1.2"))
     with monkeypatch.context() as beside:  # a folder would not be looked at: JAX's own environment comes first
         beside.setattr(sys, "path", [*install("0.1.3"), *sys.path])
-        line = r'plugin 0\.1\.3, .*Type: pip install "jaxmem_callbacks\[gpu-targets\]"$'
+        line = r'plugin 0\.1\.3, .*Type: pip install "jax\[cuda12-local\]==[\d.]+"$'
         with pytest.raises(TargetError, match=line):
             require_compiler("cuda", "h100_sxm")
     require_compiler("cuda", "h100_sxm", install(importlib.metadata.version("jax")))

@@ -241,6 +241,8 @@ def test_a_refusal_for_memory_is_read_and_other_refusals_are_errors():
         CompileError,
         match=r"step for h100: the compiler refused .*Expected .*leave it out or replace it: docs/targets(?s:.*)No such",
     ):
+        refused_for_memory("step for h100", "INVALID_ARGUMENT: No such operation: 'x'")
+    with pytest.raises(CompileError, match=r"step for h100: its compiler has no option 'x'\. .*Expected an option"):
         refused_for_memory("step for h100", "INVALID_ARGUMENT: No such compile option: 'x'")
 
 
