@@ -40,6 +40,26 @@ def reached(tmp_path: Path, text: str, *, step: str | None = None) -> tuple[Reac
 
 # Each calls train_step first where a gradient is taken; what comes before is none.
 STEPS = {
+    "a variable of the script's own is called as a function of this library": """
+        def train_step(params, batch):
+            return [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params, batch))]
+
+        jit_step = jax.jit(train_step)
+        jit_step(params, batch)
+    """,
+    "a function and a method of the script's own are called as functions of this library": """
+        def apply_policy(params, x):
+            return jnp.tanh(x @ params[0])
+
+        class Agent:
+            def __init__(self):
+                self.jit_step = jax.jit(self.train_step)
+
+            def train_step(self, params, batch):
+                return jax.grad(lambda params: (apply_policy(params, batch) ** 2).mean())(params)
+
+        Agent().jit_step(params, batch)
+    """,
     "a gradient for the model's first call is thrown away": """
         def forces(weights, x):
             return -jax.grad(lambda x: jnp.tanh(x @ weights).sum())(x)
@@ -357,8 +377,16 @@ def test_a_loop_that_runs_by_itself_is_the_step_and_is_written_as_it_can_be_jitt
     names = run(HEAD + body)
     line = pasted("step.loop", seen.step)
     jitted = jm.jit_step(value(line, **names))
+    given = jax.tree.map(jnp.copy, found.args)
     ours, theirs = jitted(*found.args), eval(call, names)  # noqa: S307 - the script's own call
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+    warnings = [each for each in jm.step_memory(found.step, *found.args).warnings if "returned updated" in each]
+    assert bool(warnings) == ("lax.map" not in call)
+    for warning in warnings:
+        option, line = re.search(r"Write (donate_argnames=.*?\)) in a jax\.jit of (.*)\.$", warning).groups()
+        again = value(f"jax.jit({line}, {option})", **names)(*given)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), again, theirs)
+        assert all(each.is_deleted() for each in jax.tree.leaves(given[0]) if each.ndim)
 
 
 def test_a_loop_with_what_has_no_name_is_not_written(tmp_path: Path) -> None:

@@ -123,12 +123,12 @@ def test_what_donating_would_take_under_nnx_jit_can_be_typed_as_it_stands() -> N
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     batch = jnp.ones((8, 64))
     told = str(jm.plan(nnx.jit(nnx_step), model, optimizer, batch, search={"remat": False}))
-    advice = "Write it where the step is jitted: nnx.jit(nnx_step, donate_argnames=('model', 'optimizer'))."
+    advice = "Write donate_argnames=('model', 'optimizer') in the nnx.jit of nnx_step."
     assert advice in " ".join(told.split())
     below = jm.plan(nnx.jit(nnx_step), model, optimizer, batch, search={"remat": False, "donate": True}, budget="60KiB")
     assert below.chosen.fits is False
     told = " ".join(str(below).split())
-    assert re.search(r"Donating would save .*, compiled, and it fits\. Write it", told), told
+    assert re.search(r"Donating would save .*, compiled, and it fits\. Write donate", told), told
     assert "No search changes your own jit." in told
     before, old = np.asarray(model.kernel[...]).copy(), model.kernel[...]
     nnx.jit(nnx_step, donate_argnames=("model", "optimizer"))(model, optimizer, batch)

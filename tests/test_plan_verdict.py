@@ -69,8 +69,8 @@ def test_the_donation_that_fits_leads_and_is_the_first_line_to_write():
     plan = planned("a function")
     lines = [line for line in str(plan).splitlines() if line.startswith(("->", "agent:", "It fits", "Parameters"))]
     assert [line.split(":")[0].split()[0] for line in lines] == ["->", "agent", "It", "Parameters"]
-    line = re.search(r"Write it where the step is jitted: (jax\.jit\(.*?\))\. No", sentences(plan))[1]
-    step = value(line, jax=jax, descend=descend)
+    option = re.search(r"Write (donate_argnames=\(.*?\)) in the jax\.jit of descend\. No", sentences(plan))[1]
+    step = value(f"jax.jit(descend, {option})", jax=jax, descend=descend)
     again = jm.plan(step, PAIR, RATE, target="h100_sxm", progress=False, search={"remat": False})
     assert again.chosen.fits is True
     assert again.chosen.step_bytes == plan.chosen.step_bytes - 8 * ELEMENTS

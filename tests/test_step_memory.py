@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -127,6 +128,59 @@ def test_a_jitted_step_is_told_what_it_does_not_donate(shapes):
         "params, opt_state: returned updated and not donated, so 72.4 KiB are held twice."
     )
     assert "donate_argnames=('params', 'opt_state')" in plain.warnings[0]
+
+
+class Averaging:
+    """A step as a method, which is nothing that a jit may take as data."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def average(self, mean, x):
+        return 0.9 * mean + 0.1 * x.mean(0)
+
+
+def with_rate(*args, rate):
+    state, x = args
+    return state - rate * x.mean(0), x.sum()
+
+
+def two(first, second, x):
+    return first + x.mean(0), second - x.mean(0)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("step", "jitted_again", "donates"),
+    [
+        (
+            jax.jit(with_rate, static_argnames="rate"),
+            lambda **options: jax.jit(with_rate, static_argnames="rate", **options),
+            ["args[0]"],
+        ),
+        (jax.jit(two, donate_argnums=0), lambda **options: jax.jit(two, **options), [0, 1]),
+        (jax.jit(two, donate_argnames="second"), lambda **options: jax.jit(two, **options), [0, 1]),
+        (
+            Averaging().average,
+            lambda **options: functools.partial(
+                jax.jit(Averaging.average.__wrapped__, static_argnums=0, **options), Averaging()
+            ),
+            [0],
+        ),
+    ],
+    ids=["positions and a static name", "donates a position", "donates a name", "a method with a static self"],
+)
+def test_the_option_that_donates_keeps_those_that_the_jit_has(step, jitted_again, donates):
+    keywords = {"rate": 0.1} if donates == ["args[0]"] else {}
+    state = [jnp.ones(8) for _ in range(len(donates))]
+    (warning,) = (w for w in jm.step_memory(step, *state, jnp.ones((4, 8)), **keywords).warnings if "Write" in w)
+    written, instead = re.search(
+        r"Write (.*) in the jax\.jit of \w+(, in place of what it donates now|)\.$", warning
+    ).groups()
+    assert bool(instead) == (donates == [0, 1])
+    options = eval(f"dict({written})")  # noqa: S307 - pasted as printed
+    expected = step(*jax.tree.map(jnp.copy, state), jnp.ones((4, 8)), **keywords)
+    got = jitted_again(**options)(*state, jnp.ones((4, 8)), **keywords)
+    assert all(each.is_deleted() for each in state)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.mark.core
@@ -389,3 +443,29 @@ def test_the_registry_can_be_followed_from_anywhere_and_forgets_the_oldest():
     registry.record(compilation(0))
     assert [c.program for c in registry.since(after)[0]] == ["p0"]
     assert len(registry.since(0)[0]) == registry.KEPT
+
+
+def rate_of(weights, x):
+    return (jnp.tanh(x @ weights["w"] + weights["b"]) ** 2).mean()
+
+
+class Losses:
+    def of(self, weights, x):
+        return rate_of(weights, x), x.mean()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        jax.jit(jax.grad(rate_of)),
+        jax.jit(jax.value_and_grad(Losses().of, has_aux=True)),
+        jax.jit(lambda weights, x: optax.clip_by_global_norm(1.0).update(jax.grad(rate_of)(weights, x), ())[0]),
+        jax.jit(lambda weights, x: jax.tree.map(lambda g: g / 2, jax.grad(rate_of)(weights, x))),
+    ],
+    ids=["a function", "a method with more results", "clipped", "scaled"],
+)
+def test_what_a_step_returns_the_gradient_of_is_not_to_be_donated(gradients):
+    """The optimizer's update, which is jitted apart or not at all, needs the parameters after this."""
+    weights = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    assert not [each for each in jm.step_memory(gradients, weights, jnp.ones((4, 8))).warnings if "donate" in each]

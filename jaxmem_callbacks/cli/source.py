@@ -24,6 +24,7 @@ _OF_IPYTHON = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!][\w(]).*|\s*[\w.]+\?{1,2}
 _OTHER_CELL = re.compile(r"\s*%%(?!time\b|timeit\b|capture\b)")  # in another language, or for a file
 # What makes a step of this library.
 _OWN_STEPS = {"jit_step", "apply_policy"}
+_PACKAGE = "jaxmem_callbacks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +172,20 @@ def syntax_of(path: pathlib.Path) -> ast.Module | None:
 
 
 def is_unedited(path: pathlib.Path) -> bool:
-    """Whether a script makes no step of this library itself. Words in comments and texts count for nothing."""
+    """Whether a script makes no step of this library itself. Words in comments and texts count for nothing.
+
+    Nor do the names in a script that does not import this library: its ``jit_step`` or ``apply_policy`` is its own.
+    """
     tree = syntax_of(path)
     if tree is None:
         return False
+    modules = (
+        module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    )
+    if all(module.partition(".")[0] != _PACKAGE for module in modules):
+        return True
     names = (getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "name"))
     return _OWN_STEPS.isdisjoint(name for name in names if isinstance(name, str))

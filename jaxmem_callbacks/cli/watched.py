@@ -24,7 +24,7 @@ from jaxmem_callbacks.cli.seen import LOOPS, Seen
 from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import jax_traced
+from jaxmem_callbacks.programs.steps.jitting import LOOP, jax_traced
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
 from jaxmem_callbacks.records.advice import advise
@@ -93,9 +93,8 @@ class Watching:
             except TypeError:
                 return real(*args, **options)  # which says what is wrong
             data = [given[name] for name in names if name in given]
-            watched = Watched(
-                jax.jit(_loop(real, body, names, given)), self, given[body], written=self._call(real, names, given)
-            )
+            written = self._call(real, names, given)
+            watched = Watched(jax.jit(_loop(real, body, names, given, written)), self, given[body], written=written)
             watched.known = self._kinds_of(given[body])
             with watched.seen_call(tuple(data), {}):
                 return real(*args, **options)
@@ -130,7 +129,9 @@ class Watching:
         return name if name.isidentifier() else ""
 
 
-def _loop(real: Callable[..., Any], body: str, names: tuple[str, ...], given: Mapping[str, Any]) -> Callable[..., Any]:
+def _loop(
+    real: Callable[..., Any], body: str, names: tuple[str, ...], given: Mapping[str, Any], written: str
+) -> Callable[..., Any]:
     """A loop as a function of its data, with its body's name."""
     taken = [name for name in names if name in given]
     rest = {name: value for name, value in given.items() if name not in taken}
@@ -139,6 +140,7 @@ def _loop(real: Callable[..., Any], body: str, names: tuple[str, ...], given: Ma
         return real(**rest, **dict(zip(taken, data, strict=True)))
 
     run.__name__ = run.__qualname__ = getattr(given[body], "__name__", real.__name__)
+    setattr(run, LOOP, written)
     run.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess] - as `inspect` reads it
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in taken]
     )

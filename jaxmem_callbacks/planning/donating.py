@@ -86,8 +86,9 @@ def _is_off(ledger: Ledger) -> bool:
 
 
 def _line(entry: Entry, names: tuple[str, ...]) -> str:
+    donated = [leaf.argument for leaf in entry.compiler.leaves if leaf.donated]
     step = entry.compiler.problem
     own = _own_jit(step.train_step)
     if own is not None:
-        return f"Write it where the step is jitted: {own.donating(step.name, names)}. No search changes your own jit."
+        return f"Write {own.donating(step.name, names, donated)}. No search changes your own jit."
     return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."

@@ -220,10 +220,12 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
     )
 
 
-def _donating(step: JitStep, names: Sequence[str]) -> str:
-    """How the user of a step writes that it donates some arguments."""
-    own = already_jitted(step.__wrapped__)
-    return f"donate_argnames={tuple(names)!r}" if own is None else own.donating(step.name, names)
+def _donating(step: JitStep, program: Program) -> str:
+    """How the user of a step writes that it donates also what is returned updated."""
+    own, names = already_jitted(step.__wrapped__), program.undonated
+    if own is None:
+        return f"donate_argnames={tuple(names)!r}"
+    return own.donating(step.name, names, [use.argument for use in program.uses if use.requested])
 
 
 def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
@@ -233,7 +235,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
         held = format_bytes(sum(use.bytes for use in program.uses if use.argument in program.undonated))
         told.append(
             f"{', '.join(program.undonated)}: returned updated and not donated, so {held} are held twice. "
-            f"Write {_donating(step, program.undonated)}."
+            f"Write {_donating(step, program)}."
         )
     unused = [
         name for name, group in itertools.groupby(program.uses, lambda u: u.argument) if not any(u.used for u in group)

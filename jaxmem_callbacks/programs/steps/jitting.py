@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,9 @@ from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.transforms.frameworks import framework_of
+
+# What a function has that stands for a loop of `jax.lax` without a jit: the loop as people write it, where they can.
+LOOP = "loop_as_written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,14 +53,27 @@ class Jitted:
         """Whether it is Equinox's, which splits what it is given into arrays and all else, and tells no trace."""
         return _room(self.lowering) == "equinox"
 
-    def donating(self, name: str, names: Sequence[str]) -> str:
-        """How its user writes that some arguments of a step are donated.
+    def donating(self, name: str, names: Sequence[str], donated: Iterable[str] = ()) -> str:
+        """How its user writes that some arguments of a step are donated, besides those that are: an option of the jit there.
 
-        Equinox's own jit can donate all of them or all but the first, and what is used again with them: `jm.jit_step` picks.
+        The jit may have other options, such as static arguments, and be a decorator: a line in its place would lose them.
+        Arguments in ``*args`` have no name and go by position. Equinox's own jit can donate all arguments or all but the
+        first, and what is used again with them: `jm.jit_step` picks.
         """
         if self.is_equinox:
             return advise("donation.equinox", step=name)
-        return f"{self.word}({name}, donate_argnames={tuple(names)!r})"
+        donated = tuple(donated)
+        every = tuple(dict.fromkeys((*donated, *names)))
+        places = tuple(int(each[len("args[") : -1]) for each in every if each.startswith("args["))
+        named = tuple(each for each in every if not each.startswith("args["))
+        options = {"donate_argnums": places, "donate_argnames": named}
+        written = ", ".join(f"{option}={value!r}" for option, value in options.items() if value)
+        loop = getattr(self.function, LOOP, None)
+        if loop is not None:
+            return f"{written} in a jax.jit of {loop or 'the loop'}"
+        # JAX reads names for positions only where the jit has no positions of its own.
+        instead = ", in place of what it donates now" if donated else ""
+        return f"{written} in the {self.word} of {name}{instead}"
 
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the jit itself sees them."""

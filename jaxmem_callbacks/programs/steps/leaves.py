@@ -49,6 +49,7 @@ class Leaf:
         passing: Whether it is donated although the step returns no update of its argument: a batch, and no state.
         by_class: Whether its class says what it holds, and not a name.
         updated: Whether the step is known to return it updated.
+        differentiated: Whether the step is known to return its gradient as it is, and no update.
     """
 
     argument: str
@@ -61,6 +62,7 @@ class Leaf:
     passing: bool = False
     by_class: bool = False
     updated: bool = False
+    differentiated: bool = False
 
     @property
     def type_text(self) -> str:
@@ -200,7 +202,12 @@ def _role(leaf: Leaf, role: Role) -> dict[str, Any]:
     if leaf.kind == BATCH and not is_trained:  # given back changed, or differentiated for its own sake
         return {}
     is_certain = leaf.by_class or (leaf.kind in (PARAMETERS, OPTIMIZER) and is_named(leaf.path))
-    return {"updated": role.updated, "kind": leaf.kind if is_certain or role.kind is None else role.kind}
+    differentiated = role.kind == PARAMETERS and not role.updated
+    return {
+        "updated": role.updated,
+        "differentiated": differentiated,
+        "kind": leaf.kind if is_certain or role.kind is None else role.kind,
+    }
 
 
 def _parameters_known(leaves: list[Leaf]) -> list[Leaf]:

@@ -78,8 +78,8 @@ class Making:
             if value is not None:
                 where = f"{word}={value!r}" if word == "donate_argnames" else "in_shardings=..., out_shardings=..."
                 msg = (
-                    f"{word} was given for {name}, which is already jitted and keeps its own settings. Write it where it is "
-                    f"jitted: {jit_word(step)}({name}, {where}), or pass the plain function to jm.jit_step."
+                    f"{word} was given for {name}, which is already jitted and keeps its own settings. Write {where} in "
+                    f"the {jit_word(step)} of {name}, or pass the plain function to jm.jit_step."
                 )
                 raise DonationError(msg)
 
@@ -99,20 +99,20 @@ class Making:
             DonationError: the policy names an argument that the jit does not donate.
         """
         name = getattr(step, "__name__", "the step")
-        donated = {use.argument for use in uses if use.requested}
+        donated = dict.fromkeys(use.argument for use in uses if use.requested)
         missing = [n for n in self.donate if n not in donated] if isinstance(self.donate, tuple) else []
         own = already_jitted(step)
         assert own is not None  # else nothing was decided for its user
         if missing:
             msg = (
                 f"The policy says donate={self.donate!r}, but {name} is already jitted and does not donate "
-                f"{', '.join(missing)}. Write it where it is jitted: {own.donating(name, missing)}."
+                f"{', '.join(missing)}. Write {own.donating(name, missing, donated)}."
             )
             raise DonationError(msg)
         if self.donate == "auto" and undonated:
             msg = (
                 f"The policy says donate='auto', but {name} is already jitted and returns {', '.join(undonated)} updated "
-                f"without donating. Write it where it is jitted: {own.donating(name, undonated)}."
+                f"without donating. Write {own.donating(name, undonated, donated)}."
             )
             warnings.warn(msg, DonationWarning, stacklevel=5)
             self.donate = None
@@ -190,11 +190,15 @@ def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tupl
 
 
 def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> tuple[str, ...]:
-    """Arguments that the step returns updated and of which nothing is donated."""
+    """Arguments that the step returns updated and of which nothing is donated.
+
+    Those whose gradients it returns are none: who calls it updates them, and needs them after the call.
+    """
     present = {leaf.argument for leaf in leaves}
     donated = {leaf.argument for leaf in leaves if leaf.donated}
+    kept = donated | {leaf.argument for leaf in leaves if leaf.differentiated}
     inferred = infer_donation([(n, v) for n, v in arguments if n in present], results)
-    return tuple(name for name in inferred if name not in donated)
+    return tuple(name for name in inferred if name not in kept)
 
 
 def told_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
