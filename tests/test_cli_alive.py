@@ -96,6 +96,7 @@ def test_little_and_what_is_counted_is_no_word() -> None:
 
 
 # In place of GRAD stands the line that takes the gradient.
+OURS = "import jaxmem_callbacks as jm\n"
 STEPS = {
     "a decorator": ("@jax.jit\ndef other(p): GRAD", ["other"]),
     "an asked decorator": ("@functools.partial(jax.jit, donate_argnums=0)\ndef other(p): GRAD", ["other"]),
@@ -108,8 +109,9 @@ STEPS = {
     "what makes a step": ("run = jax.jit(make(2))\ndef make(n):\n    def inside(p): GRAD\n    return inside", []),
     "in a lambda": ("run = jax.jit(lambda p: helper(p))\ndef helper(p): GRAD", []),
     "what another step calls": ("@jax.jit\ndef inner(p): GRAD\n@jax.jit\ndef other(p): return jax.grad(f)(inner(p))", ["other"]),
-    "no step of this library": ("run = jm.jit_step(main_step)\n@jax.jit\ndef critic(p): GRAD", []),
-    "two of this library": ("a, b = jm.jit_step(main_step), jm.jit_step(other)\ndef other(p): GRAD", ["other"]),
+    "no step of this library": (f"{OURS}run = jm.jit_step(main_step)\n@jax.jit\ndef critic(p): GRAD", []),
+    "two of this library": (f"{OURS}a, b = jm.jit_step(main_step), jm.jit_step(other)\ndef other(p): GRAD", ["other"]),
+    "a jit_step of somebody else's": ("run = jm.jit_step(main_step)\n@jax.jit\ndef critic(p): GRAD", ["critic"]),
 }  # fmt: skip
 
 

@@ -264,7 +264,7 @@ def test_several_devices_without_shardings_get_one_searched() -> None:
         jm.jit_step(train_step, jm.StepPolicy(sharding="zero1")), *abstract(), target="h100_sxm:4", budget="40MiB"
     )
     assert [each for each in own.candidates if each.policy.sharding != "zero1"] == []
-    tight = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget=held["zero1"])
+    tight = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget=f"{held['zero1']}B")
     assert {each.policy.sharding for each in tight.candidates} <= {"zero1", "fsdp"}
     assert "replicate was not compiled: its arguments alone are" in str(tight)
     assert tight.chosen.fits is False
