@@ -164,6 +164,31 @@ def test_a_script_that_never_gets_there_is_shown_the_line_to_add(tmp_path, capsy
         assert "step = jm.jit_step(train_step)" in error
 
 
+NEVER_CALLED = {
+    "a decorator": "@jax.jit\ndef update(state, batch):\n    return state - jax.grad(loss)(state, batch)\n",
+    "of this library": "def update(state, batch):\n    return state - jm.grad(loss)(state, batch)\nrun = jm.jit_step(update)\n",
+    "a loop over nothing": (
+        "def update(state, batch):\n    return state - jax.grad(loss)(state, batch)\nrun = jax.jit(update)\n"
+        "for each in []:\n    run(each, each)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NEVER_CALLED)
+def test_a_step_that_is_never_called_is_named_with_what_to_add(kind, tmp_path, capsys):
+    head = "import jax, jax.numpy as jnp, jaxmem_callbacks as jm\ndef loss(p, x): return jnp.sum(jnp.tanh(x @ p))\n"
+    script = write(tmp_path, head + NEVER_CALLED[kind])
+    assert main(["inspect", script]) == 2
+    error = capsys.readouterr().err
+    line = (head + NEVER_CALLED[kind])[: (head + NEVER_CALLED[kind]).index("def update")].count("\n") + 1
+    assert f"{script} ran to its end and never called its step: update (line {line}). Let it call it once" in error
+    add = textwrap.dedent(error[error.index("    def make():") :])
+    arrays = "state = batch = jax.ShapeDtypeStruct((8, 8), 'float32')\n"
+    script = write(tmp_path, head + NEVER_CALLED[kind] + arrays + add)
+    assert main(["inspect", f"{script}:make"]) == 0
+    assert "What one step of update needs" in capsys.readouterr().out
+
+
 def test_a_setting_that_a_script_makes_too_late_here_is_told(script, capsys, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "0")
     script.write_text("import os\nos.environ['JAX_ENABLE_X64'] = '1'\n" + TRAIN)

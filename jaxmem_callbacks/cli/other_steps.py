@@ -19,9 +19,18 @@ def other_steps(script: pathlib.Path, step: str) -> str:
     A step is a function that takes a gradient in its own lines, is jitted by a decorator or by its name, and is not called by
     another one. In a script that makes a step of this library only such steps are found by their names.
     """
+    names = dict.fromkeys(each.name for each in steps_written_in(script) if each.name != step)
+    if not names:
+        return ""
+    others = " or ".join(f"--step {name}" for name in names)
+    return f"{step} is the first step that {script.name} calls. Another one by its name: {others}."
+
+
+def steps_written_in(script: pathlib.Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The definitions of a script's steps, by their lines, without those that another one calls."""
     tree = syntax_of(script)
     if tree is None:
-        return ""
+        return []
     jits = _JITS | _OWN_JITS if is_unedited(script) else _OWN_JITS
     jitted = {name for call in _calls(tree) if _names(call.func) & jits for name in _first_name(call)}
     steps = [
@@ -32,11 +41,7 @@ def other_steps(script: pathlib.Path, step: str) -> str:
         and any(_names(call.func) & _GRADIENTS for call in _own_calls(node))
     ]
     inner = {name for node in steps for call in _own_calls(node) for name in _names(call.func)}
-    found = [node.name for node in sorted(steps, key=lambda node: node.lineno) if node.name not in {step, *inner}]
-    if not found:
-        return ""
-    others = " or ".join(f"--step {name}" for name in dict.fromkeys(found))
-    return f"{step} is the first step that {script.name} calls. Another one by its name: {others}."
+    return sorted((node for node in steps if node.name not in inner), key=lambda node: node.lineno)
 
 
 def _calls(node: ast.AST) -> list[ast.Call]:

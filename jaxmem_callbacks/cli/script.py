@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from jaxmem_callbacks.cli.other_steps import other_steps
+from jaxmem_callbacks.cli.other_steps import other_steps, steps_written_in
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
 from jaxmem_callbacks.cli.undisturbed import InMain, Streams, own_streams, undisturbed
@@ -397,6 +397,14 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
     others = f" Jitted functions that it called: {', '.join(called)}." if called else ""
     if named is not None:
         return f"{path} ran to its end and never called a step named {named!r}.{did_you_mean(named, called)}{others}"
+    written = [each for each in steps_written_in(path) if each.name not in called]
+    if written:
+        steps = ", ".join(f"{each.name} (line {each.lineno})" for each in written)
+        return (
+            f"{path} ran to its end and never called its step: {steps}. Let it call it once, or add a function that returns "
+            f"it with its arguments, arrays or jax.ShapeDtypeStruct, and type {path}:make in place of {path}:\n"
+            f"    def make():\n        return {written[0].name}, (state, batch)"
+        )
     if is_unedited(path):
         return (
             f"{path} ran to its end and never called a jitted function that takes a gradient.{others} Jit the whole step"
