@@ -174,7 +174,10 @@ if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name f
     def __getattr__(name: str) -> Any:
         """Import a public name on first use."""
         if name not in _EXPORTS:
-            msg = f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}."
+            from jaxmem_callbacks.records.errors import did_you_mean
+
+            meant = did_you_mean(name, __all__)
+            msg = f"module {__name__!r} has no attribute {name!r}.{meant} Public names: {', '.join(__all__)}."
             raise AttributeError(msg)
         module, attribute = _EXPORTS[name]
         loaded = importlib.import_module(f"{__name__}.{module}")

@@ -22,6 +22,7 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import infer_donation
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.programs import Compilation
+from tests.pasting import pasted, value
 
 F32 = jnp.float32
 
@@ -266,6 +267,55 @@ def test_tied_buffers_are_named_before_anything_runs():
     assert not params["embed"].is_deleted()
     step(params, jax.tree.map(jnp.copy, params), jnp.ones(2))
     assert params["embed"].is_deleted()
+
+
+class Doubling:
+    def made(self):
+        def train(state, batch):
+            return self.update(state, batch)
+
+        return train
+
+    def update(self, params, batch):
+        return jax.tree.map(lambda p: 2 * p + batch.sum(), params), 0.0
+
+
+DONATED = {
+    "a function": (lambda: Doubling().update, "params"),
+    "a partial": (lambda: functools.partial(Doubling.update, Doubling()), "params"),
+    "a function in a method": (lambda: Doubling().made(), "state"),
+    "a lambda": (lambda: lambda weights, batch: ({"w": weights["w"] * 2}, batch.sum()), "weights"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", DONATED)
+def test_what_was_donated_and_is_passed_again_is_named(kind):
+    make, name = DONATED[kind]
+    function, params, batch = make(), {"w": jnp.ones((4, 4))}, jnp.ones(2)
+    step = jm.jit_step(function)
+    step(params, batch)
+    for _ in range(2):  # with a program that ran before, and with a new one
+        with pytest.raises((RuntimeError, ValueError), match=r"deleted") as caught:
+            step(params, batch)
+        note = caught.value.__notes__[-1]
+        assert f"{name}: passed to {step.name} after the memory was donated, as by an earlier call of it." in note
+        batch = jnp.ones(3)
+    params = {"w": jnp.ones((4, 4))}
+    if not step.name.isidentifier():
+        assert note.endswith("make the step with donate_argnames=()")
+    else:
+        step = value(pasted("donation.nothing", note), jm=jm, **{step.name: function})
+        assert float(step(params, batch)[0]["w"][0, 0]) == float(step(params, batch)[0]["w"][0, 0])
+
+
+def test_what_the_users_own_jit_donated_is_named():
+    step = jm.jit_step(jax.jit(Doubling().update, donate_argnums=0))
+    params = {"w": jnp.ones((4, 4))}
+    step(params, jnp.ones(2))
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted") as caught:
+        step(params, jnp.ones(2))
+    assert "to keep what is passed, leave it out of what the step's jit donates" in caught.value.__notes__[-1]
 
 
 @pytest.mark.core

@@ -102,7 +102,10 @@ def test_every_error_that_a_call_can_raise_is_caught_by_its_public_name():
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(AttributeError, match=r"no attribute 'value_and_gard'.*Public names: .*value_and_grad"):
+    with pytest.raises(
+        AttributeError,
+        match=r"no attribute 'value_and_gard'\. Did you mean `value_and_grad`\? Public names: .*value_and_grad",
+    ):
         _ = jm.value_and_gard
 
 

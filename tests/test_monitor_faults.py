@@ -106,12 +106,18 @@ def test_in_tests_it_raises_on_the_users_own_thread():
         drive(jm.MemoryMonitor(settings, probes=[BrokenProbe()]), steps=1)
 
 
+class Broken:
+    def __int__(self):
+        msg = "no number today"
+        raise RuntimeError(msg)
+
+
 def test_a_hook_that_fails_is_switched_off_and_training_goes_on(capfd):
     with jm.MemoryMonitor(FAST, probes=[]) as monitor:
-        monitor("twelve")
+        monitor(Broken())
         monitor(1)
     (line,) = told(capfd)
-    assert line.startswith("jaxmem: the hook is switched off for the rest of the run: ValueError: invalid literal")
+    assert line.startswith("jaxmem: the hook is switched off for the rest of the run: RuntimeError: no number today")
 
 
 def test_an_unwritable_folder_is_one_line(tmp_path: Path, capfd):
@@ -155,6 +161,19 @@ def test_what_is_no_scalar_is_said_once_and_not_held(capfd):
         "jaxmem: the metric list (expected a mapping of names to scalars) is not shown: only scalars are kept.",
         "jaxmem: the metric logits is not shown: only scalars are kept.",
     ]
+
+
+@pytest.mark.parametrize("given", [{"loss": 0.5}, None, "first", float("nan")], ids=["metrics", "none", "text", "nan"])
+def test_what_is_no_number_of_a_step_is_counted_instead(given, capfd):
+    double = jm.CollectingWriter()
+    with jm.MemoryMonitor(FAST, writer=double, probes=[HostProbe()]) as monitor:
+        for _ in range(3):
+            monitor(given)
+        monitor.flush()
+    assert double.of(Window)[-1].step == 2
+    (line,) = told(capfd)
+    kind = type(given).__name__
+    assert f"the step was given as {kind}, which is no number; the monitor counts calls instead. Give it a" in line
 
 
 def test_a_step_on_the_device_is_never_read(capfd):

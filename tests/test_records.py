@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,7 +109,9 @@ def test_no_remat_and_saving_everything_are_different_programs():
     ("word", "message"),
     [
         ("ful", "Unknown remat policy 'ful'. Did you mean `full`? Expected one of: none, full, everything_saveable"),
-        (7, "Unknown remat policy 7."),
+        (7, "Unknown remat policy 7. A policy is given by its name. Expected one of: none, full"),
+        (None, "Unknown remat policy None. A policy is given by its name."),
+        (jax.checkpoint_policies.dots_saveable, "A policy is given by its name. Expected one of: none, full"),
     ],
 )
 def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
@@ -132,6 +135,18 @@ def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
             "remat='none' leaves the loss untouched, so segments, levels, keep, save and offload would do nothing.",
         ),
         ({"save": ("x",)}, "Use remat='full'."),
+        ({"remat": "full", "offload": True}, "offload=True: expected a tuple of names, or ()."),
+        ({"remat": "names", "save": 3}, "save=3: expected a tuple of names, or ()."),
+        ({"remat": "names", "save": ("a", 3)}, "save=('a', 3): expected a tuple of names, or ()."),
+        ({"donate": 0}, "donate=0: expected 'auto', a tuple of argument names such as ('state',), or ()."),
+        ({"donate": (0, 1)}, "donate=(0, 1): expected 'auto', a tuple of argument names"),
+        ({"remat": "full", "segments": "3"}, "segments='3': expected a whole number of at least 1, or None"),
+        ({"remat": "full", "levels": "2"}, "levels='2': expected 1 or 2."),
+        ({"remat": "full", "levels": 2.0}, "levels=2.0: expected 1 or 2."),
+        ({"remat": "full", "keep": "half"}, "keep='half': expected a share from 0"),
+        ({"remat": "full", "keep": None}, "keep=None: expected a share from 0"),
+        ({"microbatches": "4"}, "microbatches='4': expected a whole number of at least 1"),
+        ({"microbatches": 2.0}, "microbatches=2.0: expected a whole number of at least 1"),
         ({"remat": "save_names"}, "remat='save_only_these_names' needs the names to keep: save=('context', ...)"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -165,6 +166,16 @@ def test_a_loss_that_cannot_be_cut_is_refused_not_ignored() -> None:
     for nothing in (lambda _: jnp.float32(1.0), lambda x: 2 * x[0, 0]):
         with pytest.raises(LossRefusedError, match=r"would do nothing: the loss is no equation at all"):
             jax.grad(jm.remat(nothing, keep=0.5))(INPUTS)
+
+
+@pytest.mark.parametrize("loss", [lambda w, x: x @ w, lambda w, x: (x @ w,), lambda w, x: "none"])
+def test_what_jax_refuses_under_no_policy_is_refused_in_its_own_words(loss: Any) -> None:
+    weights, inputs = jnp.ones((4, 4)), jnp.ones((2, 4))
+    with pytest.raises(TypeError) as plain:
+        jax.value_and_grad(loss)(weights, inputs)
+    words = str(plain.value).partition(". ")[0]  # the rest shows a tracer
+    with pytest.raises(TypeError, match=re.escape(words)):
+        jm.jit_step(jm.value_and_grad(loss), "full")(weights, inputs)
 
 
 def test_framework_objects_are_sent_to_the_function_that_keeps_their_state() -> None:

@@ -22,6 +22,7 @@ from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.transforms.kinds import is_batch_name, kind_of_argument
+from tests.pasting import pasted, value
 from tests.sample_plans import sentences
 from tests.target_step import needs_compiler
 
@@ -469,3 +470,47 @@ def test_what_a_step_returns_the_gradient_of_is_not_to_be_donated(gradients):
     """The optimizer's update, which is jitted apart or not at all, needs the parameters after this."""
     weights = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
     assert not [each for each in jm.step_memory(gradients, weights, jnp.ones((4, 8))).warnings if "donate" in each]
+
+
+class Trained:
+    def step(self, params, batch, *, rate):
+        return jax.tree.map(lambda p: p - rate, params), batch.sum()
+
+
+UNCALLABLE = {
+    "none at all": (train_step, ()),
+    "too few": (jax.jit(train_step), ({}, {})),
+    "too many": (train_step, ({}, {}, {}, {})),
+    "a method": (Trained().step, ({}, {})),
+    "a partial": (functools.partial(train_step, {}), ({},)),
+}
+
+
+@pytest.mark.parametrize("ask", [jm.plan, jm.step_memory], ids=["plan", "step_memory"])
+@pytest.mark.parametrize("kind", UNCALLABLE)
+def test_a_step_without_its_arguments_is_shown_the_call(kind, ask):
+    function, args = UNCALLABLE[kind]
+    with pytest.raises(
+        (TypeError, jm.PlanError), match=rf"^jm.{ask.__name__} was given other arguments than "
+    ) as caught:
+        ask(function, *args)
+    if kind == "a partial":
+        return  # no name of its own to be called by
+    params = {"layers": jnp.ones((LAYERS, WIDTH, WIDTH)), "head": jnp.ones((WIDTH, 1))}
+    names = {
+        "params": params,
+        "opt_state": OPTIMIZER.init(params),
+        "batch": {"x": jnp.ones((ROWS, WIDTH))},
+        "rate": 0.1,
+    }
+    if kind == "a method":
+        names |= {"params": jnp.ones(4), "batch": jnp.ones(4)}
+    assert value(pasted("call.arguments", caught.value), jm=jm, **{function.__name__: function}, **names)
+
+
+@pytest.mark.parametrize("call", ["jit_step", "value_and_grad", "grad", "remat", "Recovery", "step_memory"])
+def test_what_is_no_function_is_refused_at_once(call):
+    with pytest.raises(
+        TypeError, match=r"^jm\.\w+ got tuple first\. Expected a function itself, not what it returns\.$"
+    ):
+        getattr(jm, call)((jnp.ones(3), 0.5))

@@ -312,3 +312,9 @@ def test_the_folder_for_compilers_is_the_variables_or_the_caches(tmp_path, monke
 def test_a_missing_compiler_goes_where_it_will_be_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXMEM_TARGET_PATH", os.pathsep.join([str(tmp_path / "absent"), str(tmp_path)]))
     assert folder_to_fill() == tmp_path / "absent"
+
+
+@pytest.mark.parametrize("given", [8, object(), None, ["h100_sxm"]], ids=["count", "object", "none", "list"])
+def test_what_is_no_name_of_hardware_is_answered_with_one(given: object) -> None:
+    with pytest.raises(TargetError, match=r": expected the name of hardware as text, such as 'h100_sxm' or 'v5e:2x2'"):
+        resolve_target(given)  # type: ignore[arg-type]

@@ -119,14 +119,17 @@ class Sampler:
 
     def number(self, step: Any) -> int:
         """A step that is no Python int, as one; nothing on a device is read."""
-        if hasattr(step, "is_ready"):
-            self._faults.note(
-                "step",
-                "the step was given as a jax.Array, and reading it would wait for the device; the monitor counts calls instead. "
-                "Give it a Python int: monitor(i, metrics).",
-            )
-            return (self.ring[-1][1] if self.ring else self._step) + 1
-        return int(step)
+        kind = "a jax.Array, and reading it would wait for the device"
+        if not hasattr(step, "is_ready"):
+            try:
+                return int(step)
+            except (TypeError, ValueError, OverflowError):
+                kind = f"{type(step).__name__}, which is no number"
+        self._faults.note(
+            "step",
+            f"the step was given as {kind}; the monitor counts calls instead. Give it a Python int: monitor(i, metrics).",
+        )
+        return (self.ring[-1][1] if self.ring else self._step) + 1
 
     def collect(self, *, scan: bool = False, saving: bool = False) -> Observation:
         """Everything since the last look; the dearer probes are read when due, or now with ``scan``.

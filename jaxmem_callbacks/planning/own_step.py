@@ -17,6 +17,7 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
 from jaxmem_callbacks.programs.steps.arrays_apart import arrays_apart
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.leaves import require_arguments
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
@@ -109,10 +110,10 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     _require_known(inner, kwargs)
     own = already_jitted(inner)
     try:
+        require_arguments(inner, args, kwargs, "jm.plan")
         of_arrays = arrays_apart(inner, args, kwargs)
-    except TypeError as error:  # as Python says it of any call
-        msg = f"{_name(inner)} cannot be called with these arguments: {error}."
-        raise PlanError(msg) from error
+    except TypeError as error:
+        raise PlanError(str(error)) from error
     if own is not None and of_arrays is None and not hasattr(own.lowering, "trace"):
         framework = type(own.lowering).__module__.partition(".")[0]
         msg = (

@@ -18,13 +18,14 @@ from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
 from jaxmem_callbacks.programs.steps.conditions import unguarded
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.leaves import require_arguments
 from jaxmem_callbacks.programs.steps.program import Program
 from jaxmem_callbacks.programs.steps.replicated import replicated
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
-from jaxmem_callbacks.records.errors import CompileError, DonationError
+from jaxmem_callbacks.records.errors import CompileError, DonationError, require_function
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
@@ -130,11 +131,14 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         **kwargs: The step's keyword arguments.
 
     Raises:
+        TypeError: a step that is no function, or arguments that it does not take.
         PolicyError: a remat policy on a step that takes no gradient through this library.
         TargetError: ``target`` is unknown, or its compiler is not installed.
         CompileError: the compiler failed, or says that the program does not fit into a TPU.
     """
+    require_function(step, "jm.step_memory")
     made = as_step(step)
+    require_arguments(made.__wrapped__, args, kwargs, "jm.step_memory")
     if target is not None:
         return _for_target(made, args, kwargs, target)
     judged = made.judge(args, kwargs)

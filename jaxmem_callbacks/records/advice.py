@@ -112,6 +112,20 @@ _DONATION = (
         tests=("tests/test_advice_steps.py::test_a_state_is_returned_as_it_comes",),
     ),
     Advice(
+        key="call.arguments",
+        trigger="a step is to be planned or measured without its arguments, or with too few or too many",
+        text="{call}({step}, {arguments})",
+        proof=Proof.COMPILED,
+        tests=("tests/test_step_memory.py::test_a_step_without_its_arguments_is_shown_the_call",),
+    ),
+    Advice(
+        key="donation.nothing",
+        trigger="a step of this library is given arrays that were donated before",
+        text="jm.jit_step({step}, donate_argnames=())",
+        proof=Proof.TRAINED,
+        tests=("tests/test_donation.py::test_what_was_donated_and_is_passed_again_is_named",),
+    ),
+    Advice(
         key="donation.equinox",
         trigger="a step that Equinox jitted returns arguments updated that it does not donate",
         text='jm.jit_step({step}, "donate")',

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -72,7 +73,7 @@ def canonical_remat(name: str) -> str:
     word = name.strip().lower() if isinstance(name, str) else name
     if word in _CANONICAL:
         return _CANONICAL[word]
-    hint = did_you_mean(str(word), _CANONICAL)
+    hint = did_you_mean(word, _CANONICAL) if isinstance(word, str) else " A policy is given by its name."
     msg = f"Unknown remat policy {name!r}.{hint} Expected one of: {', '.join(REMAT_SYNONYMS)}."
     raise PolicyError(msg)
 
@@ -163,30 +164,27 @@ class StepPolicy:
             if isinstance(value, str):
                 msg = f"{field}={value!r} is one text, expected a tuple of names: {field}=({value!r},)."
                 raise PolicyError(msg)
-            object.__setattr__(self, field, tuple(value))
-        if isinstance(self.donate, str) and self.donate != "auto":
-            msg = (
-                f"donate={self.donate!r}: expected 'auto', a tuple of argument names such as ({self.donate!r},), or ()."
-            )
-            raise PolicyError(msg)
-        if self.donate is not None and not isinstance(self.donate, str):
-            object.__setattr__(self, "donate", tuple(self.donate))
+            object.__setattr__(self, field, _names(value, f"{field}={value!r}: expected a tuple of names, or ()."))
+        if self.donate is not None and self.donate != "auto":
+            example = repr(self.donate) if isinstance(self.donate, str) else "'state'"
+            msg = f"donate={self.donate!r}: expected 'auto', a tuple of argument names such as ({example},), or ()."
+            object.__setattr__(self, "donate", _names(self.donate, msg))
         if self.sharding is not None:
             object.__setattr__(self, "sharding", canonical_sharding(self.sharding))
-        if isinstance(self.microbatches, bool) or not isinstance(self.microbatches, int) or self.microbatches < 1:
+        if not _is_whole(self.microbatches) or self.microbatches < 1:
             msg = f"microbatches={self.microbatches!r}: expected a whole number of at least 1, where 1 takes the batch whole."
             raise PolicyError(msg)
         self._check_remat()
 
     def _check_remat(self) -> None:
         """Numbers in their ranges, and no two words that contradict each other."""
-        if self.segments is not None and (isinstance(self.segments, bool) or self.segments < 1):
+        if self.segments is not None and not (_is_whole(self.segments) and self.segments >= 1):
             msg = f"segments={self.segments!r}: expected a whole number of at least 1, or None to choose by live bytes."
             raise PolicyError(msg)
-        if isinstance(self.levels, bool) or self.levels not in _LEVELS:
+        if not _is_whole(self.levels) or self.levels not in _LEVELS:
             msg = f"levels={self.levels!r}: expected 1 or 2. A third level would compute everything a fourth time."
             raise PolicyError(msg)
-        if isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, numbers.Real) or not 0 <= self.keep <= 1:
             msg = f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is dear to compute)."
             raise PolicyError(msg)
         if self.own_checkpoints not in _OWN_CHECKPOINTS:
@@ -230,6 +228,24 @@ class StepPolicy:
     def rewrites_loss(self) -> bool:
         """Whether a loss may be traced and written anew: for remat and own checkpoints, or to gather what a sharding divides."""
         return self.remat != "none" or self.own_checkpoints == "replace" or self.sharding in GATHERED
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _names(value: Any, expected: str) -> tuple[str, ...]:
+    """Names, as a tuple.
+
+    Raises:
+        PolicyError: no names, in the words given.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise PolicyError(expected)
+    names = tuple(cast("Iterable[Any]", value))
+    if not all(isinstance(name, str) for name in names):
+        raise PolicyError(expected)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.config.named import Name, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
-from jaxmem_callbacks.records.errors import JaxmemError
+from jaxmem_callbacks.records.errors import JaxmemError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoveryReport
@@ -60,7 +60,7 @@ class Recovery:
 
     Raises:
         RecoveryError: snapshots on disk without a folder.
-        TypeError: a preset or a plan that is none.
+        TypeError: a step that is no function, a preset or a plan that is none.
     """
 
     def __init__(  # noqa: PLR0913 - what the run has, each by name
@@ -76,6 +76,7 @@ class Recovery:
         state_shardings: Any = None,
         gradients: Gradients = "own",
     ) -> None:
+        require_function(train_step, "jm.Recovery")
         given = None if policy is None else resolve_policy(policy)
         require_applied(given)
         self.settings = settings_wanted(given)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem_callbacks.records.errors import LossRefusedError, require_function
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.batch import Said, find_batch
 from jaxmem_callbacks.transforms.accumulation.obey import accumulated, unseen
@@ -51,6 +52,7 @@ def value_and_grad(
     Raises:
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.
     """
+    require_function(loss, "jm.value_and_grad")
     said = Said(argnames=batch_argnames, argnums=batch_argnums)
     return gradient_function(loss, argnums, said, options, has_aux=has_aux)
 
@@ -93,8 +95,15 @@ def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
         )
 
         def differentiate(inner_args: Any, inner_kwargs: Any) -> Any:
+            def gradients_of(function: Callable[..., Any]) -> Any:
+                return _differentiated(function, argnums, options, inner_args, inner_kwargs, inexact_only=inexact_only)
+
             with taking(active):
-                return _differentiated(chosen, argnums, options, inner_args, inner_kwargs, inexact_only=inexact_only)
+                try:
+                    return gradients_of(chosen)
+                except LossRefusedError:
+                    _let_jax_refuse(lambda: gradients_of(in_parts(plain, has_aux=has_aux)))
+                    raise
 
         def evaluate(inner_args: Any, inner_kwargs: Any) -> Any:
             return in_parts(plain, has_aux=has_aux)(*inner_args, **inner_kwargs), None
@@ -110,6 +119,14 @@ def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
         return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
+
+
+def _let_jax_refuse(gradients: Callable[[], Any]) -> None:
+    """A loss that JAX refuses too, such as one that is no scalar, fails in JAX's own words."""
+    try:
+        jax.eval_shape(gradients)
+    except Exception as error:
+        raise error from None
 
 
 def grad(

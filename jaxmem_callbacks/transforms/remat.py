@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
-from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
@@ -111,6 +111,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         LossRefusedError: when called: the loss has effects a recomputation would repeat, or nothing to cut.
         TypeError: when called with objects of a framework that are not plain arrays; names the call to use.
     """
+    require_function(loss, "jm.remat")
     chosen = StepPolicy(
         remat=policy,
         segments=segments,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
 from jaxmem_callbacks.programs.steps.moments import places_with_moments
 from jaxmem_callbacks.programs.steps.roles import Role, roles_of
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import (
     BATCH,
@@ -32,6 +33,8 @@ from jaxmem_callbacks.transforms.kinds import (
 
 # How JAX writes an input: the parameter, and what follows it.
 _INPUT = re.compile(r"(?P<name>\w+)(?:\[(?:(?P<place>\d+)|'(?P<key>\w+)')\])?")
+
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,38 @@ def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: d
     names = parameter_names(function)
     positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
     return positional + sorted(kwargs.items())
+
+
+def require_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], call: str) -> None:
+    """Refuse arguments that a function cannot be called with, before anything is traced.
+
+    Args:
+        function: The user's step.
+        args: What it is to be called with.
+        kwargs: Likewise.
+        call: What was called with it, such as ``jm.plan``.
+
+    Raises:
+        TypeError: with the call as it is to be written.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        needed = [
+            each for each in signature.parameters.values() if each.default is each.empty and each.kind not in _MANY
+        ]
+        words = [f"{each.name}={each.name}" if each.kind is each.KEYWORD_ONLY else each.name for each in needed]
+        step = getattr(function, "__name__", "train_step")
+        line = advise("call.arguments", call=call, step=step, arguments=", ".join(words))
+        msg = (
+            f"{call} was given other arguments than {step} takes: {error}. Pass those of a call of {step}, as arrays or "
+            f"jax.ShapeDtypeStruct:\n    {line}"
+        )
+        raise TypeError(msg) from None
 
 
 def parameter_names(function: Callable[..., Any]) -> list[str]:

@@ -1,6 +1,7 @@
-"""A call's arrays enter; two donated places that are one buffer raise. Checked once, before a program first runs.
+"""Buffers that a call cannot have: one in two donated places, or one that an earlier call has taken over.
 
-Tied weights and ``ema = params`` are the usual cases. XLA finds them only at run time, and names no argument.
+Tied weights and ``ema = params`` are the usual cases of the first, a loop that passes its first state again of the second.
+XLA finds both only at run time, and names no argument.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import jax
 from jax.core import Tracer
 
 from jaxmem_callbacks._compat.array_parts import parts_of
-from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import DonationError
+
+_GIVEN_UP = "after the memory was donated"
 
 
 def require_unshared(leaves: Sequence[Leaf], function: Callable[..., Any]) -> None:
@@ -28,6 +32,38 @@ def require_unshared(leaves: Sequence[Leaf], function: Callable[..., Any]) -> No
             other = first.setdefault(key, leaf)
             if other is not leaf and other.donated:
                 raise DonationError(_message(other, leaf, function))
+
+
+def note_deleted(error: Exception, step: Any, args: Sequence[Any], kwargs: dict[str, Any], *, own_jit: bool) -> None:
+    """Add to an error of JAX's on deleted arrays which arguments hold them, and what to write; other errors stay as they are.
+
+    Args:
+        error: What a call raised.
+        step: The `JitStep` that was called.
+        args: Its arguments.
+        kwargs: Likewise.
+        own_jit: Whether the user jitted it, so that its donation is there.
+    """
+    notes: list[str] = getattr(error, "__notes__", [])
+    if "deleted" not in str(error) or any(_GIVEN_UP in note for note in notes):
+        return
+    arguments = named_arguments(step.__wrapped__, args, kwargs)
+    gone = [name for name, value in arguments if any(map(_is_deleted, jax.tree.leaves(value)))]
+    if not gone:
+        return
+    keep = "make the step with donate_argnames=()"
+    if own_jit:
+        keep = "leave it out of what the step's jit donates"
+    elif step.name.isidentifier():
+        keep = advise("donation.nothing", step=step.name)
+    error.add_note(
+        f"{', '.join(gone)}: passed to {step.name} {_GIVEN_UP}, as by an earlier call of it. Go on with what {step.name} "
+        f"returns; to keep what is passed, {keep}"
+    )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _message(donated: Leaf, other: Leaf, function: Callable[..., Any]) -> str:

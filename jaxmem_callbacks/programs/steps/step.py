@@ -51,9 +51,9 @@ from jaxmem_callbacks.programs.steps.modules import for_whole_trees, hold_module
 from jaxmem_callbacks.programs.steps.placement import require_returned
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
-from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
+from jaxmem_callbacks.programs.steps.shared_buffers import note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, changes
-from jaxmem_callbacks.records.errors import DonationError, DonationWarning
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation
@@ -110,6 +110,7 @@ def jit_step(
             reaches; a loss whose
             gradient would be another one over microbatches, which is compared on a few rows of that call's batch.
     """
+    require_function(train_step, "jm.jit_step")
     given = StepPolicy() if policy is None else resolve_policy(policy)
     require_applied(given)
     names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
@@ -215,7 +216,11 @@ class JitStep(Generic[_Arguments, _Results]):
         except TypeError:
             if self._own_jit is not None or not hold_modules(args, kwargs):
                 raise  # else the first modules, of which no jit takes a function: they are split from now on
-        except ValueError:
+        except RuntimeError as error:
+            self._note_deleted(error, args, kwargs)
+            raise
+        except ValueError as error:
+            self._note_deleted(error, args, kwargs)
             taken_args, taken_kwargs = self._parts(args, kwargs) if self._splits else (args, kwargs)
             if require_pinned(
                 named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._making, self.__wrapped__
@@ -352,6 +357,16 @@ class JitStep(Generic[_Arguments, _Results]):
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with a signature that is new: judge it before anything is executed, then run it."""
         announce(self, args, kwargs)
+        try:
+            return self._judged_call(args, kwargs)
+        except (RuntimeError, ValueError) as error:
+            self._note_deleted(error, args, kwargs)
+            raise
+
+    def _note_deleted(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note_deleted(error, self, args, kwargs, own_jit=self._own_jit is not None)
+
+    def _judged_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             jitted = self._made(args, kwargs)
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):

@@ -160,7 +160,13 @@ def resolve_target(text: str, *, require_installed: bool = True) -> Target:
             and the nearest), a topology that the compiler does not build (it names those near it), or a compiler that is not
             installed (it is the line to type).
     """
-    word, _, shape = str(text).strip().lower().replace("-", "_").partition(":")
+    if not isinstance(text, str):
+        msg = (
+            f"target={text!r}: expected the name of hardware as text, such as 'h100_sxm' or 'v5e:2x2'. Without a target it is "
+            "what is attached."
+        )
+        raise TargetError(msg)
+    word, _, shape = text.strip().lower().replace("-", "_").partition(":")
     kind = _ALIASES.get(word, word)
     if kind in _TPUS:
         target = _tpu(kind, shape, text)
