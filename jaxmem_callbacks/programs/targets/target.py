@@ -112,6 +112,13 @@ _ALIASES = {
     "attached": "cpu",
 }
 
+# Hardware that is another one than any here, however alike the names: without a compiler at hand, and without figures.
+_NO_COMPILER = re.compile(
+    r"(mi\d{2,3}\w?|gfx\w*|rocm|amd|instinct|radeon|[vpk]100|k80|[pm][46]0|gtx|titan|metal|mps|m[1-9])"
+)
+_NO_FIGURES = re.compile(r"(gh200|l40|l20|a2|a10|a16|a30|a800|h800|h20|gb10|thor)")
+_ONLY_A_KIND = {"gpu", "cuda", "nvidia", "tpu"}
+
 _BRANDS = {"nvidia", "geforce", "tesla", "google", "cloud", "gpu", "tpu"}
 
 
@@ -286,6 +293,14 @@ def _meant(word: str) -> str:
 
     A name in which all words of one of ours stand is that one, such as the maker's: ``nvidia_h100_80gb_hbm3``, ``tpu_v5p``.
     """
+    kinds = _words(word)
+    if word in _ONLY_A_KIND:
+        return " That is a kind of hardware: name the card or the generation."
+    if any(map(_NO_COMPILER.fullmatch, kinds)):
+        return (
+            " Its compiler is not to be had without the hardware: plan on a machine that has it, without a target, or plan for a "
+            "card that is known and give its memory as the budget."
+        )
     models = {_model(name): name for name in _gpu_figures() if _model(name) not in _gpu_figures()}
     names = (*target_names(), *_ALIASES, *models)
     within = [*_cards(word), *(name for name in names if _words(name) <= _words(word))]
@@ -295,10 +310,12 @@ def _meant(word: str) -> str:
         near = next(iter(difflib.get_close_matches(_unbranded(word), names, n=1, cutoff=_ALIKE)), "")
     name = models.get(near, _ALIASES.get(near, near))
     is_another_card = near in models and near in _parts(word)
+    is_another_card = is_another_card or any(map(_NO_FIGURES.fullmatch, kinds))
     if _is_another_number(word, near) or is_another_card:
+        such = f", such as `{name}`," if near else ""
         return (
-            f" No figures of it are known here: plan for one like it, such as `{name}`, and give as the budget what JAX takes of "
-            "its own memory, three quarters unless told otherwise."
+            f" No figures of it are known here: plan for one like it{such} and give as the budget what JAX takes of its own "
+            "memory, three quarters unless told otherwise."
         )
     return near and f" Did you mean `{name}`?"
 
