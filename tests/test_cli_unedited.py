@@ -18,6 +18,7 @@ from flax import nnx
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
+from jaxmem_callbacks.cli.source import is_unedited
 from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.records.errors import ScriptError
 from tests.target_step import needs_compiler
@@ -144,6 +145,39 @@ def test_what_packages_call_stays_theirs_and_an_edited_script_is_left_alone(tmp_
         # Nor is this library's own use of JAX.
         assert jm.value_and_grad(lambda x: x * x)(3.0)[1] == 6
     assert jax.value_and_grad is real
+
+
+NAMED_ALIKE = {
+    "a function": "import jaxmem_callbacks as jm\ndef jit_step(f): return jax.jit(f)\nmake = jit_step",
+    "a method": "import jaxmem_callbacks as jm\nclass T:\n    def jit_step(self, f): return jax.jit(f)\nmake = T().jit_step",
+    "another module's": "from jaxmem_callbacks import MemoryMonitor\nfrom types import ModuleType\nother = ModuleType('other')\n"
+    "other.apply_policy = jax.jit\nmake = other.apply_policy",
+    "a variable": "import jaxmem_callbacks.records as ours\napply_policy = jit_step = jax.jit\nmake = apply_policy",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_ALIKE)
+def test_a_users_own_function_of_our_name_is_no_step_of_ours(kind: str, tmp_path: Path) -> None:
+    text = f"import jax\n{NAMED_ALIKE[kind]}\ndef f(w, x): return w - jax.grad(lambda w: (w * x).sum())(w)\nmake(f)(1.0, 2.0)\n"
+    script = written(tmp_path, text)
+    with as_written(script) as seen:
+        assert reach_step(script, seen=seen).step.name == "f"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import jaxmem_callbacks as jm\nstep = jm.jit_step(f)",
+        "import jaxmem_callbacks\n@jaxmem_callbacks.jit_step\ndef f(): ...",
+        "from jaxmem_callbacks import apply_policy as under\nstep = under(f, 'full_remat')",
+        "import jaxmem_callbacks.programs.steps.step as s\ns.jit_step(f)",
+        "def make(f):\n    import jaxmem_callbacks as jm\n    return jm.apply_policy(f, 'full_remat')",
+    ],
+)
+def test_a_step_of_ours_is_seen_by_whatever_name(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "edited.py"
+    script.write_text(text)
+    assert not is_unedited(script)
 
 
 @pytest.mark.parametrize("has_aux", [False, True])

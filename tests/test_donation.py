@@ -143,7 +143,7 @@ def reduced(state, batch):
             "state_shardings=jax.tree.map(lambda x: x.sharding",
         ),
         (unused, "the step never uses it, so JAX drops it from the program", "delete the argument 'state'"),
-        (reduced, "no result that is left has its shape and dtype", "Leave 'state' out of donate_argnames"),
+        (reduced, "no result that is left has its shape and dtype", "Leave 'state' out of what is donated"),
     ],
 )
 def test_a_donation_asked_for_and_lost_is_an_error_before_anything_runs(train_step, reason, remedy):
@@ -480,7 +480,7 @@ def test_a_batch_that_the_users_jit_donates_is_no_error_and_no_state(kind):
 
     step = jm.jit_step(own, jm.StepPolicy(remat="full"))
     cursor = registry.since(0)[1]
-    with pytest.warns(DonationWarning, match=r"Leave '\w+' out of donate_argnames\."):
+    with pytest.warns(DonationWarning, match=r"Leave '\w+' out of what is donated\."):
         ours = step(*args())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -497,7 +497,7 @@ def test_a_batch_that_the_users_jit_donates_is_no_error_and_no_state(kind):
 @pytest.mark.parametrize("names", [("state", "rows"), ("rows",)])
 def test_a_batch_that_this_library_is_asked_to_donate_is_an_error(names):
     step = jm.jit_step(rows_step, donate_argnames=names)
-    with pytest.raises(DonationError, match="Leave 'rows' out of donate_argnames"):
+    with pytest.raises(DonationError, match="Leave 'rows' out of what is donated"):
         step({"w": jnp.ones((4, 4)), "count": 0}, jnp.ones((8, 4)))
 
 

@@ -172,20 +172,41 @@ def syntax_of(path: pathlib.Path) -> ast.Module | None:
 
 
 def is_unedited(path: pathlib.Path) -> bool:
-    """Whether a script makes no step of this library itself. Words in comments and texts count for nothing.
+    """Whether a script makes no step of this library itself: nothing in it stands for the library's own ``jit_step``.
 
-    Nor do the names in a script that does not import this library: its ``jit_step`` or ``apply_policy`` is its own.
+    Words in comments and texts count for nothing, nor does a function, a method or another module's name that is called so.
     """
     tree = syntax_of(path)
-    if tree is None:
+    return tree is not None and not _makes_own_step(tree)
+
+
+def _makes_own_step(tree: ast.Module) -> bool:
+    modules = _modules_of(tree)
+    return any(_is_own_step(node, modules) for node in ast.walk(tree))
+
+
+def _modules_of(tree: ast.Module) -> set[str]:
+    """The names that stand for this library's package, or for a module of it, in a script."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            own = (each for each in node.names if _is_ours(each.name))
+            names |= {each.asname or each.name.partition(".")[0] for each in own}
+        elif isinstance(node, ast.ImportFrom) and _is_ours(node.module or ""):
+            names |= {each.asname or each.name for each in node.names}
+    return names
+
+
+def _is_own_step(node: ast.AST, modules: set[str]) -> bool:
+    """Whether a piece of code is the library's function by a name of the package, or brings it in by its own name."""
+    if isinstance(node, ast.ImportFrom):
+        return _is_ours(node.module or "") and any(each.name in {"*", *_OWN_STEPS} for each in node.names)
+    if not isinstance(node, ast.Attribute) or node.attr not in _OWN_STEPS:
         return False
-    modules = (
-        module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for module in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-    )
-    if all(module.partition(".")[0] != _PACKAGE for module in modules):
-        return True
-    names = (getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "name"))
-    return _OWN_STEPS.isdisjoint(name for name in names if isinstance(name, str))
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in modules
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == _PACKAGE

@@ -11,8 +11,11 @@ import jax
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays
+from jaxmem_callbacks.programs.steps.donation import worth_donating
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted
+from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -21,6 +24,11 @@ def donation_of(problem: Problem, said: Any, space: Space) -> Any:
     """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
     decides = space.donate and isinstance(said, tuple) and _own_jit(problem.train_step) is None
     return "auto" if decides else said
+
+
+def worth_a_word(traced: Traced) -> tuple[str, ...]:
+    """Arguments that a step returns updated and does not donate, and that are large enough to count."""
+    return worth_donating(traced.undonated, [(leaf.argument, leaf_bytes(leaf, None)) for leaf in traced.leaves])
 
 
 def _own_jit(train_step: Callable[..., Any]) -> Jitted | None:
@@ -90,5 +98,5 @@ def _line(entry: Entry, names: tuple[str, ...]) -> str:
     step = entry.compiler.problem
     own = _own_jit(step.train_step)
     if own is not None:
-        return f"Write {own.donating(step.name, names, donated)}. No search changes your own jit."
+        return f"{own.donating(step.name, names, donated)} No search changes your own jit."
     return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."

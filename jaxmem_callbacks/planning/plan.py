@@ -12,7 +12,7 @@ import jax
 from jaxmem_callbacks.environment.variables import FRACTION
 from jaxmem_callbacks.planning.beside import parse_resident
 from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.donating import donation_of, note_donation
+from jaxmem_callbacks.planning.donating import donation_of, note_donation, worth_a_word
 from jaxmem_callbacks.planning.explore import compile_as_written
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.layouts import is_divided, with_donation
@@ -109,13 +109,13 @@ def make_plan(
             counts = () if compared is None else counts
             if not (divided or counts or planned.space.offload or space.batch is not None):
                 ledger.allow(MOST_OF_REMAT + replaces)
-            with ledger.within(ledger.most - bool(traced.undonated) - replaces):
+            with ledger.within(ledger.most - bool(worth_a_word(traced)) - replaces):
                 spend(planned, counts, ledger, divided=divided)
             if not ledger.entries:
                 raise next((each for each in ledger.failed if isinstance(each, CompileTimeoutError)), ledger.failed[0])
             if replaces:
                 compile_as_written(chosen(ledger)[0].compiler, ledger)
-            donation = note_donation(ledger, chosen(ledger)[0], own.donation, traced.undonated)
+            donation = note_donation(ledger, chosen(ledger)[0], own.donation, worth_a_word(traced))
     except KeyboardInterrupt:
         ledger.note("Interrupted: this is the best of what was compiled so far.")
         if not ledger.entries:

@@ -17,6 +17,7 @@ from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.reading.groups import Arguments
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
 from jaxmem_callbacks.programs.steps.conditions import unguarded
+from jaxmem_callbacks.programs.steps.donation import worth_donating
 from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.leaves import require_arguments
 from jaxmem_callbacks.programs.steps.program import Program
@@ -25,6 +26,7 @@ from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError, DonationError, require_function
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words
@@ -224,22 +226,25 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
     )
 
 
-def _donating(step: JitStep, program: Program) -> str:
-    """How the user of a step writes that it donates also what is returned updated."""
-    own, names = already_jitted(step.__wrapped__), program.undonated
+def _donating(step: JitStep, program: Program, names: tuple[str, ...]) -> str:
+    """A sentence on how the user of a step donates also what is returned updated."""
+    own = already_jitted(step.__wrapped__)
+    donated = [use.argument for use in program.uses if use.requested and not (use.passing and use.lost)]
     if own is None:
-        return f"donate_argnames={tuple(names)!r}"
-    return own.donating(step.name, names, [use.argument for use in program.uses if use.requested])
+        names = tuple(dict.fromkeys((*donated, *names)))
+        return f"Write {advise('donation.argnames', names=repr(names)[1:-1])} in the jm.jit_step of {step.name}."
+    return own.donating(step.name, names, donated)
 
 
 def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     """What is worth acting on in a compiled program."""
     told = _donated_in_vain(program)
-    if program.undonated and not jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
-        held = format_bytes(sum(use.bytes for use in program.uses if use.argument in program.undonated))
+    undonated = worth_donating(program.undonated, [(use.argument, use.bytes) for use in program.uses])
+    if undonated and not jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
+        held = format_bytes(sum(use.bytes for use in program.uses if use.argument in undonated))
         told.append(
-            f"{', '.join(program.undonated)}: returned updated and not donated, so {held} are held twice. "
-            f"Write {_donating(step, program)}."
+            f"{', '.join(undonated)}: returned updated and not donated, so {held} are held twice. "
+            f"{_donating(step, program, undonated)}"
         )
     unused = [
         name for name, group in itertools.groupby(program.uses, lambda u: u.argument) if not any(u.used for u in group)

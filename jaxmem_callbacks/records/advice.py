@@ -126,6 +126,20 @@ _DONATION = (
         tests=("tests/test_donation.py::test_what_was_donated_and_is_passed_again_is_named",),
     ),
     Advice(
+        key="donation.argnames",
+        trigger="a jit that is there returns arguments updated that it does not donate",
+        text="donate_argnames=({names})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_donation.py::test_what_is_held_twice_is_donated_by_the_option",),
+    ),
+    Advice(
+        key="donation.argnums",
+        trigger="the same of arguments in ``*args``, which have no names",
+        text="donate_argnums=({places})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_donation.py::test_what_has_no_name_is_donated_by_position",),
+    ),
+    Advice(
         key="donation.equinox",
         trigger="a step that Equinox jitted returns arguments updated that it does not donate",
         text='jm.jit_step({step}, "donate")',

@@ -194,7 +194,7 @@ def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result], written: Wr
     if sharding is None:
         return (
             "the step never uses it, so JAX drops it from the program",
-            f"Leave it out of donate_argnames, or delete the argument {leaf.argument!r}.",
+            f"Leave it out of what is donated, or delete the argument {leaf.argument!r}.",
         )
     same_shape = [result for result in results if result.shape == leaf.shape]
     if any(result.dtype == leaf.dtype for result in same_shape):
@@ -207,7 +207,7 @@ def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result], written: Wr
         )
     return (
         "no result that is left has its shape and dtype",
-        f"Leave {leaf.argument!r} out of donate_argnames{'' if leaf.passing else ', or return it updated'}.",
+        f"Leave {leaf.argument!r} out of what is donated{'' if leaf.passing else ', or return it updated'}.",
     )
 
 

@@ -9,54 +9,87 @@ and dtypes. Each result is claimed once, arguments in order. The batch is never 
 
 Where more arguments look alike than there are results, those called ``ref_...``, ``teacher``, ``frozen`` and the like
 step back first. Objects of a framework that are updated in place count as updated.
+
+A gradient looks like the parameters that it is taken of, and is no update of them: who calls the step needs them after it. The
+traced step tells the two apart (`roles.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 
+from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import is_batch_name
 
 _READ_ONLY_WORDS = ("ref", "reference", "teacher", "frozen", "old", "pretrained", "base", "target")
+_FEW = 0.1
+_LEAST_SHARE, _LEAST_BYTES = 0.01, 32  # of what is worth a word; a key has 8 or 16 bytes
 _DEPTH = 2  # `return (params, opt_state), loss` is as deep as steps nest what they return
 
 Shape = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
 Place = tuple[int, ...]  # indices from the whole result to one inside it
 
 
-def infer_donation(arguments: Sequence[tuple[str, Any]], results: Any) -> tuple[str, ...]:
+def infer_donation(
+    arguments: Sequence[tuple[str, Any]], results: Any, leaves: Sequence[Leaf] | None = None
+) -> tuple[str, ...]:
     """Names of the arguments that the step returns updated.
 
     Args:
         arguments: The traced (not static) arguments with their names, in order.
         results: The step's results as shapes.
+        leaves: The arrays of the arguments in the program's order, which know what the traced step does with each; None where
+            no trace tells.
     """
-    return tuple(updated_arguments(arguments, results))
+    return tuple(updated_arguments(arguments, results, leaves))
 
 
-def updated_arguments(arguments: Sequence[tuple[str, Any]], results: Any) -> dict[str, Place | None]:
+def updated_arguments(
+    arguments: Sequence[tuple[str, Any]], results: Any, leaves: Sequence[Leaf] | None = None
+) -> dict[str, Place | None]:
     """The arguments that the step returns updated, and where; None for a framework's objects, which change in place."""
     free = _result_nodes(results)
+    firsts = _first_results(results)
+    arrays: dict[str, list[Leaf]] = {}
+    for leaf in leaves or ():
+        arrays.setdefault(leaf.argument, []).append(leaf)
     updated: dict[str, Place | None] = {}
     only_state_so_far = True
     for name, value in _readers_last(arguments):
+        own = arrays.get(name, [])
         if framework_of(value) is not None:
-            updated[name] = None
+            if not any(leaf.differentiated for leaf in own) or any(leaf.updated for leaf in own):
+                updated[name] = None
             continue
         shape = _shape_of(value)
-        place = None if is_batch_name(name) else next((p for p, s in free.items() if s == shape), None)
+        alike = (place for place, each in free.items() if each == shape and _may_be(own, firsts[place]))
+        place = None if is_batch_name(name) else next(alike, None)
         if place is None or not shape[1] or (_is_single_array(shape) and not (only_state_so_far and _is_worth(shape))):
             only_state_so_far = False
             continue
         updated[name] = place
         free = {p: s for p, s in free.items() if not _overlap(p, place)}
     return {name: updated[name] for name, _ in arguments if name in updated}
+
+
+def worth_donating(names: Iterable[str], sizes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """Those arguments that are worth a word: a key of a few bytes gives nothing back.
+
+    Args:
+        names: Of arguments that could be donated.
+        sizes: The argument and the bytes of each array of the call.
+    """
+    of_each: dict[str, int] = {}
+    for name, count in sizes:
+        of_each[name] = of_each.get(name, 0) + count
+    least = max(_LEAST_SHARE * sum(of_each.values()), _LEAST_BYTES)
+    return tuple(name for name in names if of_each.get(name, 0) >= least)
 
 
 def passing_arguments(
@@ -126,6 +159,28 @@ def _is_single_array(shape: Shape) -> bool:
 
 def _is_worth(shape: Shape) -> bool:
     return math.prod(shape[1][0][0]) > 1
+
+
+def _may_be(own: Sequence[Leaf], first: int) -> bool:
+    """Whether results can be an argument's arrays updated. A few may be gradients, as statistics of 8-bit floats are.
+
+    Args:
+        own: The arrays.
+        first: The number of the first of these results.
+    """
+    gradients = sum(math.prod(leaf.shape) for at, leaf in enumerate(own) if first + at in leaf.no_update)
+    updated = sum(math.prod(leaf.shape) for leaf in own if leaf.updated)
+    return not gradients or gradients < _FEW * updated
+
+
+def _first_results(results: Any, place: Place = (), first: int = 0) -> dict[Place, int]:
+    """The number of the first array of every result that `_result_nodes` lists."""
+    firsts = {place: first}
+    if len(place) < _DEPTH:
+        for index, element in enumerate(result_elements(results)):
+            firsts |= _first_results(element, (*place, index), first)
+            first += len(jax.tree.leaves(element))
+    return firsts
 
 
 def _result_nodes(results: Any, place: Place = ()) -> dict[Place, Shape]:

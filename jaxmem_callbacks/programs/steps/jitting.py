@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import jax
 
+from jaxmem_callbacks.programs.steps.call_site import is_users
 from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.records.advice import advise
@@ -54,26 +55,30 @@ class Jitted:
         return _room(self.lowering) == "equinox"
 
     def donating(self, name: str, names: Sequence[str], donated: Iterable[str] = ()) -> str:
-        """How its user writes that some arguments of a step are donated, besides those that are: an option of the jit there.
+        """A sentence on how its user donates some arguments of a step, besides those that are: an option of the jit there.
 
-        The jit may have other options, such as static arguments, and be a decorator: a line in its place would lose them.
+        The jit may have other options, such as static arguments, and be a decorator: a line in its place would lose them. One in
+        an installed package is no file of the user's: what its maker offers is asked.
         Arguments in ``*args`` have no name and go by position. Equinox's own jit can donate all arguments or all but the
         first, and what is used again with them: `jm.jit_step` picks.
         """
+        file = getattr(getattr(self.function, "__code__", None), "co_filename", "")
+        if file and not is_users(file):
+            return f"{name} is jitted in an installed package, {file}: has that an option to donate {', '.join(names)}?"
         if self.is_equinox:
-            return advise("donation.equinox", step=name)
+            return f"Write {advise('donation.equinox', step=name)}."
         donated = tuple(donated)
         every = tuple(dict.fromkeys((*donated, *names)))
         places = tuple(int(each[len("args[") : -1]) for each in every if each.startswith("args["))
         named = tuple(each for each in every if not each.startswith("args["))
-        options = {"donate_argnums": places, "donate_argnames": named}
-        written = ", ".join(f"{option}={value!r}" for option, value in options.items() if value)
+        options = [advise("donation.argnums", places=repr(places)[1:-1])] if places else []
+        written = ", ".join([*options, advise("donation.argnames", names=repr(named)[1:-1])] if named else options)
         loop = getattr(self.function, LOOP, None)
         if loop is not None:
-            return f"{written} in a jax.jit of {loop or 'the loop'}"
+            return f"Write {written} in a jax.jit of {loop or 'the loop'}."
         # JAX reads names for positions only where the jit has no positions of its own.
         instead = ", in place of what it donates now" if donated else ""
-        return f"{written} in the {self.word} of {name}{instead}"
+        return f"Write {written} in the {self.word} of {name}{instead}."
 
     def full(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the jit itself sees them."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
 from jaxmem_callbacks.programs.steps.moments import places_with_moments
-from jaxmem_callbacks.programs.steps.roles import Role, roles_of
+from jaxmem_callbacks.programs.steps.roles import Role, dataflow_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import (
@@ -53,6 +53,7 @@ class Leaf:
         by_class: Whether its class says what it holds, and not a name.
         updated: Whether the step is known to return it updated.
         differentiated: Whether the step is known to return its gradient as it is, and no update.
+        no_update: Numbers of the step's results that are known to be no later value of it: gradients.
     """
 
     argument: str
@@ -66,6 +67,7 @@ class Leaf:
     by_class: bool = False
     updated: bool = False
     differentiated: bool = False
+    no_update: frozenset[int] = frozenset()
 
     @property
     def type_text(self) -> str:
@@ -215,9 +217,10 @@ def _with_roles(leaves: list[Leaf], jaxpr: Any) -> list[Leaf]:
     """The leaves by what the step does with them, but for those whose class or own name says better."""
     if jaxpr is None or len(open_jaxpr(jaxpr).invars) != len(leaves):
         return leaves
+    flow = dataflow_of(jaxpr)
     found = [
-        leaf if role is None else replace(leaf, **_role(leaf, role))
-        for leaf, role in zip(leaves, roles_of(jaxpr), strict=True)
+        replace(leaf, no_update=results, **({} if role is None else _role(leaf, role)))
+        for leaf, role, results in zip(leaves, flow.roles, flow.no_update, strict=True)
     ]
     trained: dict[str, set[str]] = {}
     for leaf in found:

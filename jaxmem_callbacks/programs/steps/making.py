@@ -17,9 +17,17 @@ from jaxmem_callbacks.programs.steps.donation import (
     needs_results,
     passing_arguments,
     updated_arguments,
+    worth_donating,
 )
-from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted, jit_plain, jit_word, static_arguments
-from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, parameter_names
+from jaxmem_callbacks.programs.steps.jitting import (
+    Jitted,
+    already_jitted,
+    jax_traced,
+    jit_plain,
+    jit_word,
+    static_arguments,
+)
+from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments, parameter_names
 from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of_state, pinned_leaves, require_placed
 from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
@@ -106,13 +114,14 @@ class Making:
         if missing:
             msg = (
                 f"The policy says donate={self.donate!r}, but {name} is already jitted and does not donate "
-                f"{', '.join(missing)}. Write {own.donating(name, missing, donated)}."
+                f"{', '.join(missing)}. {own.donating(name, missing, donated)}"
             )
             raise DonationError(msg)
+        undonated = worth_donating(undonated, [(use.argument, use.bytes) for use in uses])
         if self.donate == "auto" and undonated:
             msg = (
                 f"The policy says donate='auto', but {name} is already jitted and returns {', '.join(undonated)} updated "
-                f"without donating. Write {own.donating(name, undonated, donated)}."
+                f"without donating. {own.donating(name, undonated, donated)}"
             )
             warnings.warn(msg, DonationWarning, stacklevel=5)
             self.donate = None
@@ -134,8 +143,8 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
     making.static = tuple(dict.fromkeys((*making.static, *static)))
     options = _options("static", making.static, function, arguments, len(args))
     traced = [(name, value) for name, value in arguments if name not in making.static]
-    results = _results_if_needed(function, making, traced, options, (args, kwargs))
-    making.donated = _donated(function, making, traced, results)
+    results, leaves = _traced_if_needed(function, making, traced, options, (args, kwargs))
+    making.donated = _donated(function, making, traced, results, leaves)
     options |= _options("donate", making.donated, function, arguments, len(args))
     if making.places:
         pin(function, making, traced, results)
@@ -190,15 +199,11 @@ def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tupl
 
 
 def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> tuple[str, ...]:
-    """Arguments that the step returns updated and of which nothing is donated.
-
-    Those whose gradients it returns are none: who calls it updates them, and needs them after the call.
-    """
+    """Arguments that the step returns updated and of which nothing is donated."""
     present = {leaf.argument for leaf in leaves}
     donated = {leaf.argument for leaf in leaves if leaf.donated}
-    kept = donated | {leaf.argument for leaf in leaves if leaf.differentiated}
-    inferred = infer_donation([(n, v) for n, v in arguments if n in present], results)
-    return tuple(name for name in inferred if name not in kept)
+    inferred = infer_donation([(n, v) for n, v in arguments if n in present], results, leaves)
+    return tuple(name for name in inferred if name not in donated)
 
 
 def told_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
@@ -238,28 +243,37 @@ def written_call(  # noqa: PLR0913 - what the call and its trace know, each once
     )
 
 
-def _results_if_needed(
+def _traced_if_needed(
     function: Callable[..., Any],
     making: Making,
     traced: Sequence[tuple[str, Any]],
     options: dict[str, Any],
     call: tuple[Sequence[Any], dict[str, Any]],
-) -> Any:
-    """The step's results as shapes. Jits of one plain function share their trace; an NNX jit is traced once more."""
+) -> tuple[Any, list[Leaf] | None]:
+    """The step's results as shapes, and its arrays by what it does with them.
+
+    Jits of one plain function share their trace; an NNX jit is traced once more.
+    """
     inferring = not isinstance(making.donate, tuple) and needs_results(traced)
     if not inferring and not (making.places and needs_results(traced)):
-        return None
+        return None, None
     args, kwargs = call
-    return jit_plain(function, traced, **options).eval_shape(*args, **kwargs)
+    made = jax_traced(jit_plain(function, traced, **options).trace(*args, **kwargs))
+    positional = sum(name in dict(traced) for name, _ in named_arguments(function, args, {}))
+    return made.out_info, call_leaves(traced, positional, made, made.jaxpr)
 
 
 def _donated(
-    function: Callable[..., Any], making: Making, traced: Sequence[tuple[str, Any]], results: Any
+    function: Callable[..., Any],
+    making: Making,
+    traced: Sequence[tuple[str, Any]],
+    results: Any,
+    leaves: Sequence[Leaf] | None,
 ) -> tuple[str, ...]:
     if isinstance(making.donate, tuple):
         check_names(making.donate, traced, function)
         return making.donate
-    return infer_donation(traced, results)
+    return infer_donation(traced, results, leaves)
 
 
 def _options(

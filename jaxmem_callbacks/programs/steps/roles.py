@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +48,10 @@ _MIXING = frozenset(
     | {"random_wrap", "random_unwrap", "random_split", "random_fold_in", "threefry2x32", "all_gather", "ppermute"}
     | {"all_to_all", "psum_scatter", "reduce_scatter", "rng_bit_generator", "eigh", "eig", "schur", "iota"}
 )
+# What makes less of an operand than its elements: what is made of a sum of an array is no later value of that array.
+_SUMMING = frozenset({"dot_general", "conv_general_dilated", "argmax", "argmin"})
 _PASSES = ("jvp(", "transpose(")
+_LEAST_SHARE = 0.5  # an array times less than this is decay, or a penalty's gradient, and no later value of the array
 _MOST_PASSES_OF_LOOP = 3
 
 
@@ -66,6 +69,20 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
+class Dataflow:
+    """What the inputs of a traced step become.
+
+    Attributes:
+        roles: Of each input; None where the step only reads it.
+        no_update: Of each input the results that are no later value of it, although they may have its shape: gradients, where
+            the differentiated function reads it.
+    """
+
+    roles: tuple[Role | None, ...]
+    no_update: tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Made:
     """What a value is made of.
 
@@ -73,15 +90,21 @@ class _Made:
         elements: Inputs that it is made of element by element, as bits.
         sources: Inputs that it is made of in any way.
         is_gradient: Whether the backward pass is in it.
+        moved: Inputs whose elements reach it past the backward pass, most of their value with them.
     """
 
     elements: int = 0
     sources: int = 0
     is_gradient: bool = False
+    moved: int = 0
 
     def __or__(self, other: _Made) -> _Made:
-        gradient = self.is_gradient or other.is_gradient
-        return _Made(self.elements | other.elements, self.sources | other.sources, gradient)
+        return _Made(
+            self.elements | other.elements,
+            self.sources | other.sources,
+            self.is_gradient or other.is_gradient,
+            self.moved | other.moved,
+        )
 
 
 _NOTHING = _Made()
@@ -93,17 +116,37 @@ def roles_of(closed: Any) -> tuple[Role | None, ...]:
     Args:
         closed: What was traced.
     """
+    return dataflow_of(closed).roles
+
+
+def dataflow_of(closed: Any) -> Dataflow:
+    """What the inputs of a traced step become.
+
+    Args:
+        closed: What was traced.
+    """
     jaxpr = open_jaxpr(closed)
     flow = _Flow()
-    made = flow.through(jaxpr, [_Made(1 << place, 1 << place) for place in range(len(jaxpr.invars))], pass_around="")
+    given = [_Made(1 << place, 1 << place, moved=1 << place) for place in range(len(jaxpr.invars))]
+    made = [_settled(each, flow.read_forward) for each in flow.through(jaxpr, given, pass_around="")]
     claimed = _claimed(jaxpr, made, flow.read_forward)
     forward = [bool(flow.read_forward >> place & 1) for place in range(len(jaxpr.invars))]
     roles: list[Role | None] = [None] * len(jaxpr.invars)
     for place, result in claimed.items():
         roles[place] = Role(_kind_of_updated(jaxpr, place, made[result], is_read=forward[place]), updated=True)
-    for place in _with_gradients(jaxpr, made, claimed, forward):
+    changed = {place: result for place, result in claimed.items() if jaxpr.outvars[result] is not jaxpr.invars[place]}
+    for place in _with_gradients(jaxpr, made, changed, forward):  # also of those that are given back as they came
         roles[place] = Role(PARAMETERS, updated=False)
-    return tuple(roles)
+    no_update = tuple(
+        frozenset(at for at, each in enumerate(made) if is_read and each.is_gradient and not each.moved >> place & 1)
+        for place, is_read in enumerate(forward)
+    )
+    return Dataflow(tuple(roles), no_update)
+
+
+def _settled(made: _Made, read_forward: int) -> _Made:
+    """A result, where a gradient is no update of what was differentiated but for what reaches it past the backward pass."""
+    return replace(made, elements=made.elements & (~read_forward | made.moved)) if made.is_gradient else made
 
 
 def _kind_of_updated(jaxpr: Any, place: int, result: _Made, *, is_read: bool) -> str | None:
@@ -202,9 +245,13 @@ class _Flow:
         if is_differentiated:
             for operand in operands:
                 self.read_forward |= 0 if operand.is_gradient else operand.sources
-        is_gradient = _PASSES[1] in scope or any(operand.is_gradient for operand in operands)
+        is_backward = _PASSES[1] in scope
+        is_gradient = is_backward or any(operand.is_gradient for operand in operands)
         sources = functools.reduce(int.__or__, (operand.sources for operand in operands), 0)
-        return [_Made(_elements(eqn, operands, var), sources, is_gradient) for var in eqn.outvars]
+        moved = (
+            0 if is_backward or _leaves_little(eqn) else functools.reduce(int.__or__, (o.moved for o in operands), 0)
+        )
+        return [_Made(_elements(eqn, operands, var), sources, is_gradient, moved) for var in eqn.outvars]
 
     def _made_by_scan(self, eqn: Any, operands: list[_Made], scope: str) -> list[_Made]:
         constants, carried = scan_arity(eqn)
@@ -242,6 +289,17 @@ def _elements(eqn: Any, operands: Sequence[_Made], result: Any) -> int:
         if getattr(atom.aval, "shape", ()) == shape:
             elements |= operand.elements
     return elements
+
+
+def _leaves_little(eqn: Any) -> bool:
+    """Whether its result has little of its operands: a sum over them, or a small part of their value."""
+    name = eqn.primitive.name
+    if name in _SUMMING or (name.startswith("reduce_") and name != "reduce_precision"):
+        return True
+    numbers = [abs(each.val) for each in eqn.invars if not is_variable(each) and not getattr(each.val, "shape", ())]
+    if name == "mul":
+        return any(number < _LEAST_SHARE for number in numbers)
+    return name == "div" and not is_variable(eqn.invars[1]) and any(number > 1 / _LEAST_SHARE for number in numbers)
 
 
 @functools.lru_cache(maxsize=4096)

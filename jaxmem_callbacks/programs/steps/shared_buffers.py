@@ -72,7 +72,7 @@ def _message(donated: Leaf, other: Leaf, function: Callable[..., Any]) -> str:
     return (
         f"{donated.path} and {other.path} of {step} are one and the same buffer ({donated.type_text}), {how}. XLA expects "
         f"each donated buffer once. Copy one before the first step: {other.argument} = jax.tree.map(jnp.copy, "
-        f"{other.argument}), or leave it out of donate_argnames."
+        f"{other.argument}), or leave it out of what is donated."
     )
 
 

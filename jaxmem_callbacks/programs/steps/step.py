@@ -479,12 +479,29 @@ class JitStep(Generic[_Arguments, _Results]):
             compiled,
             static={name: value for name, value in arguments if name in self._making.static},
             requested_names=self._making.donated,
-            undonated=undonated_names(arguments, leaves, lowered.out_info),
+            undonated=self._undonated(jaxpr, arguments, leaves, lowered.out_info, (args, kwargs)),
             operations="" if jaxpr is None else operations_of(jaxpr),
             written=written_call(jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None),
         )
         self._register(program)
         return Judged(program, leaves, lowered, jitted.function)
+
+    def _undonated(
+        self,
+        jaxpr: Any,
+        arguments: list[tuple[str, Any]],
+        leaves: list[Leaf],
+        results: Any,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> tuple[str, ...]:
+        """Arguments that are returned updated and not donated; of a jit that tells no trace only those that another one shows."""
+        names = undonated_names(arguments, leaves, results)
+        if jaxpr is not None or not names:
+            return names
+        try:
+            return self.traced(*call).undonated
+        except Exception:  # noqa: BLE001 - the step compiled: what only advises must not stop it
+            return ()
 
     def _register(self, program: Program) -> None:
         self.latest = program
