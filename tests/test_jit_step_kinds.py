@@ -183,8 +183,8 @@ def test_settings_that_only_the_users_jit_can_keep_are_refused():
         step(jnp.ones(3))
     step = jm.jit_step(jax.jit(lambda s: s * 2), jm.StepPolicy(donate="auto"))
     with pytest.warns(DonationWarning, match="returns s updated without donating"):
-        step(jnp.ones(3))
-    step(jnp.ones(3))
+        step(jnp.ones(30))
+    step(jnp.ones(30))
 
 
 @pytest.mark.core

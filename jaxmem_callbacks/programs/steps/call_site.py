@@ -42,7 +42,7 @@ def written_arguments(step: Callable[..., Any]) -> dict[str, str]:
 def _running_call() -> ast.Call | None:
     """The call of a step that the innermost function of the user's own is in; None where it is another, or has no source."""
     inner, frame = None, inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not _is_users(frame.f_code.co_filename):
         inner, frame = frame, frame.f_back
     if frame is None or inner is None or inner.f_code.co_qualname != _STEP:
         return None
@@ -64,6 +64,11 @@ def _running_call() -> ast.Call | None:
     return found if isinstance(found, ast.Call) else None
 
 
-def is_users(file: str) -> bool:
+def _is_users(file: str) -> bool:
     """Whether a file is the user's own: none of this library's, and no installed package's."""
-    return not file.startswith((_OWN, "<frozen")) and not any(part in Path(file).parts for part in _PACKAGES)
+    return not file.startswith((_OWN, "<frozen")) and not is_of_package(file)
+
+
+def is_of_package(file: str) -> bool:
+    """Whether a file is an installed package's, and not this library's."""
+    return not file.startswith(_OWN) and any(part in Path(file).parts for part in _PACKAGES)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import jax
 
-from jaxmem_callbacks.programs.steps.call_site import is_users
+from jaxmem_callbacks.programs.steps.call_site import is_of_package
 from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.records.advice import advise
@@ -63,7 +63,7 @@ class Jitted:
         first, and what is used again with them: `jm.jit_step` picks.
         """
         file = getattr(getattr(self.function, "__code__", None), "co_filename", "")
-        if file and not is_users(file):
+        if is_of_package(file):
             return f"{name} is jitted in an installed package, {file}: has that an option to donate {', '.join(names)}?"
         if self.is_equinox:
             return f"Write {advise('donation.equinox', step=name)}."
