@@ -31,7 +31,21 @@ sys.exit(code)
 """
 MISTAKES = {
     "a command": (["plam", "train.py"], "unknown command 'plam'. Did you mean `plan`?"),
-    "an option": (["plan", "train.py", "--bugdet", "3GiB"], "unrecognized arguments: --bugdet 3GiB"),
+    "an option": (
+        ["plan", "train.py", "--bugdet", "3GiB"],
+        (
+            "unrecognized arguments: --bugdet 3GiB. Did you mean `--budget`? A script's own come last: "
+            "jaxmem plan train.py -- --bugdet 3GiB"
+        ),
+    ),
+    "an option with one letter too many": (["plan", "--stepp", "train_step", "train.py"], "Did you mean `--step`?"),
+    "an option with its value": (["inspect", "train.py", "--taget=h100_sxm"], "Did you mean `--target`?"),
+    "an option that is the script's own": (
+        ["plan", "train.py", "--learning-rate", "1e-3"],
+        "unrecognized arguments: --learning-rate 1e-3. A script's own come last: jaxmem plan train.py -- --learning-rate 1e-3",
+    ),
+    "an option of a command without a script": (["oom", "run.log", "--jsonn"], "Did you mean `--json`?"),
+    "an option of none": (["--vesrion"], "Did you mean `--version`?"),
     "no script": (["plan"], "expected SCRIPT"),
     "a script that is not there": (["plan", "trian.py"], "No such script: trian.py"),
     "a module that is not there": (["inspect", "-m", "nowhere.train"], "No module named nowhere"),

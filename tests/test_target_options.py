@@ -7,11 +7,13 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.compiler_options import compiler_options_of
+from jaxmem_callbacks._compat.jit_settings import compiler_options_of
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from tests.pasting import pasted, run
 
 SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 256, 256), (512, 256))]
 # Temporaries of this step on an H100 differ by it.
@@ -71,3 +73,71 @@ def test_a_plan_of_the_attached_devices_obeys_them():
     truth = jm.step_memory(jm.jit_step(jitted(option)), *SHAPES).step_bytes
     plain = next(each for each in plan.record.candidates if each.policy.remat == "none")
     assert plain.step_bytes == truth
+
+
+def other_model(weights, batch):
+    return weights - 0.1 * jax.grad(lambda weights: jnp.mean(jnp.tanh(batch @ weights) ** 2))(weights)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "jit", [jax.jit, eqx.filter_jit, lambda step, **options: jm.jit_step(jax.jit(step, **options))]
+)
+def test_one_that_there_is_not_is_an_error_of_the_attached_devices_too(jit):
+    step = jit(other_model, compiler_options={"xla_cpu_enable_fast_mth": True})
+    expected = "has no option 'xla_cpu_enable_fast_mth'. Did you mean `xla_cpu_enable_fast_math`"
+    with pytest.raises(jm.CompileError, match=f"other_model for the attached cpu: its compiler {expected}"):
+        jm.step_memory(step, jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+@pytest.mark.core
+def test_what_a_step_raises_by_itself_while_it_is_traced_stays_its_own():
+    def refusing(weights, batch):
+        if weights.shape[0] != batch.shape[1]:
+            msg = "weights of another width"
+            raise ValueError(msg)
+        return other_model(weights, batch)
+
+    with pytest.raises(ValueError, match="weights of another width"):
+        jm.step_memory(jax.jit(refusing), jnp.ones((8, 8)), jnp.ones((16, 4)))
+
+
+def lone(count):
+    return jax.device_put(jnp.ones((8, 8)), jax.devices()[count])
+
+
+def on_a_mesh(count):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
+    return jax.device_put(jnp.ones((16, 8)), jax.NamedSharding(mesh, jax.P("data")))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("weights", "batch"),
+    [
+        (lambda: lone(0), lambda: on_a_mesh(4)),
+        (lambda: lone(5), lambda: on_a_mesh(2)),
+        (lambda: lone(1), lambda: on_a_mesh(8)),
+    ],
+)
+def test_arguments_on_different_devices_are_placed_together(weights, batch):
+    step, names = jax.jit(other_model), {"weights": weights(), "batch": batch()}
+    with pytest.raises(
+        jm.CompileError, match="expected all arguments on the same devices, got argument weights"
+    ) as refused:
+        jm.step_memory(step, *names.values())
+    after = run(pasted("devices.apart", refused.value), jax=jax, **names)
+    memory = jm.step_memory(step, after["weights"], after["batch"])
+    assert memory.argument_bytes == 8 * 8 * 4 + batch().nbytes // len(batch().sharding.device_set)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("weights", "batch"),
+    [(lambda: lone(0), lambda: lone(1)), (lambda: {"w": lone(0)}, lambda: on_a_mesh(4))],
+    ids=["no mesh", "a part of an argument"],
+)
+def test_where_no_line_would_do_it_is_a_question(weights, batch):
+    step = jax.jit(lambda weights, batch: jax.tree.map(lambda w: other_model(w, batch), weights))
+    with pytest.raises(jm.CompileError, match=r"Can they be placed on one mesh, by jax.device_put, before the call\?"):
+        jm.step_memory(step, weights(), batch())

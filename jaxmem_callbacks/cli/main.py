@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -67,13 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(
             f"unknown command {command!r}.{did_you_mean(command, COMMANDS)} Commands: {', '.join(sorted(COMMANDS))}."
         )
-    parser = _parser(command)
+    parser, asked = _parsers(command)
     typed, own = _apart(given) if command in _RUN_SCRIPTS else (given, None)
     args, unknown = parser.parse_known_args(typed)
     if unknown:
         words = " ".join(unknown)
-        last = f". A script's own come last: {_own_last(typed, unknown, own or [])}" if command in _RUN_SCRIPTS else ""
-        parser.error(f"unrecognized arguments: {words}{last}")
+        meant = _option_meant(unknown, asked)
+        last = f" A script's own come last: {_own_last(typed, unknown, own or [])}" if command in _RUN_SCRIPTS else ""
+        parser.error(f"unrecognized arguments: {words}{meant or (last and '.')}{last}")
     if command in _RUN_SCRIPTS:
         args.script_args = args.script_args if own is None else own
         args.script = _script(args, command, parser)
@@ -111,6 +113,13 @@ def _apart(given: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return list(given[:at]), list(given[at + 1 :])
 
 
+def _option_meant(unknown: Sequence[str], asked: argparse.ArgumentParser) -> str:
+    """``. Did you mean `--step`?`` of the first option that the command does not know; empty where none is near it."""
+    given = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+    meant = did_you_mean(given, re.findall(r"--[\w-]+", asked.format_usage()), cutoff=0.7)
+    return meant and f".{meant}"
+
+
 def _own_last(given: Sequence[str], unknown: Sequence[str], own: Sequence[str]) -> str:
     """What was typed, with what the command does not know as arguments of the script."""
     words = list(given)
@@ -131,18 +140,20 @@ def _script(args: argparse.Namespace, command: str, parser: argparse.ArgumentPar
     return str(args.script) if args.module is None else f"-m {args.module}"
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser, with the options of the one command that was asked for."""
+def _parsers(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser, with the options of the one command that was asked for; and that command's own, else the same."""
     parser = _Parser(prog="jaxmem", description="Plan, apply and watch the memory of JAX training.")
     parser.add_argument("--version", action="version", version=f"jaxmem_callbacks {jaxmem_callbacks.__version__}")
     rows = parser.add_subparsers(title="commands", metavar="COMMAND")
+    asked: argparse.ArgumentParser = parser
     for name, (module, words) in COMMANDS.items():
         row = rows.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
         if name == command:
             loaded = importlib.import_module(module)
             loaded.add_arguments(row)
             row.set_defaults(run=loaded.run)
-    return parser
+            asked = row
+    return parser, asked
 
 
 def _refuse(message: str) -> int:

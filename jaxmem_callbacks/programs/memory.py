@@ -25,7 +25,7 @@ from jaxmem_callbacks.programs.steps.replicated import replicated
 from jaxmem_callbacks.programs.steps.shared_buffers import require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
-from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, described
+from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, compiling_here, described
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError, DonationError, require_function
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
@@ -136,14 +136,16 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         TypeError: a step that is no function, or arguments that it does not take.
         PolicyError: a remat policy on a step that takes no gradient through this library.
         TargetError: ``target`` is unknown, or its compiler is not installed.
-        CompileError: the compiler failed, or says that the program does not fit into a TPU.
+        CompileError: the compiler failed, does not know a compiler option of your jit, or says that the program does not fit
+            into a TPU; or the arguments lie on different devices.
     """
     require_function(step, "jm.step_memory")
     made = as_step(step)
     require_arguments(made.__wrapped__, args, kwargs, "jm.step_memory")
     if target is not None:
         return _for_target(made, args, kwargs, target)
-    judged = made.judge(args, kwargs)
+    with compiling_here(made.name, traces=True):
+        judged = made.judge(args, kwargs)
     memory = known_memory(judged.program, made.name)
     warnings = (
         *_warnings(made, judged.program),

@@ -157,6 +157,13 @@ _DONATION = (
 
 _SHARDING = (
     Advice(
+        key="devices.apart",
+        trigger="one argument of a step lies on one device, another on several",
+        text="{argument} = jax.device_put({argument}, jax.NamedSharding({other}.sharding.mesh, jax.P()))",
+        proof=Proof.COMPILED,
+        tests=("tests/test_target_options.py::test_arguments_on_different_devices_are_placed_together",),
+    ),
+    Advice(
         key="sharding.set_mesh",
         trigger="a policy has a sharding, and no mesh is set where the step is called",
         text='jax.set_mesh(jm.make_mesh({{"fsdp": -1}}))',

@@ -113,9 +113,15 @@ class DonationWarning(UserWarning):
     """An inferred donation that the compiled program does not make."""
 
 
-def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """`` Did you mean `x`?`` when a name in ``allowed`` is near ``given``, else an empty string."""
-    near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+def did_you_mean(given: str, allowed: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """`` Did you mean `x`?`` when a name in ``allowed`` is near ``given``, else an empty string.
+
+    Args:
+        given: The name that is none.
+        allowed: Those that there are.
+        cutoff: How near one must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=cutoff)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 

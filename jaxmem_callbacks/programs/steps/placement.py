@@ -173,6 +173,26 @@ def _placed(leaf: Leaf, sharding: Any) -> Leaf:
     return replace(leaf, value=jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
 
 
+def as_placed(leaves: Sequence[Leaf], shardings: Sequence[jax.sharding.Sharding | None]) -> list[Leaf]:
+    """The leaves of a call where its jit puts them: what is bound to no device yet, such as a NumPy batch.
+
+    Args:
+        leaves: Of the call.
+        shardings: The jit's ``in_shardings`` of each, None where it has none.
+    """
+    return [
+        leaf
+        if not isinstance(sharding, jax.sharding.NamedSharding) or _is_bound(leaf.value)
+        else replace(leaf, value=jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether JAX takes an array where it lies."""
+    return value.committed if isinstance(value, jax.Array) else getattr(value, "sharding", None) is not None
+
+
 def _at(node: Any, place: Place) -> Any:
     for index in place:
         node = result_elements(node)[index]

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 import jax
 from jax.core import Tracer
 
-from jaxmem_callbacks._compat.compiler_options import compiler_options_of
+from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardings_of
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
@@ -48,7 +48,7 @@ from jaxmem_callbacks.programs.steps.making import (
     written_call,
 )
 from jaxmem_callbacks.programs.steps.modules import for_whole_trees, hold_modules, of_parts, split
-from jaxmem_callbacks.programs.steps.placement import require_returned
+from jaxmem_callbacks.programs.steps.placement import as_placed, require_returned
 from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
 from jaxmem_callbacks.programs.steps.shared_buffers import note_deleted, require_unshared
@@ -299,7 +299,7 @@ class JitStep(Generic[_Arguments, _Results]):
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
             leaves = told_passing(arguments, jitted.leaves(arguments, count, traced, traced.jaxpr), traced.out_info)
-            leaves = self._making.pinned(leaves)
+            leaves = as_placed(self._making.pinned(leaves), in_shardings_of(traced, len(leaves)))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings, self.compiler_options)

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 import shutil
 import tempfile
 import time
@@ -43,15 +44,12 @@ from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 from jaxmem_callbacks.transforms.kinds import kind_of_path
 
-# Settings of the caller's JAX that the compiler, not the tracer, obeys.
-_COMPILER_CONFIG = (
-    "jax_compiler_enable_remat_pass",
-    "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort",
-    "jax_memory_fitting_level",
-    "jax_optimization_level",
-    "jax_use_shardy_partitioner",
-    "jax_xla_profile_version",
+# Settings of the caller's JAX that are not the compiler's: devices and processes, what is cached, shown, checked or refused, and
+# the types, which are settled in the traced program. How far machine code is optimised changes no bytes.
+_NOT_THE_COMPILERS = re.compile(
+    r"device|platform|backend|topology|client|cpu|cuda|rocm|oneapi|mock|distributed|host|transport|preemption|recover|share_binary"
+    r"|cache|pgle|log|dump|traceback|explain|pprint|source|debug|check|guard|error|infs|nans|tracing|execution|disable_jit"
+    r"|x64|prng_key|promotion|export|thread|proxy|serialization|mtls|captured|disable_most"
 )
 _DUMP = "dump"  # of a compile's folder
 _Options = ParamSpec("_Options")
@@ -388,7 +386,9 @@ def _described(flat: FlatProgram) -> list[Argument]:
 
 def _request(program: PortableProgram, job: _Job) -> dict[str, Any]:
     """What the worker is told besides the program, less what only this one compile needs."""
-    config = {name: getattr(jax.config, name) for name in _COMPILER_CONFIG if hasattr(jax.config, name)}
+    names = [name for name in jax.config.values if not _NOT_THE_COMPILERS.search(name)]
+    # An attribute is the thread's own value; what can only be set for the whole process is none.
+    config = {name: getattr(jax.config, name, jax.config.values[name]) for name in sorted(names)}
     if job.target.platform == "cpu":
         config["jax_num_cpu_devices"] = job.target.device_count
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError, did_you_mean
 
 _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
@@ -12,9 +13,16 @@ _OUT_OF_MEMORY = (
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE),
 )
 _TEXT_LIMIT = 3000
+_PLACED = re.compile(r"argument (?P<argument>\S+) of .+? device ids \[(?P<devices>[^\]]*)\]")
 _NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
 # Options on which memory depends, for the name that was meant.
 _OPTIONS = (
+    "xla_backend_optimization_level",
+    "xla_cpu_enable_concurrency_optimized_scheduler",
+    "xla_cpu_enable_fast_math",
+    "xla_cpu_use_thunk_runtime",
+    "xla_disable_hlo_passes",
+    "xla_dump_to",
     "xla_gpu_autotune_level",
     "xla_gpu_enable_latency_hiding_scheduler",
     "xla_gpu_enable_triton_gemm",
@@ -38,11 +46,41 @@ def refuse_unknown_option(title: str, words: str) -> None:
     if (match := _NO_OPTION.search(words)) is None:
         return
     name = match[1]
+    family = next((each for each in ("xla_cpu_", "xla_gpu_", "xla_tpu_") if name.startswith(each)), "xla_")
+    alike = did_you_mean(name, [each for each in _OPTIONS if each.startswith(family)])
     msg = (
-        f"{title}: its compiler has no option {name!r}.{did_you_mean(name, _OPTIONS)} It comes from the compiler_options of your "
+        f"{title}: its compiler has no option {name!r}.{alike} It comes from the compiler_options of your "
         "jit. Expected an option of this compiler's version, without the dashes."
     )
     raise CompileError(msg)
+
+
+def refuse_devices_apart(name: str, words: str) -> None:
+    """Refuse a call whose arguments lie on different devices.
+
+    Args:
+        name: The step.
+        words: JAX's own.
+
+    Raises:
+        CompileError: which argument lies where, and what to write.
+    """
+    if "incompatible devices" not in words:
+        return
+    found = list(_PLACED.finditer(words))
+    said = words.partition(" Got ")[2] or words
+    msg = f"{name}: expected all arguments on the same devices, got {said.rstrip('.')}. "
+    fewest, most = (pick(found, key=_device_count, default=None) for pick in (min, max))
+    if fewest and most and fewest["argument"].isidentifier() and _device_count(most) > 1:
+        line = advise("devices.apart", argument=fewest["argument"], other=most["argument"])
+        msg += f"Before the call, place {fewest['argument']} on all of them:\n    {line}"
+    else:
+        msg += "Can they be placed on one mesh, by jax.device_put, before the call?"
+    raise CompileError(msg)
+
+
+def _device_count(placed: re.Match[str]) -> int:
+    return placed["devices"].count(",") + 1
 
 
 def refused_for_memory(title: str, error: str, remark: str = "") -> tuple[int | None, int | None]:

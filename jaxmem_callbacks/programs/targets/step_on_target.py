@@ -24,7 +24,7 @@ from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
-from jaxmem_callbacks.programs.targets.refusals import refuse_unknown_option, refused_for_memory
+from jaxmem_callbacks.programs.targets.refusals import refuse_devices_apart, refuse_unknown_option, refused_for_memory
 from jaxmem_callbacks.programs.targets.reports import without_reports
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
@@ -157,11 +157,12 @@ class MemoryRefusalError(CompileError):
 
 
 @contextmanager
-def compiling_here(name: str) -> Generator[None]:
+def compiling_here(name: str, *, traces: bool = False) -> Generator[None]:
     """Where a program is lowered or compiled for the devices of this process: what they refuse is an error of this library.
 
     Args:
         name: What the program is called.
+        traces: Whether it is traced there too: what its own code raises then stays as it is.
 
     Raises:
         MemoryRefusalError: the program takes more memory than there is.
@@ -174,8 +175,11 @@ def compiling_here(name: str) -> Generator[None]:
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         words = str(error)
         refuse_unknown_option(_title(name), words)
+        refuse_devices_apart(name, words)
         if _OUT_OF_MEMORY.search(words):
             raise MemoryRefusalError(name, words) from error
+        if traces and not isinstance(error, jax.errors.JaxRuntimeError):
+            raise
         msg = (
             f"{_title(name)}: the program was traced and cannot be compiled. Expected operations that these devices have. Find "
             "in the words below which one they do not, and leave it out or replace it; jax.jit(step).lower(...).compile() "

@@ -31,7 +31,8 @@ def main(folder: str) -> None:
     import jax
 
     for name, value in request["jax_config"].items():
-        jax.config.update(name, value)
+        if getattr(jax.config, name, jax.config.values.get(name)) != value:  # some warn of being set at all
+            jax.config.update(name, value)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -77,7 +78,9 @@ def _lower(request: dict[str, Any], place: pathlib.Path) -> tuple[Any, list[int]
     import jax
     import jax.export
 
-    exported = jax.export.deserialize(bytearray((place / "program.bin").read_bytes()))
+    from jaxmem_callbacks._compat.exported import callable_here
+
+    exported = callable_here(jax.export.deserialize(bytearray((place / "program.bin").read_bytes())))
     devices = _devices(request)
     shardings = [_sharding(text, devices, request["device_count"]) for text in request["shardings"]]
     kept = list(exported.module_kept_var_idx)
