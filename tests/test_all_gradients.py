@@ -10,6 +10,8 @@ import gc
 import importlib
 import sys
 import threading
+import time
+import timeit
 import weakref
 from typing import Any
 
@@ -331,9 +333,24 @@ def test_a_call_that_traces_nothing_leaves_jax_alone(monkeypatch):
     def change(*_):
         pytest.fail("JAX is touched though nothing is traced")
 
-    monkeypatch.setattr(gradient_calls, "_change", change)
+    monkeypatch.setattr(gradient_calls.handled_by, "__enter__", change)
     (again, _), _ = step(WEIGHTS, 1.0, X)
     assert value == again
+
+
+def test_reaching_all_gradients_costs_a_call_next_to_nothing():
+    """Each call of a step of the user's own jit pays it; 17 times as much as the context alone were too many."""
+
+    def spent(enter, active):
+        def calls():
+            for _ in range(5000):
+                with enter(active):
+                    pass
+
+        return min(timeit.repeat(calls, timer=time.process_time, number=1, repeat=9))
+
+    context = spent(policies.activate, policies.ActivePolicy(FULL))
+    assert spent(applied, policies.ActivePolicy(FULL, gradients="all")) < 8 * context
 
 
 def test_a_signals_handler_may_take_a_step():
@@ -507,12 +524,59 @@ def test_a_policy_that_reaches_nothing_says_what_would(package, name):
     assert "remat" in str(made.trace(WEIGHTS, *inputs).jaxpr)
 
 
+# A step under its policy inside another one: the innermost decides
+
+
+def layers(weights):
+    x = X
+    for name in sorted(weights):
+        x = jnp.tanh(x @ weights[name])
+    return jnp.mean(x**2)
+
+
+def plain_gradient(weights):
+    return jax.grad(layers)(weights)
+
+
+def own_gradient(weights):
+    return jm.grad(layers)(weights)
+
+
+def both_gradients(weights):
+    return plain_gradient(weights), own_gradient(weights)
+
+
+FORMS = {
+    "apply_policy": lambda step, policy, gradients: jm.apply_policy(step, policy, gradients=gradients),
+    "jit_step": lambda step, policy, gradients: jm.jit_step(step, policy, gradients=gradients, donate_argnames=()),
+    "jit_step of a jit": lambda step, policy, gradients: jm.jit_step(jax.jit(step), policy, gradients=gradients),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("form", FORMS)
+def test_the_innermost_policy_decides_which_gradients_obey(form):
+    def remats(step):
+        return str(jax.make_jaxpr(step)(WEIGHTS)).count(" remat")
+
+    def around(step, gradients):
+        return jm.apply_policy(lambda weights: (both_gradients(weights), step(weights)), FULL, gradients=gradients)
+
+    under = FORMS[form]
+    every, own = under(both_gradients, FULL, "all"), under(both_gradients, FULL, "own")
+    assert remats(every) == 2 * remats(own) > 0
+    assert remats(around(own, "all")) == remats(every) + remats(own), "the plain gradient inside stays JAX's"
+    assert remats(around(every, "own")) == remats(own) + remats(every)
+    assert remats(around(under(both_gradients, jm.StepPolicy(), "own"), "all")) == remats(every), "none is a policy too"
+
+
 # Where JAX's own module has another form
 
 
 @pytest.mark.parametrize("name", ["by_name", "by_attribute", "renamed", "jitted_inside", "in_a_loop"])
 def test_names_alone_reach_what_modules_hold(package, name, monkeypatch):
     monkeypatch.setattr(gradient_calls, "_is_known", lambda _: False)
+    monkeypatch.setattr(gradient_calls, "_seeing", gradient_calls._seeing.__wrapped__)  # which remembers
     step = package[name]
     assert_close(ours(step)(WEIGHTS, X), step(WEIGHTS, X))
     assert checkpoints(ours(step), WEIGHTS, X)

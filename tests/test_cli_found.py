@@ -464,6 +464,47 @@ def test_a_pmapped_step_is_stopped_with_the_jit_to_write(kind: str, tmp_path: Pa
         np.testing.assert_allclose(mine, pmapped[0] if pmapped.ndim > mine.ndim else pmapped, rtol=1e-5)
 
 
+NAMED = {
+    "by its function": ("made", "p_step, (state, rows)"),
+    "by its function, of jit_step": ("made", "jm.jit_step(p_step), (state, rows)"),
+    "of jit_step, with a policy": ("", "jm.jit_step(p_step, 'full_remat')(state, rows)"),
+    "beside a step that is none": ("", "jm.jit_step(lambda x: x * 2)(rows), jm.jit_step(p_step)(state, rows)"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+@pytest.mark.parametrize("way", NAMED)
+def test_a_pmapped_step_that_the_script_names_is_answered_alike(
+    way: str, command: str, tmp_path: Path, capsys: Any
+) -> None:
+    function, called = NAMED[way]
+    body = textwrap.dedent(TRAIN).replace("AXIS", "'batch'") + "p_step = jax.pmap(train_step, axis_name='batch')\n"
+    body += "state = {'w': jnp.stack([jnp.eye(8)] * jax.device_count())}\n"
+    body += "rows = jnp.ones((jax.device_count(), 16, 8))\n"
+    called = f"def {function}(): return {called}\n" if function else f"{called}\n{END}"
+    script = written(tmp_path, "import jax, jax.numpy as jnp\nimport jaxmem_callbacks as jm\n" + body + called)
+    named = ["--step", "train_step"] if way.startswith("beside") else []
+    assert main([command, f"{script}:{function}" if function else script, *named]) == 2
+    printed = capsys.readouterr()
+    assert "train_step takes a gradient under jax.pmap, and no plan is made of it" in printed.err
+    assert "went on" not in printed.out + printed.err
+    names = run("import jax, jax.numpy as jnp\n" + body)
+    step = run(textwrap.dedent(pasted("step.pmap", printed.err)), **names)["step"]
+    ours = step({"w": jnp.eye(8)}, names["rows"].reshape(-1, 8))
+    theirs = names["p_step"](names["state"], names["rows"])
+    for mine, pmapped in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, pmapped[0] if pmapped.ndim > mine.ndim else pmapped, rtol=1e-5)
+
+
+@pytest.mark.core
+def test_a_pmapped_function_that_jm_plan_is_given_is_named() -> None:
+    step = jax.pmap(lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+    for given in (step, jm.jit_step(step)):
+        with pytest.raises(jm.PlanError, match=r"is under jax\.pmap, and no plan is made of it"):
+            jm.plan(given, jnp.ones((2, 8, 8)), jnp.ones((2, 4, 8)))
+
+
 def test_a_pmapped_step_without_a_name_is_asked_about(tmp_path: Path, capsys: Any) -> None:
     text = textwrap.dedent(TRAIN).replace("AXIS", "'i'") + "\nstate = {'w': jnp.ones((jax.device_count(), 8, 8))}\n"
     text += "jax.pmap(Model().train_step, axis_name='i')(state, jnp.ones((jax.device_count(), 4, 8)))\n"

@@ -219,3 +219,39 @@ def test_parameters_are_known_by_the_moments_that_an_optimizer_keeps_of_them(for
     assert list(kinds.values()).count("optimizer state") == 2 * count + 1
     assert kinds["x"] == "batch"
     assert kinds.get("state['mean']", "state") == kinds.get("state['gain']", "state") == "state"
+
+
+def of_mode(weights, mode=None, batch=None):
+    gradients = jm.grad(lambda weights: jnp.mean(jnp.tanh(batch @ weights) ** 2))(weights)
+    return weights - (0.1 if mode is None else 0.2) * gradients
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("words", [(None, "train"), ("train", None), (None, None, True), (None, "train", None, "test")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        jm.jit_step,
+        lambda step: jm.jit_step(jax.jit(step, static_argnames="mode", donate_argnums=0)),
+        lambda step: jm.jit_step(nnx.jit(step, static_argnums=1)),
+        lambda step: jm.jit_step(eqx.filter_jit(step)),
+        lambda step: jm.jit_step(eqx.filter_jit(step), "donate"),
+    ],
+    ids=["plain", "jax.jit", "nnx.jit", "filter_jit", "filter_jit that donates"],
+)
+def test_a_static_argument_may_be_none_at_first_and_a_word_later(make, words):
+    asked, called, batch = make(of_mode), make(of_mode), jnp.ones((16, 8))
+    for word in words:
+        memory = jm.step_memory(asked, jnp.ones((8, 8)), word, batch)
+        assert [(row.name, row.bytes) for row in memory.arguments] == [("weights", 256), ("batch", 512)]
+        expected = of_mode(jnp.ones((8, 8)), word, batch)
+        for step in (asked, called):  # one that was asked about between its calls, and one that was not
+            np.testing.assert_allclose(step(jnp.ones((8, 8)), word, batch), expected, rtol=1e-6)
+
+
+@pytest.mark.core
+def test_what_a_traced_step_raises_of_types_is_its_own_error():
+    step = jm.jit_step(of_mode)
+    step(jnp.ones((8, 8)), None, jnp.ones((16, 8)))
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        step(jnp.ones((8, 8)), None, jnp.ones((16, 4)))

@@ -15,8 +15,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,33 +52,47 @@ class TakenGradient:
 Handler = Callable[[TakenGradient], tuple[Any, Any, Any] | None]
 
 _lock = threading.RLock()  # a signal's handler may take a step while this thread has it
-_handlers: dict[Handler, int] = {}  # with how many contexts each is in; never changed, but replaced
+_counts: dict[Handler, int] = {}  # with how many contexts each is in
+_handlers: tuple[Handler, ...] = ()  # never changed, but replaced: a call reads it without the lock
 _restore: Callable[[], None] | None = None
 
 
-@contextmanager
-def handled_by(handler: Handler) -> Generator[None]:
+class handled_by:  # noqa: N801 - used as a function; a generator would cost each step several microseconds
     """Inside, gradient calls of the whole process enter ``handler``, which must decline those that are not its own.
 
     May be entered any number of times, by any threads, which may leave in any order: JAX is as it was when the last one has left.
+
+    Args:
+        handler: Takes a call.
     """
-    _change(handler, 1)
-    try:
-        yield
-    finally:
-        _change(handler, -1)
 
+    __slots__ = ("_handler",)
 
-def _change(handler: Handler, by: int) -> None:
-    global _handlers, _restore  # noqa: PLW0603 - JAX's modules are the process's, and so is what is done to them
-    with _lock:
-        counts = _handlers | {handler: _handlers.get(handler, 0) + by}
-        _handlers = {each: count for each, count in counts.items() if count}
-        if _handlers and _restore is None:
-            _restore = _replace_lookup() or replace_names()
-        elif not _handlers and _restore is not None:
-            _restore()
-            _restore = None
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        global _handlers, _restore  # noqa: PLW0603 - JAX's modules are the process's, and so is what is done to them
+        with _lock:
+            count = _counts.get(self._handler, 0)
+            _counts[self._handler] = count + 1
+            if not count:
+                _handlers = (*_handlers, self._handler)
+            if _restore is None:
+                _restore = _replace_lookup() or replace_names()
+
+    def __exit__(self, *raised: object) -> None:
+        global _handlers, _restore  # noqa: PLW0603 - likewise
+        with _lock:
+            count = _counts[self._handler] - 1
+            if count:
+                _counts[self._handler] = count
+                return
+            del _counts[self._handler]
+            _handlers = tuple(each for each in _handlers if each is not self._handler)
+            if not _handlers and _restore is not None:
+                _restore()
+                _restore = None
 
 
 def _answered(call: TakenGradient) -> tuple[Any, Any, Any] | None:
@@ -89,10 +102,31 @@ def _answered(call: TakenGradient) -> tuple[Any, Any, Any] | None:
 
 def _replace_lookup() -> Callable[[], None] | None:
     """Take JAX's name; returns what gives it back, or None where JAX's module has another form than is known."""
-    outer = inspect.unwrap(jax.value_and_grad)
-    names = outer.__globals__
-    codes = [code for code in outer.__code__.co_consts if isinstance(code, types.CodeType) and _NAME in code.co_names]
+    names = _module_of_gradients()
     own = names.get(_NAME)
+    vjp = _seeing(own)
+    if vjp is None:
+        return None
+    names[_NAME] = vjp
+
+    def restore() -> None:
+        if names[_NAME] is vjp:
+            names[_NAME] = own
+
+    return restore
+
+
+@functools.cache
+def _module_of_gradients() -> dict[str, Any]:
+    """The names of the module in which JAX takes gradients."""
+    return inspect.unwrap(jax.value_and_grad).__globals__
+
+
+@functools.lru_cache(maxsize=4)
+def _seeing(own: Any) -> Callable[..., Any] | None:
+    """JAX's function of that name, for which gradient calls are handled first; None where its callers have another form."""
+    outer = inspect.unwrap(jax.value_and_grad)
+    codes = [code for code in outer.__code__.co_consts if isinstance(code, types.CodeType) and _NAME in code.co_names]
     if not callable(own) or len(codes) != 1 or not _is_known(codes[0]):
         return None
     (inner,) = codes
@@ -120,13 +154,7 @@ def _replace_lookup() -> Callable[[], None] | None:
         pullback = functools.partial(_given, tuple(gradients) if several else (gradients,))
         return (value, pullback, aux) if call.has_aux else (value, pullback)
 
-    names[_NAME] = vjp
-
-    def restore() -> None:
-        if names[_NAME] is vjp:
-            names[_NAME] = own
-
-    return restore
+    return vjp
 
 
 def _is_known(code: types.CodeType) -> bool:

@@ -6,13 +6,15 @@ import functools
 import inspect
 import types
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import jax
 
 from jaxmem_callbacks.cli.watched import Watched, takes_gradient
 from jaxmem_callbacks.programs.steps.interception import announce
+from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import ScriptError
 
@@ -30,14 +32,22 @@ class Pmapped(Watched):
         return takes_gradient(traced)
 
     def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._watching.seen.refused = ScriptError(self._refused(args))
+        self._watching.seen.refused = ScriptError(self.refused(args))
         announce(types.SimpleNamespace(name=self._name), args, kwargs)
+
+    def is_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it takes a gradient; not where it cannot be traced, which its call tells."""
+        try:
+            return self._takes_gradient(args, kwargs)
+        except Exception:  # noqa: BLE001 - whatever the user's own step raises
+            return False
 
     @property
     def _static(self) -> tuple[int, ...]:
         return _places(self._options.get("static_broadcasted_argnums", ()))
 
-    def _refused(self, args: Sequence[Any]) -> str:
+    def refused(self, args: Sequence[Any]) -> str:
+        """Why no plan is made of it, and what to write."""
         why = (
             f"{self._name} takes a gradient under jax.pmap, and no plan is made of it: policies and shardings need "
             "jax.jit. It was stopped before its first step."
@@ -107,6 +117,32 @@ class Pmapped(Watched):
                 whole.add(place)
                 made -= leaves
         return whole
+
+
+class Named(Pmapped):
+    """The same in a script that names its step itself: it is asked about where that is the step, and else runs as it is."""
+
+    @contextmanager
+    def seen_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None]:
+        """Around a call, which is nobody's affair."""
+        del args, kwargs
+        yield
+
+
+def refuse_pmapped(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a step under `jax.pmap`, that of `jm.jit_step` too.
+
+    Args:
+        step: What a script reached.
+        args: The arguments of its first call.
+        kwargs: The keyword arguments.
+
+    Raises:
+        ScriptError: it takes a gradient; says what to write.
+    """
+    inner = step.__wrapped__ if isinstance(step, JitStep) else step
+    if isinstance(inner, Pmapped) and inner.is_step(args, kwargs):
+        raise ScriptError(inner.refused(args))
 
 
 def _places(said: Any) -> tuple[int, ...]:

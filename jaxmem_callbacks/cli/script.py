@@ -149,6 +149,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
             return _run(path, module, first)
         reached = _ask(path, module, name)
         with undisturbed(streams, in_main):
+            _require_jit(reached)
             return work(reached)
 
 
@@ -344,6 +345,7 @@ class _FirstStep(Generic[_Result]):
                 others = other_steps(self._script, step.name) if self.named is None else ""
                 alive, when = alive_beside(args, kwargs), "when the script called it"
                 reached = Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others)
+                _require_jit(reached)
                 self.results.append(self._work(reached))
         except BaseException as error:  # noqa: BLE001 - the script's own handlers are not to see it
             self.error = error
@@ -354,6 +356,17 @@ class _FirstStep(Generic[_Result]):
         if self.runs:
             self.runs = False
             raise _StopScript
+
+
+def _require_jit(reached: Reached) -> None:
+    """Refuse a step under `jax.pmap`.
+
+    Raises:
+        ScriptError: with what to write.
+    """
+    from jaxmem_callbacks.cli.pmapped import refuse_pmapped  # which imports JAX
+
+    refuse_pmapped(reached.step, reached.args, reached.kwargs)
 
 
 def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result]) -> _Result:

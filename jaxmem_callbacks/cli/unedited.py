@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.cli.pmapped import Pmapped
+from jaxmem_callbacks.cli.pmapped import Named, Pmapped
 from jaxmem_callbacks.cli.seen import AT_ONCE, GRADIENTS, JITS, LOOPS, Seen
 from jaxmem_callbacks.cli.source import is_unedited, source_of
 from jaxmem_callbacks.cli.stand_ins import StandIns
@@ -44,16 +44,17 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
     if target is not None:
         _see_devices_of(target)
     source = source_of(script)
-    is_found_by_name = source.function is not None
-    if not is_unedited(source.path):
-        yield seen
-        return
+    is_found_by_name, is_edited = source.function is not None, not is_unedited(source.path)
     gradients = StandIns(seen, is_told=is_found_by_name or step is not None)
     watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
     before: list[tuple[types.ModuleType, str, Any]] = []
     try:
-        loops = [("jax.lax", name) for name in LOOPS]
-        for place in (*GRADIENTS, *AT_ONCE, *(() if is_found_by_name else (*JITS, *_MADE, *loops))):
+        unedited = (
+            *GRADIENTS,
+            *AT_ONCE,
+            *(() if is_found_by_name else (*JITS, *(("jax.lax", name) for name in LOOPS))),
+        )
+        for place in (*(() if is_edited else unedited), *_MADE):
             module_name, attribute = place
             try:
                 module = importlib.import_module(module_name)
@@ -66,7 +67,8 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
             elif place in AT_ONCE:
                 new = gradients.at_once(real)
             else:
-                new = watching.loop(real) if place[0] == "jax.lax" else watching.jit(real, _MADE.get(place, Watched))
+                made_as = _MADE.get(place, Watched) if not (is_edited or is_found_by_name) else Named
+                new = watching.loop(real) if place[0] == "jax.lax" else watching.jit(real, made_as)
             setattr(module, attribute, new)
         yield seen
     finally:

@@ -116,6 +116,13 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         raise PlanError(str(error)) from error
     if own is not None and of_arrays is None and not hasattr(own.lowering, "trace"):
         framework = type(own.lowering).__module__.partition(".")[0]
+        if inspect.isfunction(own.lowering):
+            msg = (
+                f"{_name(own.function)} is under jax.pmap, and no plan is made of it: policies and shardings need jax.jit. "
+                "Expected a function that jax.jit takes. Can it run under jax.shard_map inside of jax.jit? The command line shows for a "
+                "script of yours what to write."
+            )
+            raise PlanError(msg)
         msg = (
             f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan the function that "
             f"you wrote: jm.plan({_name(own.function)}, ...)."

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,7 @@ def apply_policy(
         gradients: ``own``: to what the step takes by ``jm.value_and_grad``, ``jm.grad`` or ``jm.nnx.value_and_grad``. ``all``:
             to what it takes by `jax.value_and_grad`, `jax.grad` and by Flax NNX's and Equinox's functions too, in your code
             and in any package. A gradient that a policy cannot change, such as that of a single number, stays as it is.
+            Of steps inside each other, the innermost says which of its gradients obey, and what.
 
     Returns:
         A function with the same arguments and results.
@@ -72,13 +73,30 @@ def apply_policy(
 
 def applied(active: ActivePolicy | None) -> AbstractContextManager[None]:
     """The context in which a step is called or traced under its policy; ``None`` hides an outer one."""
-    return activate(active) if active is None or active.gradients == "own" else _applied_to_all(active)
+    return activate(active) if active is None or active.gradients == "own" else _AppliedToAll(active)
 
 
-@contextmanager
-def _applied_to_all(active: ActivePolicy) -> Generator[None]:
-    with handled_by(_obeyed), activate(active):
-        yield
+class _AppliedToAll:
+    """The same where the policy reaches JAX's own gradient functions. Each call of a step under it enters this."""
+
+    __slots__ = ("_active", "_handled")
+
+    def __init__(self, active: ActivePolicy) -> None:
+        self._active, self._handled = activate(active), handled_by(_obeyed)
+
+    def __enter__(self) -> None:
+        self._handled.__enter__()
+        try:
+            self._active.__enter__()
+        except BaseException:
+            self._handled.__exit__()
+            raise
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: PYI036 - handed on
+        try:
+            self._active.__exit__(*raised)
+        finally:
+            self._handled.__exit__()
 
 
 def _obeyed(call: TakenGradient) -> tuple[Any, Any, Any] | None:

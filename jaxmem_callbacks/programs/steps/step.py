@@ -36,6 +36,7 @@ from jaxmem_callbacks.programs.steps.jitting import (
     already_jitted,
     jax_traced,
     name_of,
+    static_arguments,
     without_undonating_jit,
 )
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
@@ -95,7 +96,8 @@ def jit_step(
             updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; for one argument this word wins.
         gradients: ``own``: the policy acts on gradients by ``jm.value_and_grad``, ``jm.grad`` and ``jm.nnx.value_and_grad``.
             ``all``: on those by `jax.value_and_grad`, `jax.grad` and Flax NNX's and Equinox's functions too, in your code and
-            in any package, while this step is traced; nothing changes for other steps and threads.
+            in any package, while this step is traced; nothing changes for other steps and threads. A step under a policy
+            inside it obeys its own.
 
     Returns:
         A callable with the step's arguments and results; it also has ``lower``, ``trace``, ``policy``, ``__wrapped__``.
@@ -214,8 +216,8 @@ class JitStep(Generic[_Arguments, _Results]):
         except _NewSignature:
             pass
         except TypeError:
-            if self._own_jit is not None or not hold_modules(args, kwargs):
-                raise  # else the first modules, of which no jit takes a function: they are split from now on
+            if self._own_jit is not None or not (hold_modules(args, kwargs) or self._brings_static(args, kwargs)):
+                raise  # else the first modules or the first switch, which this jit does not take: another one is made
         except RuntimeError as error:
             self._note_deleted(error, args, kwargs)
             raise
@@ -386,6 +388,11 @@ class JitStep(Generic[_Arguments, _Results]):
             tell_copies(self.name, judged.program, judged.leaves)
             return result
 
+    def _brings_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call has a static argument where earlier ones had none, such as a word after None."""
+        arguments = named_arguments(self.__wrapped__, args, kwargs)
+        return not set(static_arguments(arguments, self.__wrapped__)) <= set(self._making.static)
+
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
         """The jit for these arguments: the user's own, or one whose static and donated arguments are decided now."""
         refuse_second_accumulation(self.policy, args, kwargs)
@@ -400,6 +407,8 @@ class JitStep(Generic[_Arguments, _Results]):
                 self._jitted = for_whole_trees(jitted, numbers=self._numbers)
             else:
                 self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
+                if self._call is not self._jitted.call:
+                    self._call = None  # of a jit that does not take what this one does
             return self._jitted
 
     def _leave_unchecked(self) -> None:
