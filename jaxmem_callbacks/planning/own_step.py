@@ -119,8 +119,8 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         if inspect.isfunction(own.lowering):
             msg = (
                 f"{_name(own.function)} is under jax.pmap, and no plan is made of it: policies and shardings need jax.jit. "
-                "Expected a function that jax.jit takes. Can it run under jax.shard_map inside of jax.jit? The command line shows "
-                "for a script of yours what to write."
+                "Expected a function that jax.jit takes. Can it run under jax.shard_map inside of jax.jit? The command line "
+                "shows for a script of yours what to write."
             )
             raise PlanError(msg)
         msg = (
