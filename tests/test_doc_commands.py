@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.metadata
 import io
 import re
 import shlex
@@ -130,12 +131,31 @@ def test_make_knows_what_documents_ask_of_it() -> None:
     assert asked - rules == set()
 
 
-def test_extras_that_documents_install_exist_and_come_from_a_checkout() -> None:
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    found = re.compile(r"pip install [\"']?([\w/.]*?)(?:\[([\w,-]+)\])?[\"'`\s]")
-    asked = [match for path in PAGES for match in found.findall(path.read_text()) if "jaxmem_callbacks" in match[0]]
-    assert {each for _, extras in asked for each in extras.split(",")} == {"", *known}
-    assert {package for package, _ in asked} == {"path/to/jaxmem_callbacks"}, "no package index has it"
+_PIP = re.compile(r"pip install ((?:--[\w-]+ )*)(?:\"([^\"]+)\"|([^\s`'\")]+))")
+
+
+def packages_asked_for(path: Path) -> set[str]:
+    """What a file has pip install, without versions."""
+    found = {quoted or word for _, quoted, word in _PIP.findall(path.read_text())}
+    return {re.split(r"[=<>]=|[<>]", each)[0] for each in found}
+
+
+def test_packages_are_installed_by_names_that_an_index_has() -> None:
+    """The project's own only from a checkout; the extras' packages by their own names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = [each for lines in project["project"]["optional-dependencies"].values() for each in lines]
+    groups = [each for lines in project["dependency-groups"].values() for each in lines]
+    names = {re.match(r"[\w-]+", each)[0] for each in (*project["project"]["dependencies"], *extras, *groups)}
+    of_jax = set(importlib.metadata.metadata("jax").get_all("Provides-Extra", []))
+    printing = [*(ROOT / "jaxmem_callbacks").rglob("*.py"), *(ROOT / "examples").glob("*.*")]
+    asked = {each for path in (*PAGES, *printing) for each in packages_asked_for(path)}
+    assert {re.split(r"[<>=]", each)[0] for each in extras} <= {
+        each for path in PAGES for each in packages_asked_for(path)
+    }
+    for each in asked - {"path/to/jaxmem_callbacks", "."}:  # the folder, and the folder in which one is
+        name, _, extra = each.removesuffix("]").partition("[")
+        assert name in names, each
+        assert not extra or (name == "jax" and (extra in of_jax or extra == "{extra}")), each
 
 
 def on_this_machine(words: tuple[str, ...]) -> list[str]:

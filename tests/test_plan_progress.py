@@ -6,7 +6,10 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,3 +98,54 @@ def test_a_notebooks_cell_shows_one_line_that_is_replaced_and_goes() -> None:
     assert "train_step" in result["text/plain"]
     assert "<table>" in result["text/html"]
     assert not [each for each in answers if each["msg_type"] == "stream"], "nothing on stderr"
+
+
+MODEL = """
+import jax, jax.numpy as jnp
+import jaxmem_callbacks as jm
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+"""
+STEP = """
+@jax.jit
+def train_step(w, x):
+    return w - jax.grad(loss)(w, x)
+"""
+ASKED = """
+peak = jm.step_memory(train_step, jnp.ones((64, 64)), jnp.ones((512, 64))).peak()
+print(peak, sorted({buffer.source for buffer in peak.buffers if buffer.source}))
+"""
+SHELL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in sys.argv[1:]:
+    shell.run_cell(cell, store_history=True).raise_error()
+"""
+
+
+def printed_by_a_kernel(*cells: str) -> str:
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        answers: list[dict[str, Any]] = []
+        for cell in cells:
+            client.execute_interactive(cell, timeout=200, output_hook=answers.append)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    return "".join(each["content"].get("text", "") for each in answers)
+
+
+def printed_by_a_shell(*cells: str) -> str:
+    run = subprocess.run([sys.executable, "-c", SHELL, *cells], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("printed", [printed_by_a_kernel, printed_by_a_shell])
+def test_the_lines_of_a_peak_name_their_cells(printed: Callable[..., str]) -> None:
+    text = printed(*(cell.strip() for cell in (MODEL, STEP, ASKED)))
+    assert "(In [1]:5)" in text, text
+    assert "'In [2]:3'" in text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -211,6 +212,9 @@ def _is_rounding(found: Instruction) -> bool:
     return found.op_name is not None and found.op_name.endswith(_ROUNDED)
 
 
+_CELL = "<ipython-input-"  # how a shell without a kernel names the code of its cells
+
+
 def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
     """``file:line`` of the first of these frames, innermost first, that is the user's; else the first of a package's.
 
@@ -220,12 +224,24 @@ def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
     for file, line in frames:
         if file.startswith(_COMMAND):
             break
-        if file.startswith((_OURS, "<")) or file.endswith(_WORKER):
+        if (file.startswith((_OURS, "<")) and not file.startswith(_CELL)) or file.endswith(_WORKER):
             continue
         if not any(part in file for part in _LIBRARIES):
             return f"{file}:{line}"
         first = first or f"{file}:{line}"
     return first
+
+
+def _as_cell(source: str | None) -> str | None:
+    """A line of a notebook's cell as people know it, ``In [3]:2``; any other as it is, and that of an earlier kernel's cell."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    if source is None or not shell:
+        return source
+    file, _, line = source.rpartition(":")
+    # ("Cell", "In[3]"); the shell counts cells, whose code is compiled under the names of files.
+    known = getattr(shell.compile, "format_code_name", lambda _: None)(file)
+    return source if known is None else f"{known[1].replace('[', ' [')}:{line}"
 
 
 def without_export_prefix(text: str) -> str:
@@ -337,7 +353,7 @@ class _Frames:
     def source(self, frame: int) -> str | None:
         """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""
         if frame not in self._sources:
-            self._sources[frame] = user_source(self._chain(frame))
+            self._sources[frame] = _as_cell(user_source(self._chain(frame)))
         return self._sources[frame]
 
     def _chain(self, frame: int) -> Iterator[tuple[str, int]]:
