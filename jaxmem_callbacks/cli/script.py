@@ -414,8 +414,8 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
     if written:
         steps = ", ".join(f"{each.name} (line {each.lineno})" for each in written)
         return (
-            f"{path} ran to its end and never called its step: {steps}. Let it call it once, or add a function that returns "
-            f"it with its arguments, arrays or jax.ShapeDtypeStruct, and type {path}:make in place of {path}:\n"
+            f"{path} ran to its end and never called its step: {steps}.{others} Let it call it once, or add a function "
+            f"that returns it with its arguments, arrays or jax.ShapeDtypeStruct, and type {path}:make in place of {path}:\n"
             f"    def make():\n        return {written[0].name}, (state, batch)"
         )
     if is_unedited(path):
