@@ -146,6 +146,28 @@ TRAINER = """
         return w
 
 """
+CLOSES = """
+    import sys
+    sys.stdout.close()
+    sys.stderr.close()
+"""
+
+
+@pytest.mark.parametrize("ends", ["x = 1", "sys.exit(3)", "raise KeyError('lr')"])
+def test_a_script_that_closed_its_streams_and_has_no_step_is_answered_all_the_same(ends: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(CLOSES) + ends)
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxmem_callbacks", "inspect", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(STEPS).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode in (1, 2)
+    assert "jaxmem: train.py" in run.stderr
+
+
 THREADS = {
     "waits for an answer that does not come": """
         answers = queue.Queue()
@@ -200,9 +222,13 @@ SIGNALLED = """
     def train():
         train_step(weights, x)
 
+    ended = []
+
     def compiled(event, *_, **about):
         if event == "/jax/core/compile/backend_compile_duration":
-            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+            ended.append(event)
+            if len(ended) == 2:  # of the first the plan may not know yet
+                os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 
     def own(*_):
         print("the script's own handler")

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from jaxmem_callbacks.cli.other_steps import other_steps, steps_written_in
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
-from jaxmem_callbacks.cli.undisturbed import InMain, Streams, own_streams, undisturbed
+from jaxmem_callbacks.cli.undisturbed import InMain, Streams, opened, own_streams, undisturbed
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
@@ -489,7 +489,10 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         place = error.__traceback__
         while place is not None and place.tb_frame.f_code.co_filename != str(path):
             place = place.tb_next
-        traceback.print_exception(error.with_traceback(place))  # none of the script's: it does not parse, say
+        shown_to = opened(sys.stderr, 2)
+        traceback.print_exception(
+            error.with_traceback(place), file=shown_to
+        )  # none of the script's: it does not parse, say
         from jaxmem_callbacks.cli.advice import advice
 
         told = advice(error)

@@ -43,21 +43,22 @@ def own_streams(*, script_to_stderr: bool) -> Generator[Streams]:
         script_to_stderr: Whether what the script writes to standard output goes to standard error, by whatever means it does.
     """
     before = sys.stdout, sys.stderr
-    with contextlib.ExitStack() as kept:
-        out, err = (kept.enter_context(_kept(stream)) for stream in before)
-        if script_to_stderr:
-            before[0].flush()
-            if (to := _number(before[0])) is not None and (of := _number(before[1])) is not None:
-                os.dup2(of, to)
-            sys.stdout = sys.stderr
-        try:
-            yield Streams(out=err if script_to_stderr else out, err=err)
-        finally:
-            for stream in (sys.stdout, sys.stderr, *before):
-                with contextlib.suppress(Exception):  # a stream of the script's own may do anything
-                    stream.flush()
-            sys.stdout, sys.stderr = before
-    sys.stdout, sys.stderr = (_opened(stream, number) for stream, number in zip(before, (1, 2), strict=True))
+    try:
+        with contextlib.ExitStack() as kept:
+            out, err = (kept.enter_context(_kept(stream)) for stream in before)
+            if script_to_stderr:
+                before[0].flush()
+                if (to := _number(before[0])) is not None and (of := _number(before[1])) is not None:
+                    os.dup2(of, to)
+                sys.stdout = sys.stderr
+            try:
+                yield Streams(out=err if script_to_stderr else out, err=err)
+            finally:
+                for stream in (sys.stdout, sys.stderr, *before):
+                    with contextlib.suppress(Exception):  # a stream of the script's own may do anything
+                        stream.flush()
+    finally:
+        sys.stdout, sys.stderr = (opened(stream, number) for stream, number in zip(before, (1, 2), strict=True))
 
 
 @contextlib.contextmanager
@@ -85,7 +86,8 @@ def _number(stream: TextIO) -> int | None:
         return None
 
 
-def _opened(stream: TextIO, number: int) -> TextIO:
+def opened(stream: TextIO, number: int) -> TextIO:
+    """The stream, or where a script closed it another one of the same file."""
     return os.fdopen(number, "w", encoding="utf-8", closefd=False) if getattr(stream, "closed", False) else stream
 
 
