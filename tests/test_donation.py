@@ -489,6 +489,8 @@ def test_a_batch_that_the_users_jit_donates_is_no_error_and_no_state(kind):
     assert [each.lost for each in registry.since(cursor)[0]] == [()], "no event"
     leaves = step.judge(args(), {}).leaves
     assert {leaf.argument for leaf in leaves if leaf.passing} == {leaves[-1].argument}
+    shown = {row.name: row.kind for row in jm.step_memory(own, *args()).arguments}
+    assert shown[leaves[-1].argument] in ("batch", "other")
     rows = jm.plan(own, *args(), target="cpu", search={"batch": {"at_most": 16}}, budget="1GiB")
     assert rows.chosen.batch_rows == 16
 

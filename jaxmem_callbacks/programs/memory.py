@@ -178,8 +178,11 @@ def known_memory(program: Program, name: str) -> ProgramMemory:
 
 
 def argument_rows(uses: Sequence[LeafUse], updated: Sequence[str] = ()) -> tuple[ArgumentMemory, ...]:
-    """Arrays added up by argument and kind, in the order of the call. What is updated and has no better word is state."""
-    changing = {*updated, *(use.argument for use in uses if use.requested)}
+    """Arrays added up by argument and kind, in the order of the call. What is updated and has no better word is state.
+
+    What the user's own jit donates and the step does not return is a batch: donation alone makes no state.
+    """
+    changing = {*updated, *(use.argument for use in uses if use.requested and not use.passing)}
     groups: dict[tuple[str, str], list[LeafUse]] = {}
     for use in uses:
         kind = STATE if use.kind == OTHER and use.argument in changing else use.kind
