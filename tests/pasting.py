@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.advice import ADVICE
 
+_LONGEST = 400
 _AFTER = r"(?=[.;,:)]?(?:\s|$))"  # what may follow a line within a sentence
 
 
@@ -20,9 +21,20 @@ def pasted(key: str, printed: object) -> str:
     for line in str(printed).splitlines():
         if line.startswith("    ") and re.fullmatch(ADVICE[key].pattern, line.strip()):
             return line.strip()
-    found = re.search(ADVICE[key].pattern + _AFTER, str(printed), re.DOTALL)
+    text = str(printed)
+    found = re.search(ADVICE[key].pattern + _AFTER, text, re.DOTALL)
     assert found is not None, f"{ADVICE[key].text!r} was not printed:\n{printed}"
+    if _is_closed(found.group()):
+        return found.group()
+    for end in range(found.end(), min(len(text), found.end() + _LONGEST) + 1):  # a bracket is open: it goes on
+        part = text[found.start() : end]
+        if _is_closed(part) and re.match(_AFTER, text[end:]) and re.fullmatch(ADVICE[key].pattern, part, re.DOTALL):
+            return part
     return found.group()
+
+
+def _is_closed(text: str) -> bool:
+    return all(text.count(opening) == text.count(closing) for opening, closing in ("()", "[]", "{}"))
 
 
 def run(line: str, **names: Any) -> dict[str, Any]:

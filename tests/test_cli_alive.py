@@ -41,7 +41,7 @@ def test_the_other_steps_state_is_told_until_it_is_counted(tmp_path: Path, capsy
         words, is_named = told(capsys, script, width, *command)
         assert "critic_step is the first step that train.py calls. Another one by its name: --step maker_step." in words
         assert is_named
-        assert "is counted by jaxmem plan --resident" in words
+        assert "is counted by the option --resident" in words
     words, is_named = told(capsys, script, 4111, *plan, "--resident", "2GiB")
     assert "Beside the step stay 2.0 GiB" in words
     assert not is_named

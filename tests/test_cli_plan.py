@@ -70,7 +70,7 @@ from tests.target_step import needs_compiler
         (["--search", "batch=5"], "Type --search batch.at_most=512."),
         (
             ["--search", "batch.at_most=4", "--search", "batch.multiple_of=8"],
-            "--search batch.at_most=4 is below --search batch.multiple_of=8, so no batch is left. Type --search batch.at_most=8,",
+            "batch.at_most=4 is below batch.multiple_of=8, so no batch is left. Type --search batch.at_most=8,",
         ),
         (["--search", "offload", "--search", "remat=no"], "nothing to move. Leave out --search remat=no."),
         (["--logdir", "a_file/plan"], "a_file/plan'): expected a folder that can be written: Not a directory."),

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.programs.targets.compilers import compiler_versions, other_than_pinned
+from jaxmem_callbacks.programs.targets.compilers import compiler_versions, other_than_pinned, require_compiler
 from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
-from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.records.errors import CompileError, TargetError
+from tests.pasting import pasted
 
 JAX = importlib.metadata.version("jax")
 # The first that JAX itself pins, for its own users of TPUs: `libtpu==0.0.50.*; extra == "tpu"`.
@@ -87,6 +89,23 @@ def test_what_is_missing_is_fetched_where_only_the_workers_look(
     old.mkdir()
     assert main(["targets"]) == 0
     assert str(old) in capfd.readouterr().out.replace("\n    ", "")
+
+
+@pytest.mark.parametrize("kind", ["tpu", "gpu", "both"])
+def test_what_is_printed_installs_a_compiler(kind: str, index: Path, capfd: Any) -> None:
+    """Into its folder; beside JAX pip is asked what it would take, and takes only wheels that are here."""
+    wheel(index, "requests", "2.99", "requests")
+    wanted = {"tpu": {"v5e": "tpu"}, "gpu": {"h100_sxm": "cuda"}, "both": {"v5e": "tpu", "h100_sxm": "cuda"}}[kind]
+    for target, platform in wanted.items():
+        with pytest.raises(TargetError) as refused:
+            require_compiler(platform, target, [])
+        typed = pasted("targets.install", refused.value)
+        assert main(typed.split()[1:]) == 0
+        assert "installing" in capfd.readouterr().err
+        line = pasted("targets.beside_jax", refused.value)
+        asked = [sys.executable, "-m", *shlex.split(line), "--dry-run"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_what_pip_cannot_install_is_told_by_pip(index: Path, capfd: pytest.CaptureFixture[str]) -> None:

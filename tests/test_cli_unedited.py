@@ -229,8 +229,8 @@ weights = train_step(weights, jnp.ones((128, 256), jnp.bfloat16))
 raise SystemExit("went on")
 """
 INSTEAD_OF_CUDNN = (
-    "it asks for a cuDNN kernel, and cuDNN is not there to choose one. Use jax.nn.dot_product_attention(..., "
-    "implementation='xla') for the estimate."
+    "it asks for a cuDNN kernel, and cuDNN is not there to choose one. Use implementation='xla' of "
+    "jax.nn.dot_product_attention for the estimate."
 )
 
 
@@ -295,6 +295,6 @@ def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(line: str, why: 
     ]
     assert ran[0].returncode == 1, ran[0].stderr
     assert f"failed before its first step: {why}" in ran[0].stderr
-    assert "Type jaxmem plan SCRIPT.py:function" in ran[0].stderr
+    assert "name it behind the script: SCRIPT.py:function" in ran[0].stderr
     assert ran[1].returncode == 0, ran[1].stderr
     assert ran[1].stdout.startswith("Plan of step for attached")

@@ -195,8 +195,8 @@ def test_where_the_hosts_memory_ran_out_nothing_of_a_gpu_is_told():
     assert (found.cause, found.lacking_bytes) == ("capacity", 7 * GIB)
     assert "1.0 GiB of the 32.0 GiB of the control group are left now" in found.sentence
     asked = {"cause": "capacity", "lacking_bytes": 7 * GIB, "platform": "gpu"}
-    assert [each.lines for each in remedies(None, Forecasts(), (), facts=facts, **asked)] == [
-        ("batches = jm.prefetch(batches, batches=1)",)
+    assert [(each.what, each.lines) for each in remedies(None, Forecasts(), (), facts=facts, **asked)] == [
+        ("Does the loader hold more batches on the host than it needs?", ())
     ]
 
 

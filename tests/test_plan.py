@@ -281,9 +281,7 @@ def test_a_budget_that_makes_no_sense(budget: Any, words: str) -> None:
 @pytest.mark.core
 def test_what_is_under_a_policy_already_is_refused() -> None:
     step = jm.jit_step(train_step, jm.StepPolicy(remat="full"))
-    with pytest.raises(
-        PlanError, match=r"already under remat='full'. Plan the function that you wrote: jm.plan\(train_step"
-    ):
+    with pytest.raises(PlanError, match=r"already under remat='full'. Plan train_step, the function that you wrote"):
         jm.plan(step, *abstract())
     assert jm.plan(jm.jit_step(train_step), *abstract(), budget="1GiB").policy == jm.StepPolicy()
 

@@ -178,7 +178,9 @@ def test_shapes_and_a_step_that_jm_jit_step_wrapped() -> None:
     plan = jm.plan(step, *shapes, make()[-1], budget="1KiB")
     assert plan.policy.remat == "full"
     under_remat = jm.jit_step(eqx.filter_jit(train_step), jm.StepPolicy(remat="full"))
-    with pytest.raises(ValueError, match=r"The step is already under remat='full'\. Plan the function that you wrote"):
+    with pytest.raises(
+        ValueError, match=r"is already under remat='full'\. Plan train_step, the function that you wrote"
+    ):
         jm.plan(under_remat, *make())
 
 

@@ -160,7 +160,7 @@ def test_a_jit_that_cannot_be_traced_is_refused_with_what_to_write() -> None:
         def __call__(self, *_: Any) -> None: ...
 
     with pytest.raises(
-        PlanError, match=r"^adjusted is jitted by tests, whose jit .*Plan the function that you wrote: jm\.plan"
+        PlanError, match=r"^adjusted is jitted by tests, whose jit .*Plan adjusted, the function that you wrote"
     ):
         jm.plan(Jitted(), jnp.ones(3), jnp.ones(3))
 

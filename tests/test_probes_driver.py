@@ -61,7 +61,7 @@ def test_the_driver_is_asked_for_the_devices_that_cuda_shows():
 
 def test_the_driver_of_several_kinds_is_asked_only_where_the_order_is_known():
     mixed = Nvml({"GPU-a": 10, "GPU-b": 20}, ["H100", "A100"])
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in str(driver_says(mixed)[0])
+    assert "CUDA_DEVICE_ORDER is PCI_BUS_ID" in str(driver_says(mixed)[0])
     assert driver_says(mixed, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [10, 20]
 
 

@@ -256,7 +256,7 @@ def test_a_policy_on_a_step_without_our_gradients_names_the_line() -> None:
     policy = jm.StepPolicy(remat="full")
     with pytest.raises(PolicyError, match=r"test_remat_contract.py:\d+ from jax.value_and_grad to jm.value_and_grad"):
         jax.jit(jm.apply_policy(step, policy))(WEIGHTS, INPUTS)
-    with pytest.raises(PolicyError, match=r"Take the gradient with jm\.value_and_grad"):
+    with pytest.raises(PolicyError, match=r"Take the gradient by jm\.value_and_grad"):
         jm.apply_policy(eval("lambda w, x: w"), policy)(WEIGHTS, INPUTS)  # noqa: S307 - no source to name a line of
     assert jm.apply_policy(step, jm.StepPolicy())(WEIGHTS, INPUTS)[0].shape == ()
 

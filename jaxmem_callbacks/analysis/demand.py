@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.trend import Rise
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
 
+_SMALLER = advise("preset.load", names="'donate', 'full_remat'")
 NEED_LESS = (
-    "Lower what the step needs: jm.jit_step(train_step, jm.load_preset('donate', 'full_remat')); or free arrays that are held "
+    f"Lower what the step needs: {advise('step.under', step='train_step', policy=_SMALLER)}; or free arrays that are held "
     "beside the state; or take a smaller batch."
 )
 

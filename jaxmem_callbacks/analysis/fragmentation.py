@@ -8,6 +8,7 @@ from typing import final
 
 from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.settings import MonitorSettings
@@ -100,7 +101,8 @@ def _event(reading: Reading, found: Fragmentation) -> MemoryEvent:
         ),
         action=(
             "Free small long-lived arrays (kept losses or metrics: convert them with float() and let the arrays go), keep "
-            "batch shapes constant, and preallocate (XLA_PYTHON_CLIENT_PREALLOCATE=true)."
+            "batch shapes constant, and preallocate, before JAX starts: "
+            f"{advise('memory.environment', preset='gpu_preallocate')}."
         ),
         figures={
             "fragmentation_share": round(found.share, 4),

@@ -9,11 +9,14 @@ from typing import final
 from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.lasting import Lasting
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import format_bytes
+
+_FSDP = advise("preset.load", names="'fsdp'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +110,7 @@ def _event(census: ArrayCensus, gap: _Gap, since: int, source: str) -> MemoryEve
         ),
         action=(
             "Place what lies on one device over the mesh: "
-            "jax.device_put(tree, jm.infer_shardings(tree, mesh, jm.load_preset('fsdp'))); keep batches, "
+            f"{advise('sharding.move', names='tree', whole='tree', mesh='mesh', policy=_FSDP)}; keep batches, "
             "kept results and copies of the state off the default device."
         ),
         figures={

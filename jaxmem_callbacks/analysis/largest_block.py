@@ -7,10 +7,17 @@ from collections.abc import Iterable
 from typing import final
 
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
+
+_FULL = advise("preset.load", names="'full_remat'")
+LOWER = (
+    "Free small long-lived arrays that lie between large ones (kept losses or metrics: float() them), or lower the "
+    f"temporaries: {advise('step.under', step='train_step', policy=_FULL)}."
+)
 
 _READINGS = 4  # in a row
 
@@ -75,10 +82,7 @@ def _event(reading: Reading, program: ProgramMemory) -> MemoryEvent:
             f"largest that {reading.device} could give is {format_bytes(room)}, since step {reading.step}: "
             f"{format_bytes(free)} are free, but in pieces."
         ),
-        action=(
-            "Free small long-lived arrays that lie between large ones (kept losses or metrics: float() them), or lower the "
-            "temporaries: jm.jit_step(train_step, jm.load_preset('full_remat'))."
-        ),
+        action=LOWER,
         figures={
             "block_bytes": program.temp_bytes,
             "largest_free_bytes": room,

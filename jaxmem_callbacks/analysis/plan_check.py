@@ -124,7 +124,7 @@ def _stale_event(plan: PlanRecord, compiled: Compiled, stale: Sequence[str]) -> 
         time_s=compiled.compilation.time_s,
         device=plan.step,
         message=f"The plan of {plan.step} for {plan.target} is stale: {'; '.join(stale)}. Noticed at step {compiled.step}.",
-        action=f"Plan again: jm.plan({plan.step}, ...) with these arguments and versions.",
+        action=f"Plan {plan.step} again, with these arguments and versions.",
         figures={"changed": "; ".join(stale), **_sizes(plan, compiled)},
     )
 
@@ -138,9 +138,7 @@ def _off_events(plan: PlanRecord, compiled: Compiled) -> list[MemoryEvent]:
         f"{plan.step} needs {format_bytes(sizes['compiled_bytes'])}, where its plan foretold "
         f"{format_bytes(sizes['predicted_bytes'])} ({off:+.1%}), since step {compiled.step}."
     )
-    action = (
-        f"Plan again on this machine: jm.plan({plan.step}, ...) without target, or keep a larger margin in the budget."
-    )
+    action = f"Plan {plan.step} again on this machine, without target, or keep a larger margin in the budget."
     return [
         MemoryEvent(
             kind="prediction_off",

@@ -7,10 +7,18 @@ from typing import Any, final
 
 from jaxmem_callbacks.analysis.lasting import Lasting
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import format_bytes
+
+_FSDP = advise("preset.load", names="'fsdp'")
+SPLIT = (
+    f"Split them: {advise('sharding.move', names='tree', whole='tree', mesh='mesh', policy=_FSDP)}, and where a step "
+    f"returns them, {advise('step.under', step='step', policy=_FSDP)}. "
+    "Raise monitor.replication_min if they are meant to be whole."
+)
 
 _SHOWN = 3
 _TWINS = 5  # elements that are split for each that is whole, where others of the shape are split
@@ -97,10 +105,6 @@ def _event(census: ArrayCensus, groups: Sequence[ArrayGroup], why: str, since: i
             f"Each of {first.spread} devices holds {format_bytes(total)} of arrays whole since step {since}, though {why}: "
             f"{parts}{more}."
         ),
-        action=(
-            "Split them: tree = jax.device_put(tree, jm.infer_shardings(tree, mesh, jm.load_preset('fsdp'))), and where a step "
-            "returns them, jm.jit_step(step, jm.load_preset('fsdp')). "
-            "Raise monitor.replication_min if they are meant to be whole."
-        ),
+        action=SPLIT,
         figures=figures,
     )

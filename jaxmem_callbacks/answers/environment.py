@@ -13,9 +13,12 @@ from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.choosing import choose
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.verifying import verify
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import AppliedEnvironment
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import Preset
+
+_GROWING = advise("environment.apply", preset="'gpu_growth'")
 
 
 def apply_environment(preset: Preset | Name) -> AppliedEnvironment:
@@ -37,7 +40,7 @@ def apply_environment(preset: Preset | Name) -> AppliedEnvironment:
     """
     preset = load_named(preset)
     if not isinstance(preset, Preset):
-        msg = f"Expected a Preset or its name, got {type(preset).__name__}. Write jm.apply_environment('gpu_growth')."
+        msg = f"Expected a Preset or its name, got {type(preset).__name__}. Write {_GROWING}."
         raise TypeError(msg)
     seen = surroundings(started=settings_were_read())
     chosen = choose(preset, seen)

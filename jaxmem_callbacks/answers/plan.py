@@ -17,6 +17,7 @@ from jaxmem_callbacks.planning.plan import make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
 from jaxmem_callbacks.planning.spending import Ask
 from jaxmem_callbacks.readers.plans import read_plan
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
@@ -181,7 +182,11 @@ class Plan:
             raise PlanError(unfit_reason(record))
         rows = f" at {chosen.batch_rows} rows" if chosen.batch_rows is not None else ""
         budget = f" of {format_bytes(record.budget_bytes)}" if record.budget_bytes is not None else ""
-        mesh = f" on the mesh jm.make_mesh({dict(record.mesh)})" if record.device_count > 1 and record.mesh else ""
+        mesh = (
+            f" on the mesh {advise('mesh.make', axes=dict(record.mesh))}"
+            if record.device_count > 1 and record.mesh
+            else ""
+        )
         text = (
             f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}{mesh}: {format_bytes(chosen.step_bytes)}"
             f"{budget} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "

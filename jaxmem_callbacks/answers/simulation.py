@@ -13,6 +13,7 @@ from typing import Any, Literal
 from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.readers.traces import read_trace
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import EnvironmentSettings
@@ -37,7 +38,7 @@ _WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpu_growth", {"fraction": 0.9}),
 )
 _DRIVERS = ("gpu_async", "gpu_platform_debug")
-_MOVED = "state, report = jm.defragment(state)"
+_MOVED = advise("memory.defragment")
 
 
 def simulate_allocator(  # noqa: PLR0913 - a trace, an allocator, and what may be said of the device
@@ -164,8 +165,9 @@ def device_bytes_of(said: int | str | None, trace: Trace) -> int:
         return trace.head.device_bytes
     given = f"{said!r} is no GPU" if said else f"the trace {trace.head.name!r} does not say its device's memory"
     msg = (
-        f"Simulating an allocator needs a GPU's memory, and {given}. Say a size or a GPU: --device-memory 80GiB or "
-        "--target h100_sxm; in Python device_memory='80GiB'."
+        f"Simulating an allocator needs a GPU's memory, and {given}. Say a size or a GPU: "
+        f"{advise('option.typed', option='device-memory', value='80GiB')} or "
+        f"{advise('option.typed', option='target', value='h100_sxm')}; in Python device_memory='80GiB'."
     )
     raise SimulationError(msg)
 
@@ -190,7 +192,7 @@ def _environment_of(settings: EnvironmentSettings | Preset | Name) -> Environmen
         return settings
     msg = (
         f"simulate_allocator got {type(settings).__name__} as settings. Expected a preset or its name, EnvironmentSettings or "
-        "AllocatorSettings: jm.simulate_allocator(trace, 'gpu_growth')."
+        "AllocatorSettings, such as 'gpu_growth'."
     )
     raise TypeError(msg)
 
@@ -216,7 +218,8 @@ def _called(preset: str, said: dict[str, Any], moving: str, steps: Sequence[int]
     name = preset or "JAX's default"
     shares = [f"fraction {value:g}" for value in said.values()]
     added = f", environment={said!r}" if said else ""
-    line = f"jm.apply_environment(jm.load_preset({preset!r}{added}))" if added else f"jm.apply_environment({preset!r})"
+    named = advise("preset.load", names=f"{preset!r}{added}") if added else repr(preset)
+    line = advise("environment.apply", preset=named)
     lines = [f"{line}  # above the first use of JAX"] if preset else []
     if moving:
         when = "when needed" if moving == "when_needed" else f"after step {', '.join(map(str, steps))}"

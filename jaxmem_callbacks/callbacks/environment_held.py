@@ -10,6 +10,7 @@ from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.environment.surroundings import surroundings
 from jaxmem_callbacks.environment.verifying import verify
 from jaxmem_callbacks.probes.devices import devices_here
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import Preset
 
@@ -27,7 +28,8 @@ def tell_of_environment(preset: Preset, faults: Faults) -> None:
     broken = "; ".join(f"{check.setting}: {check.told}" for check in checks if check.outcome == "broken")
     if not broken:
         return
-    words = f"{preset.name}: the backend does not obey its environment. {broken}. `jaxmem doctor --start` says more."
+    more = advise("command.typed", typed="doctor --start")
+    words = f"{preset.name}: the backend does not obey its environment. {broken}. `{more}` says more."
     if faults.raises:
         faults.report(_PART, EnvironmentSettingError(words))
     else:

@@ -11,12 +11,15 @@ from typing import Any, cast
 from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.readers.plans import read_plan
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
 from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer
+
+_OF_A_PLAN = "plan='plan.json'"
 
 _SPANS = ("window_s", "scan_s", "driver_s", "heap_map_s", "figure_s")
 _SPLIT_ALL = ("fsdp", "fsdp_tensor")  # zero1 keeps parameters whole
@@ -34,7 +37,7 @@ def preset_given(preset: Preset | MonitorSettings | Name | None) -> Preset | Mon
     if isinstance(preset, str | os.PathLike) and _is_folder(Path(preset)):
         msg = (
             f"MemoryMonitor got the folder {os.fspath(preset)!r} as its preset. Expected the name of a preset, or a YAML file. "
-            f"Write jm.MemoryMonitor(logdir={os.fspath(preset)!r}) for the folder of the run's files."
+            f"Write {advise('monitor.call', arguments=f'logdir={os.fspath(preset)!r}')} for the folder of the run's files."
         )
         raise TypeError(msg)
     found: Any = load_named(preset)
@@ -42,7 +45,7 @@ def preset_given(preset: Preset | MonitorSettings | Name | None) -> Preset | Mon
         return found
     msg = (
         f"MemoryMonitor got {type(preset).__name__} as preset. Expected a Preset, a preset's name, MonitorSettings or None: "
-        "jm.MemoryMonitor('monitor_only')."
+        f"{advise('monitor.call', arguments=repr('monitor_only'))}."
     )
     raise TypeError(msg)
 
@@ -90,8 +93,8 @@ def plan_of(plan: Any) -> PlanRecord | None:
     if record is None or isinstance(record, PlanRecord):
         return record
     msg = (
-        f"MemoryMonitor got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned, or the file that "
-        "`jaxmem plan SCRIPT --save plan.json` wrote: jm.MemoryMonitor(plan='plan.json')."
+        f"MemoryMonitor got {type(plan).__name__} as plan. Expected a plan of jm.plan, or the file that "
+        f"jaxmem plan saved: {advise('monitor.call', arguments=_OF_A_PLAN)}."
     )
     raise TypeError(msg)
 
@@ -113,7 +116,7 @@ def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
     if "://" in text:
         msg = (
             f"logdir={text!r} is no local folder, and JSON lines cannot be appended there. Give a local folder and copy it, or "
-            "pass the framework's own writer: jm.MemoryMonitor(writer=...)."
+            "pass the framework's own writer by writer=."
         )
         raise ValueError(msg)
     return Path(text)

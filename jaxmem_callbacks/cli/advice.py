@@ -12,11 +12,11 @@ _BY_NAME = (
 _ELSEWHERE = {
     "coordinator_address should be defined": (
         "jax.distributed.initialize() found no cluster here, and a plan needs none",
-        f"{_BY_NAME}. Type jaxmem plan SCRIPT.py:function",
+        f"{_BY_NAME}, and name it behind the script: SCRIPT.py:function",
     ),
     "must be >= the product of mesh_shape": (
         "its mesh has more devices than are here, and a plan needs none of them",
-        f"{_BY_NAME}. Type jaxmem plan SCRIPT.py:function --target h100_sxm:8 --mesh fsdp=8, for your devices and axes",
+        f"{_BY_NAME}, and name it behind the script: SCRIPT.py:function. Devices and axes are the options --target and --mesh",
     ),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.units import MIB, format_bytes
 from jaxmem_callbacks.transforms.frameworks import framework_of
@@ -55,7 +56,8 @@ def alive_words(alive: ArrayCensus | None, when: str, step_bytes: int | None, re
     return (
         f"Beside the step's arguments {format_bytes(beside)} of arrays were alive on one device {when}, the most of them "
         f"{', '.join(map(_told, alive.groups[:_SHOWN]))}. They are not counted here: what stays while the step runs, such as the "
-        f"state of another step, is counted by jaxmem plan --resident {math.ceil(beside / MIB)}MiB."
+        f"state of another step, is counted by the option "
+        f"{advise('option.typed', option='resident', value=f'{math.ceil(beside / MIB)}MiB')}."
     )
 
 

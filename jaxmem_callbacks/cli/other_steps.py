@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 from jaxmem_callbacks.cli.source import is_unedited, syntax_of
+from jaxmem_callbacks.records.advice import advise
 
 _JITS, _OWN_JITS = {"jit", "filter_jit", "pjit"}, {"jit_step"}
 _GRADIENTS = {"grad", "value_and_grad", "filter_grad", "filter_value_and_grad"}
@@ -22,7 +23,7 @@ def other_steps(script: pathlib.Path, step: str) -> str:
     names = dict.fromkeys(each.name for each in steps_written_in(script) if each.name != step)
     if not names:
         return ""
-    others = " or ".join(f"--step {name}" for name in names)
+    others = " or ".join(advise("option.typed", option="step", value=name) for name in names)
     return f"{step} is the first step that {script.name} calls. Another one by its name: {others}."
 
 

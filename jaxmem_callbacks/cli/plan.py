@@ -30,6 +30,7 @@ from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
 from jaxmem_callbacks.planning.budget import parse_budget, size_meant
 from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
@@ -41,8 +42,10 @@ from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
 
+_MESH = advise("option.typed", option="mesh", value="data=2,fsdp=-1")
+_SAVE, _OF_A_PLAN = advise("option.typed", option="save", value="plan.json"), "plan='plan.json'"
 _FOR_THE_MONITOR = (
-    "The whole plan, for the run's monitor: --save plan.json here, jm.MemoryMonitor(plan='plan.json') there. It shows what "
+    f"The whole plan, for the run's monitor: {_SAVE} here, {advise('monitor.call', arguments=_OF_A_PLAN)} there. It shows what "
     "was planned beside what is measured, and says where the run is not what was planned."
 )
 _SAVED, _PICTURES = (".yaml", ".yml", WHOLE), (".png", ".svg", ".pdf")
@@ -176,7 +179,7 @@ def _require_several(option: str, target: Target | None) -> None:
     several = f"{target.name.partition(':')[0]}:8" if target.platform == "cuda" else "v5e:2x2"
     msg = (
         f"{option} divides a step among several devices, and {target.name} is one. Name several, as in "
-        f"--target {several}, or leave {option} out."
+        f"{advise('option.typed', option='target', value=several)}, or leave {option} out."
     )
     raise PlanError(msg)
 
@@ -192,16 +195,17 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
     Raises:
         PlanError: no axes, or axes that do not make up the target's devices; says what to type.
     """
-    option = f"--mesh {text}"
+    option = "--mesh " + text
     try:
         axes = parse_axes(text)
     except PolicyError:
-        msg = f"{option}: expected axes with sizes of at least 1; one may be -1. Type --mesh data=2,fsdp=-1."
+        msg = f"{option}: expected axes with sizes of at least 1; one may be -1. Type {_MESH}."
         raise PlanError(msg) from None
     if target is None and not attached:
         msg = (
             f"{option} divides a step among several devices, and none are named. Name a target of several, as in "
-            "--target h100_sxm:8, or add --search sharding to divide it among the attached ones."
+            f"{advise('option.typed', option='target', value='h100_sxm:8')}, or add "
+            f"{advise('option.typed', option='search', value='sharding')} to divide it among the attached ones."
         )
         raise PlanError(msg)
     _require_several(option, target)
@@ -211,7 +215,8 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
     given = math.prod(size for size in sizes if size != -1)
     if count % given or (-1 not in sizes and count != given):
         fitting = ",".join(f"{name}={size}" for name, size in fitting_axes(axes, count).items())
-        msg = f"{option} does not make up the {count} devices of {target.name}. Type --mesh {fitting}."
+        typed = advise("option.typed", option="mesh", value=fitting)
+        msg = f"{option} does not make up the {count} devices of {target.name}. Type {typed}."
         raise PlanError(msg)
     return axes
 
@@ -318,7 +323,8 @@ def _require_places(args: argparse.Namespace) -> None:
             )
             raise PlanError(msg) from error
     if args.logdir is not None and not args.logdir.strip():
-        msg = "--logdir '': expected a folder for the plan's page. Type --logdir runs/plan."
+        typed = advise("option.typed", option="logdir", value="runs/plan")
+        msg = f"--logdir '': expected a folder for the plan's page. Type {typed}."
         raise PlanError(msg)
     if args.logdir is not None:
         from jaxmem_callbacks.writers.plan_run import require_own_folder
@@ -342,8 +348,8 @@ def _budget(text: str) -> str | int | float:
         return given
     meant = size_meant(number)
     msg = (
-        f"--budget {text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
-        f"such as 0.9. Type --budget {meant}."
+        f"{'--budget ' + text}: expected a size with its unit, such as 72GiB, or a share of what is usable above 0 and up to 1, "
+        f"such as 0.9. Type {advise('option.typed', option='budget', value=meant)}."
     )
     raise PlanError(msg)
 
@@ -359,7 +365,8 @@ def _require_sizes(texts: Sequence[str]) -> None:
             parse_bytes(text, unit_needed=True)
         except ValueError:
             meant = f"{text}GiB" if text.replace(".", "", 1).isdigit() else "2GiB"
-            msg = f"--resident {text}: expected a size with its unit. Type --resident {meant}."
+            typed = advise("option.typed", option="resident", value=meant)
+            msg = f"{'--resident ' + text}: expected a size with its unit. Type {typed}."
             raise PlanError(msg) from None
 
 

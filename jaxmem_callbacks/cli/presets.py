@@ -9,8 +9,11 @@ from pathlib import Path
 from jaxmem_callbacks.cli.exits import OK, REFUSED
 from jaxmem_callbacks.config.files import read_text
 from jaxmem_callbacks.config.locate import is_path, require_shipped, shipped_names
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.terminal import put
+
+_BOTH = '"donate", "full_remat"'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +62,8 @@ def _list() -> None:
     with console.capture() as captured:
         console.print(table)
     put("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
-    put("\nThey compose, later keys win: `jaxmem presets donate full_remat` shows how,\n")
-    put('and jm.load_preset("donate", "full_remat") loads it.\n')
+    put(f"\nThey compose, later keys win: `{advise('command.typed', typed='presets donate full_remat')}` shows how,\n")
+    put(f"and {advise('preset.load', names=_BOTH)} loads it.\n")
 
 
 def _show(names: list[str]) -> None:

@@ -32,9 +32,9 @@ from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 from jaxmem_callbacks.records.terminal import put
 
-LINE_TO_ADD = (
-    "    step = jm.jit_step(train_step)          # import jaxmem_callbacks as jm; then call step(...) in your loop"
-)
+_NAMED = advise("option.typed", option="step", value="NAME")
+_THEN = "# import jaxmem_callbacks as jm; then call step(...) in your loop"
+LINE_TO_ADD = f"    {advise('step.made', arguments='train_step')}          {_THEN}"
 
 _Result = TypeVar("_Result")
 _OF_A_POOL = re.compile(r"_\d+$")  # how `concurrent.futures` ends the names of its threads
@@ -172,14 +172,16 @@ def require_program(program: str) -> None:
         ScriptError: with what to type.
     """
     path, name = _split(program)
+    typed = "--beside " + program
     if name is None:
         msg = (
-            f"--beside {program}: expected a file and the function in it that returns (function, args), such as "
-            f"{path.stem or 'train'}.py:make_eval. Add to it: def make_eval(): return eval_step, (state, batch)"
+            f"{typed}: expected a file and the function in it that returns (function, args), such as "
+            f"{path.stem or 'train'}.py:make_eval. Without arguments it gives, for example, eval_step, (state, batch)."
         )
         raise ScriptError(msg)
     if not path.is_file():
-        msg = f"--beside {program}: there is no file {path}. Expected one as in: --beside train.py:{name}."
+        like = advise("option.typed", option="beside", value=f"train.py:{name}")
+        msg = f"{typed}: there is no file {path}. Expected one as in: {like}."
         raise ScriptError(msg)
 
 
@@ -421,7 +423,7 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
     if is_unedited(path):
         return (
             f"{path} ran to its end and never called a jitted function that takes a gradient.{others} Jit the whole step"
-            f"{', or name one of these functions by --step NAME' if called else ''}. With this library:\n{LINE_TO_ADD}"
+            f"{f', or name one of these functions: {_NAMED}' if called else ''}. With this library:\n{LINE_TO_ADD}"
         )
     return f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
 

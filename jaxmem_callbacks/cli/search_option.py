@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmem_callbacks.planning.space import SHARDINGS, parse_search
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError, did_you_mean
 
 # Key -> what a shell says after it, and an example.
@@ -58,15 +59,16 @@ def search_of(texts: Sequence[str]) -> dict[str, Any] | None:
     found = _read(texts)
     if found.get("offload") is True and found.get("remat") is False:
         msg = (
-            "--search offload --search remat=no: what is moved into host memory is what remat stores, so without it there is "
-            "nothing to move. Leave out --search remat=no."
+            "Offload without remat: what is moved into host memory is what remat stores, so there is nothing to move. Take "
+            "remat=no out of what is searched."
         )
         raise PlanError(msg)
     batch = found.get("batch")
-    if isinstance(batch, dict) and "at_most" in batch and batch["at_most"] < batch.get("multiple_of", 1):
+    least = batch.get("multiple_of", 1) if isinstance(batch, dict) else 1
+    if isinstance(batch, dict) and "at_most" in batch and batch["at_most"] < least:
         msg = (
-            f"--search batch.at_most={batch['at_most']} is below --search batch.multiple_of={batch['multiple_of']}, so no batch "
-            f"is left. Type --search batch.at_most={batch['multiple_of']}, or more."
+            f"batch.at_most={batch['at_most']} is below batch.multiple_of={least}, so no batch is left. Type "
+            f"{advise('option.typed', option='search', value=f'batch.at_most={least}')}, or more."
         )
         raise PlanError(msg)
     return found or None
@@ -81,16 +83,17 @@ def _require_meant(text: str) -> None:
     try:
         parse_search(_read([text]))
     except PlanError:
-        key = text.partition("=")[0].partition(".")[0].strip()
+        key, typed = text.partition("=")[0].partition(".")[0].strip(), "--search " + text
         if key in EXPECTED:
             expected, example = EXPECTED[key]
             words = text.partition("=")[2].split(",") if key == "sharding" else []
             near = did_you_mean(next((word for word in words if word not in SHARDINGS), ""), SHARDINGS)
-            msg = f"--search {text}: expected {expected}.{near} Type --search {example}."
+            msg = f"{typed}: expected {expected}.{near} Type {advise('option.typed', option='search', value=example)}."
         else:
             msg = (
-                f"--search {text}: there is no key {key!r}.{did_you_mean(key, EXPECTED)} Expected one of: "
-                f"{', '.join(EXPECTED)}. Type for example --search batch.at_most=512."
+                f"{typed}: there is no key {key!r}.{did_you_mean(key, EXPECTED)} Expected one of: "
+                f"{', '.join(EXPECTED)}. Type for example "
+                f"{advise('option.typed', option='search', value='batch.at_most=512')}."
             )
         raise PlanError(msg) from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, size_of, trace_of
 from jaxmem_callbacks.cli.exits import NONE_SURVIVES, OK
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.terminal import put
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         put("\n".join(columns(rows, ("left", "left"))) + "\n")
         return OK
     if args.trace is None:
-        msg = "jaxmem simulate needs a trace. Name a file, a logdir, or one of `jaxmem simulate --list`."
+        listed = advise("command.typed", typed="simulate --list")
+        msg = f"jaxmem simulate needs a trace. Name a file, a logdir, or one of `{listed}`."
         raise SimulationError(msg)
     trace = trace_of(args.trace)
     found = simulate_ways(

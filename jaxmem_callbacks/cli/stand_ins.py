@@ -115,7 +115,7 @@ class StandIns:
             return gradient(*args, **kwargs)
 
         if word is not None and " " not in word.new:  # else it is told in words, which are no code
-            self.written[called] = f"{word.new or word.old}({getattr(loss, '__name__', 'loss')})"
+            self.written[called] = (word.new or word.old) + f"({getattr(loss, '__name__', 'loss')})"
         return called
 
     def _note(self, instead: dict[str, str], *, is_foreign: bool = False) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 from jaxmem_callbacks.environment.variables import PREALLOCATE
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import DeviceFacts, Finding
 from jaxmem_callbacks.records.terminal import put
 
@@ -57,10 +58,13 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     return f"It ends the process ({how}). Its last words: {words}"
 
 
+_ANY = '""'
+
+
 def _no_start(why: str) -> Finding:
-    line = 'JAX_PLATFORMS="" jaxmem doctor --start   # lets JAX choose'
+    line = f"{advise('environment.set', name='JAX_PLATFORMS', value=_ANY)}   # lets JAX choose"
     if re.search(rf"flags? in {_FLAGS}", why):
-        line = f"unset {_FLAGS}   # or correct the flag"
+        line = f"{advise('environment.unset', name=_FLAGS)}   # or correct the flag"
     return Finding(kind="no start", given="JAX does not start.", why=why, type_next=line)
 
 

@@ -23,6 +23,7 @@ from jaxmem_callbacks.programs.targets.compilers import (
     requirements,
 )
 from jaxmem_callbacks.programs.targets.target import target_names
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.terminal import put
@@ -111,9 +112,10 @@ def _as_text() -> str:
     rows = [("kind", "compiles for", "compiler")]
     for kind, platform in PLATFORMS.items():
         found = ", ".join(f"{name} {version}" for name, version in compiler_versions(platform).items())
-        rows.append((kind, _HARDWARE[kind], found or f"none. Type: jaxmem targets --install {kind}"))
+        rows.append((kind, _HARDWARE[kind], found or f"none. Type: {advise('targets.install', kind=kind)}"))
     lines = [*columns(rows, ("left", "left", "left")), ""]
-    place = _folder() or "none, since this user has no home folder; export JAXMEM_TARGET_PATH=/a/folder"
+    named = advise("environment.set", name="JAXMEM_TARGET_PATH", value="/a/folder")
+    place = _folder() or f"none, since this user has no home folder; {named}"
     lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {place}"])
     lines += [line for said in map(other_than_pinned, PLATFORMS.values()) if said for line in wrapped([said])]
     left = [str(folder) for folder in other_folders()]

@@ -85,10 +85,10 @@ def _by_policy(plan: Plan, saved: Path | None, made: tuple[str, str]) -> list[st
     policy = _policy(plan, saved)
     before, placed = _started(plan), _placed(plan, "policy")
     if before and saved is not None:  # the preset says it
-        before, placed = [], ["jm.apply_environment(policy)  # above the first use of JAX", *placed]
+        before, placed = [], [f"{advise('environment.apply', preset='policy')}  # above the first use of JAX", *placed]
     if not placed:
         return [*before, _wrapped(made, f"{policy}{_reaching(plan)}")]
-    return [*before, f"policy = {policy}", *placed, _wrapped(made, f"policy{_reaching(plan)}")]
+    return [*before, advise("train.named", policy=policy), *placed, _wrapped(made, f"policy{_reaching(plan)}")]
 
 
 def _reaching(plan: Plan) -> str:
@@ -116,7 +116,8 @@ def _is_placed(plan: Plan) -> bool:
 def _placed(plan: Plan, policy: str) -> list[str]:
     if not _is_placed(plan):
         return []
+    moved = advise("sharding.move", names="state", whole="state", mesh="jax.sharding.get_mesh()", policy=policy)
     return [
-        f"jax.set_mesh(jm.make_mesh({dict(plan.record.mesh)}))",
-        f"state = jax.device_put(state, jm.infer_shardings(state, jax.sharding.get_mesh(), {policy}))  # each that is updated",
+        advise("sharding.set_mesh", axes=dict(plan.record.mesh)),
+        f"{moved}  # each that is updated",
     ]

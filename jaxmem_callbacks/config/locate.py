@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PresetError, did_you_mean
 
 SCHEMA_NAME = "preset.schema.json"
@@ -26,7 +27,7 @@ def shipped_folder(room: Path | None = None) -> Path:
             return place
     msg = (
         f"The shipped presets are missing: no {SCHEMA_NAME} in {places[0]} or {places[1]}. "
-        "The installation is incomplete. Next, in a checkout of jaxmem_callbacks: pip install --force-reinstall --no-deps ."
+        "The installation is incomplete. Next: install the package again from its checkout."
     )
     raise PresetError(msg)
 
@@ -47,7 +48,7 @@ def require_shipped(name: str) -> Path:
         return shipped_folder() / f"{name}.yaml"
     msg = (
         f"Unknown preset {name!r}.{did_you_mean(name, known)} Expected one of: {', '.join(known)}; or a path such as "
-        f"./{name}.yaml.\nNext: `jaxmem presets` describes each."
+        f"./{name}.yaml.\nNext: `{advise('command.typed', typed='presets')}` describes each."
     )
     raise PresetError(msg)
 

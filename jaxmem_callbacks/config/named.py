@@ -6,6 +6,7 @@ import os
 from typing import TypeVar
 
 from jaxmem_callbacks.config.locate import shipped_names
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, PresetError, did_you_mean
 from jaxmem_callbacks.records.plans import UnfitPolicy
 from jaxmem_callbacks.records.policies import (
@@ -97,6 +98,6 @@ def _from_word(word: str) -> StepPolicy | None:
         msg = (
             f"Unknown preset or policy {word!r}.{did_you_mean(word, known)} Expected a preset ({', '.join(presets)}), a word of "
             f"remat ({', '.join(REMAT_SYNONYMS)}), one of sharding ({', '.join(SHARDING_SYNONYMS)}), or a path such as "
-            f"./{word}.yaml.\nNext: `jaxmem presets` describes each preset."
+            f"./{word}.yaml.\nNext: `{advise('command.typed', typed='presets')}` describes each preset."
         )
         raise PresetError(msg) from None

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PresetError
 
 _SHOWN = 60
 _TOLD = 10
-NEXT = "Next: `jaxmem presets full_remat` prints a complete preset to compare with."
+NEXT = f"Next: `{advise('command.typed', typed='presets full_remat')}` prints a complete preset to compare with."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmem_callbacks.environment.surroundings import surroundings
@@ -18,6 +18,7 @@ from jaxmem_callbacks.environment.variables import (
     PREALLOCATE,
     fraction_said,
 )
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import AppliedEnvironment, Surroundings
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import Preset
@@ -71,7 +72,7 @@ def require_applied(preset: Any) -> None:
     if missing:
         msg = (
             f"The preset {preset.name} has an environment that this process does not have: {', '.join(missing)}.\n"
-            f"    Type above the first use of JAX: jm.apply_environment({_call(preset)})\n"
+            f"    Type above the first use of JAX: {advise('environment.apply', preset=_call(preset))}\n"
             f"    To do without it: {_call(preset)}.policy for a step, .monitor for a monitor"
         )
         raise EnvironmentSettingError(msg)
@@ -86,8 +87,8 @@ def require_said(preset: Preset) -> None:
     if preset.environment == EnvironmentSettings():
         msg = (
             f"The preset {preset.name or 'given'} says nothing of the environment, so there is nothing to apply. Add a part that "
-            f"does: jm.apply_environment(jm.load_preset({', '.join([*_parts(preset), repr('gpu_growth')])})). "
-            "`jaxmem presets` lists them: gpu_..., tpu_default."
+            f"does: {advise('environment.apply', preset=_loaded([*_parts(preset), repr('gpu_growth')]))}. "
+            f"`{advise('command.typed', typed='presets')}` lists them: gpu_..., tpu_default."
         )
         raise EnvironmentSettingError(msg)
 
@@ -143,7 +144,8 @@ def _conflicts(preset: Preset, wanted: Mapping[str, str], different: Mapping[str
     for name, (said, value) in different.items():
         lines.append(f"  {said} is {value}, and the preset says {wanted[name]}.")
     clearing = "; ".join(
-        f"leave {said} out" if said.startswith(_OPTION) else f"unset {said}" for said, _ in different.values()
+        f"leave {said} out" if said.startswith(_OPTION) else advise("environment.unset", name=said)
+        for said, _ in different.values()
     )
     lines.append(
         f"    To take the preset's: {clearing}   # in the shell; os.environ.pop(...) above this call does it too"
@@ -155,8 +157,8 @@ def _conflicts(preset: Preset, wanted: Mapping[str, str], different: Mapping[str
         COLLECTIVE_POOL: "collective_pool",
     }
     kept = ", ".join(f"{fields[name]!r}: {_typed(name, value)}" for name, (_, value) in different.items())
-    parts = ", ".join(_parts(preset)) or "..."
-    lines.append(f"    To keep yours: jm.apply_environment(jm.load_preset({parts}, environment={{{kept}}}))")
+    loaded = _loaded([*(_parts(preset) or ["..."]), f"environment={{{kept}}}"])
+    lines.append(f"    To keep yours: {advise('environment.apply', preset=loaded)}")
     return "\n".join(lines)
 
 
@@ -172,10 +174,10 @@ def _typed(name: str, value: str) -> str:
 def _too_late(preset: Preset, missing: Mapping[str, str]) -> str:
     variables = " ".join(f"{name}={shlex.quote(text)}" for name, text in missing.items())
     script = shlex.quote(sys.argv[0]) if sys.argv and sys.argv[0].endswith(".py") else "train.py"
-    call = f"jm.apply_environment({_call(preset)})"
+    call = advise("environment.apply", preset=_call(preset))
     return (
         f"{preset.name}: too late for {', '.join(missing)}. JAX has read its settings in this process and reads them once; what "
-        "started it is unknown: the first of jax.devices(), an array made at import, jax.random.key(0), or the like. Nothing was "
+        "started it is unknown: the first call of jax.devices, an array made at import, a random key, or the like. Nothing was "
         f"set.\n    Type this before everything else of JAX, and before importing what uses it: {call}\n"
         f"    or set it from the shell: {variables} python {script}"
     )
@@ -183,7 +185,11 @@ def _too_late(preset: Preset, missing: Mapping[str, str]) -> str:
 
 def _call(preset: Preset) -> str:
     """The preset as one types it."""
-    return f"jm.load_preset({', '.join(_parts(preset)) or '...'})"
+    return _loaded(_parts(preset) or ["..."])
+
+
+def _loaded(parts: Sequence[str]) -> str:
+    return advise("preset.load", names=", ".join(parts))
 
 
 def _parts(preset: Preset) -> list[str]:

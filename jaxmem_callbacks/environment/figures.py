@@ -13,12 +13,13 @@ from jaxmem_callbacks.environment.variables import (
     fraction_said,
     version_numbers,
 )
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Platform, Surroundings
 from jaxmem_callbacks.records.units import format_bytes
 
 _TELLS_LARGEST = (0, 11, 0)  # before, BFC's largest_free_block_bytes is always 0
 _SILENT = ("platform", "address", "vmm")
-_UNDECIDED = "JAX was not started; jaxmem doctor --start asks it"
+_UNDECIDED = f"JAX was not started; {advise('command.typed', typed='doctor --start')} asks it"
 
 
 def platform_to_come(seen: Surroundings) -> Platform | None:
@@ -139,7 +140,7 @@ def _driver(platform: Platform | None, *, has_driver: bool) -> Figure:
     if has_driver:
         told = (
             "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took; the monitor asks "
-            "it through nvidia-ml-py (pip install nvidia-ml-py)"
+            "it through the package nvidia-ml-py"
         )
         return Figure(name=name, exists=True, told=told)
     if platform == "cpu":

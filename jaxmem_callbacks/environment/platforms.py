@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import Finding, Surroundings
 
 _INSTALL = {
-    "cuda": ("an NVIDIA GPU", 'pip install "jax[cuda12]"'),
-    "rocm": ("an AMD GPU", 'pip install "jax[rocm7-local]"'),
-    "tpu": ("a TPU", 'pip install "jax[tpu]"'),
+    "cuda": ("an NVIDIA GPU", "jax[cuda12]"),
+    "rocm": ("an AMD GPU", "jax[rocm7-local]"),
+    "tpu": ("a TPU", "jax[tpu]"),
 }
+_VARIABLE, _OLD = "JAX_PLATFORMS", "JAX_PLATFORM_NAME"
 _GPUS = ("cuda", "rocm", "oneapi")  # what JAX takes `gpu` for
 _KNOWN = ("cpu", "gpu", *_INSTALL)
 _KNOWN_TO_JAX = ("oneapi", "METAL", "proxy")  # and nothing else is known of them here
@@ -29,36 +31,43 @@ def platform_findings(seen: Surroundings) -> tuple[Finding, ...]:
 def _missing_plugin(seen: Surroundings) -> Iterator[Finding]:
     for platform in seen.hardware:
         if not seen.platforms and platform in _INSTALL and platform not in seen.plugins:
-            what, line = _INSTALL[platform]
+            what, extra = _INSTALL[platform]
             why = "JAX has no plugin for it and runs on the CPU."
-            yield Finding(kind="no plugin", given=f"This machine has {what}.", why=why, type_next=line)
+            yield Finding(kind="no plugin", given=f"This machine has {what}.", why=why, type_next=_asked(extra))
+
+
+def _asked(extra: str) -> str:
+    """What may be missing, as a question: which packages a machine can take is not known here."""
+    return f"Are the packages of JAX's extra installed, {extra}?"
 
 
 def _platforms(seen: Surroundings) -> Iterator[Finding]:
     said = seen.platforms_text or ",".join(seen.platforms)
     for name in said.split(",") if said else ():
-        given = f"JAX_PLATFORMS={said}, and JAX has no plugin for {name} here."
+        given = f"{_VARIABLE}={said}, and JAX has no plugin for {name} here."
         if name in _INSTALL and name not in seen.plugins:
             silent = name == "cuda" and "cuda" not in seen.hardware
             yield Finding(
                 kind="no plugin",
                 given=given,
                 why="JAX sees no NVIDIA GPU and goes on without a word." if silent else _AT_FIRST_USE,
-                type_next=f"{_INSTALL[name][1]}   # or leave {name} out",
+                type_next=f"{_asked(_INSTALL[name][1])} Or is {name} one name too many?",
             )
         elif name == "gpu" and (missing := _missing_gpus(seen)):
             yield Finding(
                 kind="no plugin",
-                given=f"JAX_PLATFORMS={said}, and JAX has no plugin for {' or '.join(missing)} here.",
+                given=f"{_VARIABLE}={said}, and JAX has no plugin for {' or '.join(missing)} here.",
                 why=f"JAX takes gpu for each of {', '.join(_GPUS)}, and wants them all. {_AT_FIRST_USE}",
-                type_next=f"export JAX_PLATFORMS={_without_gpu(said, seen)}",
+                type_next=advise("environment.set", name=_VARIABLE, value=_without_gpu(said, seen)),
             )
         elif _is_unknown(name, seen):
             yield Finding(
                 kind="unknown platform",
-                given=f"JAX_PLATFORMS={said}, and there is no platform {name!r}.",
+                given=f"{_VARIABLE}={said}, and there is no platform {name!r}.",
                 why=f"{_why_unknown(name)} {_AT_FIRST_USE}",
-                type_next=f"export JAX_PLATFORMS={_replaced(said, name, _nearest(name, _KNOWN))}",
+                type_next=advise(
+                    "environment.set", name=_VARIABLE, value=_replaced(said, name, _nearest(name, _KNOWN))
+                ),
             )
 
 
@@ -82,11 +91,12 @@ def _old_name(seen: Surroundings) -> Iterator[Finding]:
     else:
         return
     near = _nearest(name, here or ["cpu"])
+    new = advise("environment.set", name=_VARIABLE, value=near or (here[0] if here else "cpu"))
     yield Finding(
         kind="no plugin" if name in _KNOWN else "unknown platform",
-        given=f"JAX_PLATFORM_NAME={seen.platform_name}.",
+        given=f"{_OLD}={seen.platform_name}.",
         why=why,
-        type_next=f"unset JAX_PLATFORM_NAME; export JAX_PLATFORMS={near or (here[0] if here else 'cpu')}   # the new name",
+        type_next=f"{advise('environment.unset', name=_OLD)}; {new}   # the new name",
     )
 
 

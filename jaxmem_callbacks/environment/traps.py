@@ -120,7 +120,7 @@ def _allocator(seen: Surroundings) -> Iterator[Finding]:
         )
     elif name == "platform" and here[:3] in PLATFORM_WAS_BFC:
         why = "In jaxlib 0.10.1 and 0.10.2 it silently runs the default pool (BFC); 0.11 runs it again."
-        nexts = f'pip install "jax>=0.11", or unset {ALLOCATOR}'
+        nexts = f"{advise('environment.unset', name=ALLOCATOR)}   # or take jax 0.11 or newer"
         yield Finding(kind="platform that is not", given=given, why=why, type_next=nexts)
     elif name in CUDA_ALLOCATORS and "rocm" in seen.plugins and "cuda" not in seen.plugins:
         why = "It is compiled for NVIDIA GPUs only, and the plugin here is ROCm's."
@@ -303,7 +303,7 @@ def _other_version(seen: Surroundings) -> Iterator[Finding]:
             kind="plugin of another version",
             given=f"{plugin} beside jaxlib {seen.jaxlib}.",
             why="JAX warns once and uses none of its parts whose version is not jaxlib's.",
-            type_next=f'pip install "jax[cuda12]=={seen.jax}"',
+            type_next=f"Is the plugin of this JAX installed? Its extra is jax[cuda12]=={seen.jax}.",
         )
 
 

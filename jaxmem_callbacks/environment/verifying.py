@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import Check, DeviceFacts, Finding, Platform, Surroundings
 from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
+
+_ASKED = advise("command.typed", typed="doctor --start")
 
 _SHAPES = {
     "default": "pool",
@@ -44,7 +47,7 @@ def start_findings(devices: Sequence[DeviceFacts], seen: Surroundings) -> tuple[
     lost = _given_up(devices[0], ("cuda", "rocm", "tpu"), seen)
     if lost is None:
         return ()
-    line = "TF_CPP_MIN_LOG_LEVEL=0 jaxmem doctor --start   # and read what JAX logs"
+    line = f"{advise('environment.set', name='TF_CPP_MIN_LOG_LEVEL', value='0')}; {_ASKED}   # and read what JAX logs"
     return (Finding(kind="on the CPU", given="JAX fell back to the CPU.", why=f"{lost}.", type_next=line),)
 
 
@@ -54,7 +57,7 @@ def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: Surrounding
         return None
     return (
         f"It runs on {device.label} although this machine shows {here[0]} hardware; its own log lines say why that was given up. "
-        f"JAX_PLATFORMS={here[0]} before python makes that an error"
+        f"{advise('environment.set', name='JAX_PLATFORMS', value=here[0])} makes that an error"
     )
 
 

@@ -58,7 +58,7 @@ def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], polic
     if isinstance(apply, nn.Module) or not callable(apply):
         msg = (
             f"jm.linen.remat takes a function: model.apply, state.apply_fn or a loss, not a {type(apply).__name__}. "
-            "For an NNX model use jm.nnx.remat(model, pattern)."
+            "For an NNX model use jm.nnx.remat."
         )
         raise PatternError(msg)
     wanted = rules(pattern, policy)

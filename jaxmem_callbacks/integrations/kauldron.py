@@ -15,7 +15,10 @@ from kauldron.inspect.profile_utils import Profiler  # pyright: ignore[reportMis
 from kauldron.utils.config_util import ROOT_CFG_REF, UpdateFromRootCfg  # pyright: ignore[reportMissingImports]
 
 from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.terminal import say
+
+_LOCAL = "logdir='runs/a'"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,7 +52,7 @@ class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseCla
         if "://" in workdir:
             say(
                 f"no memory curves are written, since workdir={workdir!r} is no local folder; events are told here. "
-                "Give a local one: MemoryProfiler(monitor=jm.MemoryMonitor(logdir='runs/a'))."
+                f"Give a local one: MemoryProfiler(monitor={advise('monitor.call', arguments=_LOCAL)})."
             )
             return MemoryMonitor(self.preset)
         return MemoryMonitor(self.preset, logdir=Path(workdir) / "memory")

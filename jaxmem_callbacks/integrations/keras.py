@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any, final
 
 import keras
 
+from jaxmem_callbacks.records.advice import advise
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
+
+
+_LOCAL = "logdir='runs/a'"
 
 
 @final
@@ -40,7 +45,7 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `k
         if not callable(monitor):
             msg = (
                 f"{type(monitor).__name__} is no monitor. Expected a MemoryMonitor. "
-                "Write: MemoryCallback(jm.MemoryMonitor(logdir='runs/a'))."
+                f"Write: MemoryCallback({advise('monitor.call', arguments=_LOCAL)})."
             )
             raise TypeError(msg)
         backend = keras.backend.backend()  # pyright: ignore - likewise

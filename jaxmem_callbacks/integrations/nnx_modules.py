@@ -83,10 +83,7 @@ def remat(model: nnx.Module, pattern: Pattern | Mapping[Any, str], policy: str =
             refuses subclasses. At the first trace: a module is called inside a checkpoint that is already there.
     """
     if not isinstance(model, nnx.Pytree):
-        msg = (
-            f"jm.nnx.remat takes an nnx.Module, not a {type(model).__name__}. For a Linen model use "
-            "jm.linen.remat(model.apply, pattern)."
-        )
+        msg = f"jm.nnx.remat takes an nnx.Module, not a {type(model).__name__}. For a Linen model use jm.linen.remat."
         raise PatternError(msg)
     wanted = rules(pattern, policy)
     found = _callables(model)

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from tunix.sft.hooks import TrainingHooks  # pyright: ignore[reportMissingImports] - not installed where types are checked
 
+from jaxmem_callbacks.records.advice import advise
+
 if TYPE_CHECKING:
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
+
+_LOCAL = "logdir='runs/a'"
 
 
 @final
@@ -32,7 +36,7 @@ class MemoryHooks(TrainingHooks):  # pyright: ignore[reportUntypedBaseClass]
         if not callable(monitor):
             msg = (
                 f"{type(monitor).__name__} is no monitor. Expected a MemoryMonitor. "
-                "Write: MemoryHooks(jm.MemoryMonitor(logdir='runs/a'))."
+                f"Write: MemoryHooks({advise('monitor.call', arguments=_LOCAL)})."
             )
             raise TypeError(msg)
         self._monitor = monitor

@@ -99,4 +99,4 @@ def _line(entry: Entry, names: tuple[str, ...]) -> str:
     own = _own_jit(step.train_step)
     if own is not None:
         return f"{own.donating(step.name, names, donated)} No search changes your own jit."
-    return f"Leave donate_argnames out of jm.jit_step({step.name}), or let the plan decide: search={{'donate': True}}."
+    return f"Leave donate_argnames out of the jm.jit_step of {step.name}, or let the plan decide: search={{'donate': True}}."

@@ -21,10 +21,13 @@ from jaxmem_callbacks.programs.steps.leaves import require_arguments
 from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import ShardingRules, gradient_words
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import Gradients
+
+_FSDP = '{"fsdp": -1}'
 
 # Keywords of `jm.plan` itself; all others are the step's.
 OPTIONS = ("target", "budget", "mesh", "resident", "search", "beside", "progress")
@@ -62,8 +65,8 @@ class OwnStep:
             said = f"sharding={self.sharding!r}"
             msg = (
                 f"The step is already under {said}, and search asks for {list(space.sharding or ())!r}. Leave sharding out of "
-                f"search to keep {said}, or plan the function that you wrote: jm.plan({_name(self.function)}, ...), not what "
-                "jm.jit_step returned."
+                f"search to keep {said}, or plan {_name(self.function)}, the function that you wrote, not what jm.jit_step "
+                "returned."
             )
             raise PlanError(msg)
 
@@ -88,8 +91,7 @@ class OwnStep:
             msg = (
                 f"The step is already under sharding={self.sharding!r}, and the plan is for one device. Name a target of "
                 "several, such as target='h100_sxm:8'; set the mesh that the step runs on, "
-                "jax.set_mesh(jm.make_mesh({'fsdp': -1})); or plan the function that you wrote: "
-                f"jm.plan({_name(self.function)}, ...)."
+                f"{advise('sharding.set_mesh', axes=_FSDP)}; or plan {_name(self.function)}, the function that you wrote."
             )
             raise PlanError(msg)
         base = replace(problem.base, sharding=self.sharding)
@@ -104,7 +106,7 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     """
     if not callable(train_step):
         given = type(train_step).__name__
-        msg = f"jm.plan was given {given} as its step. Expected a function: jm.plan(train_step, state, batch)."
+        msg = f"jm.plan was given {given} as its step. Expected a function, and then the arguments of its call."
         raise PlanError(msg)
     inner = train_step.__wrapped__ if isinstance(train_step, JitStep) else train_step
     _require_known(inner, kwargs)
@@ -124,8 +126,8 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
             )
             raise PlanError(msg)
         msg = (
-            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan the function that "
-            f"you wrote: jm.plan({_name(own.function)}, ...)."
+            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan "
+            f"{_name(own.function)}, the function that you wrote."
         )
         raise PlanError(msg)
     if not isinstance(train_step, JitStep):
@@ -135,8 +137,8 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     policy = train_step.policy
     if policy.changes_gradients:
         msg = (
-            f"The step is already under {gradient_words(policy)}. Plan the function that you wrote: "
-            f"jm.plan({train_step.name}, ...), not what jm.jit_step returned."
+            f"The step is already under {gradient_words(policy)}. Plan {train_step.name}, the "
+            "function that you wrote, not what jm.jit_step returned."
         )
         raise PlanError(msg)
     if of_arrays is not None:
@@ -238,7 +240,7 @@ def traced_by_name(title: str, function: str) -> AbstractContextManager[None]:
     Raises:
         JaxmemError: as `_traced` says.
     """
-    instead = f"that jax.jit can trace with these arguments; jax.eval_shape({function}, ...) shows the same error."
+    instead = f"that jax.jit can trace with these arguments; jax.eval_shape of {function} shows the same error."
     return _traced(title, instead)
 
 

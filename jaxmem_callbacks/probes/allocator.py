@@ -20,7 +20,7 @@ Snapshot = tuple[Stats | None, ...]
 
 _REASONS = {
     "cpu": "JAX's CPU client keeps no allocator statistics",
-    "gpu": "this allocator reports no statistics; XLA_PYTHON_CLIENT_ALLOCATOR=default (BFC) does",
+    "gpu": "this allocator reports no statistics; the default one (BFC) does",
 }
 
 

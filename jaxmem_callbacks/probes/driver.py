@@ -17,7 +17,7 @@ import jax
 from jaxmem_callbacks.probes.protocol import Device, device_label
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
-_NO_LIBRARY = "the driver is asked through nvidia-ml-py, which is not installed: pip install nvidia-ml-py"
+_NO_LIBRARY = "the driver is asked through nvidia-ml-py, a package that is not installed"
 _NOT_NVIDIA = {
     "cpu": "no driver counts the memory of JAX's CPU devices; memory/host_gib has the process's",
     "tpu": "a TPU's driver tells no figures to processes",
@@ -106,7 +106,7 @@ class DriverProbe:
         handles = [self._library.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
         kinds = {str(self._library.nvmlDeviceGetName(handle)) for handle in handles}
         if len(kinds) > 1 and self._variables.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            msg = "several kinds of GPU, which CUDA and NVML number differently unless CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            msg = "several kinds of GPU, which CUDA and NVML number differently unless CUDA_DEVICE_ORDER is PCI_BUS_ID"
             raise LookupError(msg)
         return handles[int(visible[ordinal]) if visible else ordinal]
 

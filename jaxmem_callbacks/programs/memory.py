@@ -217,8 +217,8 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
     if compiled.memory is None:
         msg = (
             f"{step.name} does not fit into one device of {compiled.target.name}: its compiler needs "
-            f"{format_bytes(compiled.needed_bytes)} and has {format_bytes(compiled.limit_bytes)}. Try "
-            "jm.jit_step(step, jm.StepPolicy(remat='full')), or a larger target."
+            f"{format_bytes(compiled.needed_bytes)} and has {format_bytes(compiled.limit_bytes)}. Does it "
+            "fit under remat='full', or on a larger target? jm.plan compiles both."
         )
         raise CompileError(msg)
     program = Program(signature=(), memory=compiled.memory, uses=uses, undonated=undonated)

@@ -18,8 +18,8 @@ from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.transforms.kinds import batch_of
 
 _EXPECTED = (
-    "Expected a monitor's logdir or memory.jsonl, a plan (`jaxmem plan SCRIPT --json > plan.json`, plan.to_json()), or a step's "
-    "memory (`jaxmem inspect SCRIPT --json > step.json`, a baseline of the pytest plugin)."
+    "Expected a monitor's logdir or memory.jsonl, a plan (what jaxmem plan prints with --json, plan.to_json()), or a step's "
+    "memory (what jaxmem inspect prints with --json, a baseline of the pytest plugin)."
 )
 # What a device holds, measured; what the host holds is too noisy to judge.
 _MEASURED = {

@@ -11,10 +11,7 @@ from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 
-_EXPECTED = (
-    "Expected a whole plan, as `jaxmem plan SCRIPT --save plan.json` or Path('plan.json').write_text(plan.to_json()) "
-    "writes it"
-)
+_EXPECTED = "Expected a whole plan, as jaxmem plan saves it in a file that ends in .json, or the text of plan.to_json()"
 _SHOWN = 3
 
 

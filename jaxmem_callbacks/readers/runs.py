@@ -66,8 +66,8 @@ def run_files(path: Path) -> list[list[Path]]:
         found += [files] if files else [[file] for file in process_files(folder / JSONL_NAME).values()]
     if not found:
         msg = (
-            f"{path} holds no {JSONL_NAME}. Expected a folder in which a monitor wrote: "
-            "jm.MemoryMonitor(logdir=...), with `jsonl: true` in its preset, as it is unless said otherwise."
+            f"{path} holds no {JSONL_NAME}. Expected a folder in which a monitor wrote, its "
+            "logdir, with `jsonl: true` in its preset, as it is unless said otherwise."
         )
         raise RunFileError(msg)
     return found

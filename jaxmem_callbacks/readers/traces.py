@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxmem_callbacks.readers.trace_lines import TRACE_NAME, event_of, head_of
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.secrets import without_secrets
 from jaxmem_callbacks.records.traces import Trace, TraceEvent
@@ -77,5 +78,5 @@ def _not_a_trace(file: Path, number: int, line: str, why: str) -> str:
     shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
     return (
         f"{file}:{number}: {shown!r} is no line of a trace: {why}. Expected what MemoryMonitor with `trace_steps` writes; "
-        "`jaxmem simulate --list` names the traces that come with the package."
+        f"`{advise('command.typed', typed='simulate --list')}` names the traces that come with the package."
     )

@@ -1,8 +1,8 @@
 """The table of advice: lines to paste that the library prints, what triggers each, and the tests that pasted it.
 
 A line to paste is code with a call, a command, a setting of the environment, or an option that a sentence asks for. It is a row
-here, and the printing code fills the row in: ``advise("train.preset", saved="plan.yaml")``. Older lines, which are still written
-where they are printed, are counted in ``NOT_YET`` of `tests/test_house_advice.py`.
+here, and the printing code fills the row in: ``advise("train.preset", saved="plan.yaml")``.
+`tests/test_house_advice.py` walks the printing code and refuses a line that stands elsewhere.
 
 To add a row:
 
@@ -12,7 +12,6 @@ To add a row:
 3. Write tests with at least three unlike triggers (functions, or cases of one parametrised function) and name them in the row.
    Each makes the trigger, takes the line out of what was printed by ``pasted(key, printed)`` of `tests/pasting.py`, which returns
    it as it stands, runs it, and measures what was promised.
-4. If the line stood elsewhere before, lower the count of its file in ``NOT_YET``.
 
 What cannot be proved in one of the classes below has no row: print it as a question, without a line to paste.
 """
@@ -166,7 +165,7 @@ _SHARDING = (
     Advice(
         key="sharding.set_mesh",
         trigger="a policy has a sharding, and no mesh is set where the step is called",
-        text='jax.set_mesh(jm.make_mesh({{"fsdp": -1}}))',
+        text="jax.set_mesh(jm.make_mesh({axes}))",
         proof=Proof.TRAINED,
         tests=("tests/test_sharding_refusals.py::test_without_a_mesh_the_line_that_sets_one_is_shown",),
     ),
@@ -216,6 +215,27 @@ _TRAIN = (
         text="jm.StepPolicy({said})",
         proof=Proof.TRAINED,
         tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+    ),
+    Advice(
+        key="targets.install",
+        trigger="a target's compiler is not installed",
+        text="jaxmem targets --install {kind}",
+        proof=Proof.COMPILED,
+        tests=("tests/test_cli_targets.py::test_what_is_printed_installs_a_compiler",),
+    ),
+    Advice(
+        key="targets.beside_jax",
+        trigger="the same, where JAX itself is to load it",
+        text='pip install "jax[{extra}]=={version}"',
+        proof=Proof.COMPILED,
+        tests=("tests/test_cli_targets.py::test_what_is_printed_installs_a_compiler",),
+    ),
+    Advice(
+        key="train.named",
+        trigger="a plan chose a policy and places",
+        text="policy = {policy}",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_the_lines_of_a_plan_with_places_are_pasted",),
     ),
     Advice(
         key="train.preset",
@@ -408,6 +428,150 @@ _MEMORY = (
     ),
 )
 
+# Steps, policies and meshes
+
+_CALLS = (
+    Advice(
+        key="step.under",
+        trigger="a step needs more than there is, or what it returns lies whole on each device",
+        text="jm.jit_step({step}, {policy})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_step_is_put_under_the_policy_that_an_event_names",),
+    ),
+    Advice(
+        key="step.made",
+        trigger="a step of this library is missing, or a failed one would need less under a policy",
+        text="step = jm.jit_step({arguments})",
+        proof=Proof.TRAINED,
+        tests=(
+            "tests/test_advice_calls.py::test_a_failed_step_is_made_as_a_log_advises",
+            "tests/test_advice_calls.py::test_a_step_is_added_to_a_script_that_has_none",
+        ),
+    ),
+    Advice(
+        key="preset.load",
+        trigger="presets are listed, or one is expected where there is none",
+        text="jm.load_preset({names})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_preset_is_loaded_as_printed",),
+    ),
+    Advice(
+        key="mesh.make",
+        trigger="axes do not fit the devices, or there is no mesh with them",
+        text="jm.make_mesh({axes})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_mesh_is_made_as_printed",),
+    ),
+    Advice(
+        key="monitor.call",
+        trigger="a monitor is expected and something else was given, or a plan is to be shown by one",
+        text="jm.MemoryMonitor({arguments})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_monitor_is_made_as_printed",),
+    ),
+    Advice(
+        key="guard.call",
+        trigger="`jm.oom_guard` has no monitor, something else, or a generator",
+        text="jm.oom_guard({arguments})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_guard_is_made_as_printed",),
+    ),
+    Advice(
+        key="sharding.of_state",
+        trigger="`state_shardings` has another tree than the state",
+        text="jax.tree.map(lambda x: x.sharding, {state})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_shardings_are_those_of_the_state",),
+    ),
+    Advice(
+        key="sharding.put",
+        trigger="a state lies elsewhere than `state_shardings` says",
+        text="{state} = jax.device_put({state}, state_shardings)",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_state_is_put_where_it_is_pinned",),
+    ),
+    Advice(
+        key="donation.copy",
+        trigger="a buffer is in two places of which one is donated",
+        text="{state} = jax.tree.map(jnp.copy, {state})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_shared_buffer_is_copied_as_printed",),
+    ),
+    Advice(
+        key="loss.weighted",
+        trigger="a loss or a value beside it has no mean over microbatches",
+        text="jm.weighted({arguments})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_a_loss_says_its_weight_as_printed",),
+    ),
+    Advice(
+        key="loss.batch",
+        trigger="which argument of a loss is the batch is not clear",
+        text="jm.value_and_grad({loss}, batch_argnames={names})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_calls.py::test_the_batch_is_named_as_printed",),
+    ),
+)
+
+# After a failure
+
+_FAILURES = (
+    Advice(
+        key="oom.plan",
+        trigger="a step ran out of memory and nothing was compiled since",
+        text="print(jm.plan({call}))",
+        proof=Proof.COMPILED,
+        tests=("tests/test_advice_calls.py::test_a_failed_step_is_planned_as_a_log_advises",),
+    ),
+    Advice(
+        key="oom.look",
+        trigger="the same",
+        text="print(jm.step_memory(jm.jit_step({step}), state, batch).peak())",
+        proof=Proof.COMPILED,
+        tests=("tests/test_advice_calls.py::test_what_a_failed_step_holds_is_printed_as_a_log_advises",),
+    ),
+    Advice(
+        key="oom.rows",
+        trigger="half the batch was compiled and needs less",
+        text="{name} = jax.tree.map(lambda x: x[:{rows}], {name})",
+        proof=Proof.COMPILED,
+        tests=("tests/test_advice_calls.py::test_half_the_batch_is_taken_as_printed",),
+    ),
+    Advice(
+        key="memory.defragment",
+        trigger="a pool had enough free but in pieces, or what is to be moved is no array that is there",
+        text="state, report = jm.defragment(state)",
+        proof=Proof.SIMULATED,
+        tests=("tests/test_advice_calls.py::test_arrays_are_moved_together_as_printed",),
+    ),
+)
+
+# What is typed
+
+_TYPED = (
+    Advice(
+        key="option.typed",
+        trigger="an option has another value than it takes, or is missing",
+        text="--{option} {value}",
+        proof=Proof.COMPILED,
+        tests=("tests/test_advice_typed.py::test_an_option_is_typed_as_printed",),
+    ),
+    Advice(
+        key="command.typed",
+        trigger="a command tells more",
+        text="jaxmem {typed}",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_typed.py::test_a_command_is_typed_as_printed",),
+    ),
+    Advice(
+        key="environment.apply",
+        trigger="a preset's environment is not this process's",
+        text="jm.apply_environment({preset})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_typed.py::test_an_environment_is_applied_as_printed",),
+    ),
+)
+
 TABLE: tuple[Advice, ...] = (
     *_DATA,
     *_DONATION,
@@ -419,6 +583,9 @@ TABLE: tuple[Advice, ...] = (
     *_ENVIRONMENT,
     *_SCRIPTS,
     *_MEMORY,
+    *_CALLS,
+    *_FAILURES,
+    *_TYPED,
 )
 
 ADVICE = {row.key: row for row in TABLE}

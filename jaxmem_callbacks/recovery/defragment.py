@@ -34,7 +34,7 @@ _DOES_ITSELF = {
     "cpu": "a CPU has no pool: each array is an allocation of its own, which the system places",
     "tpu": "the TPU's runtime moves buffers by itself, when an allocation finds no room",
 }
-_NO_POOL = "this allocator keeps no pool, or reports none; XLA_PYTHON_CLIENT_ALLOCATOR=default (BFC) does"
+_NO_POOL = "this allocator keeps no pool, or reports none; the default one (BFC) does"
 
 
 def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tuple[_Tree, DefragmentReport]:

@@ -12,10 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, final
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.recovery.ballast import Ballast
 from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
 from jaxmem_callbacks.recovery.witness import Witness
+
+_REPORTS = "outdir='reports'"
 
 # The guards around the code that runs, outermost first: of each thread and each task its own, since they share a guard.
 _entered: ContextVar[tuple[tuple[int, CallsBefore], ...]] = ContextVar("jaxmem_guards", default=())
@@ -55,7 +58,7 @@ def oom_guard(
     if monitor is not None and not callable(getattr(monitor, "witnessed", None)):
         msg = (
             f"oom_guard got {type(monitor).__name__} as its monitor. Expected a jm.MemoryMonitor or None; a folder is given by "
-            "name: jm.oom_guard(outdir='reports')."
+            f"name: {advise('guard.call', arguments=_REPORTS)}."
         )
         raise TypeError(msg)
     if not 0 <= plan_seconds < math.inf:
@@ -113,7 +116,7 @@ class OomGuard:
             name = getattr(function, "__name__", "the function")
             msg = (
                 f"oom_guard cannot guard {name} as a decorator: it is a generator function, and its body runs when it is "
-                "iterated. Write `with jm.oom_guard():` around the loop instead."
+                f"iterated. Write around the loop instead: with {advise('guard.call', arguments=_REPORTS)}:"
             )
             raise TypeError(msg)
         if inspect.iscoroutinefunction(function):

@@ -169,8 +169,8 @@ def refuse_objects(state: Any) -> None:
     if framework is not None:
         msg = (
             f"Recovery got a state with objects of {framework.NAME}, which a step updates in place. Expected a tree of arrays "
-            "that the step takes and returns: graphdef, state = nnx.split((model, optimizer)) before the loop, and in the step "
-            "model, optimizer = nnx.merge(graphdef, state) and at its end return nnx.state((model, optimizer)), metrics."
+            "that the step takes and returns: nnx.split of model and optimizer gives it before the loop; in the step nnx.merge "
+            "makes them of it, and nnx.state is what it returns."
         )
         raise RecoveryError(msg)
 

@@ -106,7 +106,7 @@ def named_policy(name: str) -> Callable[..., Any] | None:
     if canonical in MAXTEXT_REMAT:
         msg = (
             f"policy={canonical!r} is MaxText's list of tensor names, which a module's own checkpoint can't look up. Use "
-            f"jm.StepPolicy(remat={canonical!r}) or jm.remat(loss, {canonical!r}), which look at the whole loss."
+            f"remat={canonical!r} of the step's policy or of jm.remat, which look at the whole loss."
         )
         raise PolicyError(msg)
     return _WITHOUT_NAMES[StepPolicy(remat=canonical).remat]()
@@ -171,8 +171,8 @@ def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
         elif name not in within_reach:
             msg = (
                 f"The loss names {name!r} only inside checkpoints of its own (jax.checkpoint, nn.remat, nnx.remat), which stay "
-                f"as you wrote them: the policy would do nothing. Give them the policy, such as jax.checkpoint(f, policy=jax."
-                f"checkpoint_policies.save_only_these_names({name!r})), or remove them."
+                f"as you wrote them: the policy would do nothing. Give them a policy that saves "
+                f"{name!r}, or remove them."
             )
             raise PolicyError(msg)
 

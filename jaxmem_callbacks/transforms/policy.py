@@ -163,7 +163,7 @@ def _line_to_change(train_step: Callable[..., Any]) -> str:
             for call in ("value_and_grad(", "grad("):
                 if f"{prefix}{call}" in line and f"jm.{prefix}{call}" not in line and f"jm.{call}" not in line:
                     return f"Change {place} from {prefix}{call[:-1]} to {better}{call[:-1]}:\n    {line.strip()}"
-    return "Take the gradient with jm.value_and_grad(loss)(...) in place of jax.value_and_grad(loss)(...)."
+    return "Take the gradient by jm.value_and_grad in place of jax.value_and_grad."
 
 
 def _line_out_of_reach(train_step: Callable[..., Any]) -> str:

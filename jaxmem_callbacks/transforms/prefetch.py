@@ -168,7 +168,7 @@ class _Channel:
         if self._limit is not None and size > self._limit:
             msg = (
                 f"A batch needs {format_bytes(size)} on a device, and prefetch was given max_bytes={format_bytes(self._limit)}. "
-                "Give it more, or split the batch over more devices: jm.prefetch(loader, sharding, max_bytes=...)."
+                "Give it more by max_bytes, or split the batch over more devices by a sharding."
             )
             raise ValueError(msg)
         if not self._wait(size):

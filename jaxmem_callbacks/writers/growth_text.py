@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxmem_callbacks.analysis.comparing import Growth
 from jaxmem_callbacks.records.accounts import Account, Change
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -33,7 +34,7 @@ def growth_text(found: Growth, after: Account) -> str:
 def verdict(found: Growth) -> str:
     """One sentence: what grew too much, that nothing did, or that nothing was judged."""
     if found.most is None:
-        return "Nothing was judged. Pass --max-regress 2% to fail on growth."
+        return f"Nothing was judged. Pass {advise('option.typed', option='max-regress', value='2%')} to fail on growth."
     most = f"{float(found.most):.3%}".rstrip("%").rstrip("0").rstrip(".") + "%"
     grown = [f"{change.name} by {format_bytes(change.bytes)} ({_share(change)})" for change in found.too_much]
     return f"Grew more than {most}: {'; '.join(grown)}." if grown else f"Nothing that is judged grew more than {most}."

@@ -55,7 +55,7 @@ def require_own_folder(logdir: str | os.PathLike[str]) -> Path:
     if "://" in logdir:
         msg = (
             f"to_tensorboard(logdir={logdir!r}): expected a local folder. Write the page to one and copy it there, or hand "
-            "the plan to a run with your own logger: jm.MemoryMonitor(writer=..., plan=plan)."
+            "the plan to a run with your own logger, whose monitor takes plan=plan."
         )
         raise PlanError(msg)
     folder = Path(logdir)
@@ -64,7 +64,7 @@ def require_own_folder(logdir: str | os.PathLike[str]) -> Path:
         msg = (
             f"to_tensorboard(logdir={logdir!r}): the folder holds a run ({runs[0]}), and TensorBoard goes over to the newest "
             "file of a folder, so it would show no more of that run. Expected a folder of the plan's own: "
-            f"plan.to_tensorboard({logdir + '_plan'!r}). Or let the run show the plan: jm.MemoryMonitor(logdir=..., plan=plan)."
+            f"plan.to_tensorboard({logdir + '_plan'!r}). Or let the run show the plan, whose monitor takes plan=plan."
         )
         raise PlanError(msg)
     _try_writing(folder)

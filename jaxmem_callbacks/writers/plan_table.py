@@ -172,8 +172,8 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines += chosen.peak_sentences
     if chosen.peak is None and record.target == "attached":
         lines.append(
-            "What makes its peak was not read, since JAX's own compilation cache is on: jm.step_memory(step, ...).peak() "
-            "tells it by one more compile."
+            "What makes its peak was not read, since JAX's own compilation cache is on: peak() of jm.step_memory tells it by one "
+            "more compile."
         )
     if any(each.compiler_remat for each in record.candidates):
         lines.append(

@@ -55,8 +55,8 @@ def report_html(stories: Sequence[Story], *, source: str, version: str, frontier
         ]
     )
     foot = (
-        f"Written by jaxmem report {version} from {source}. Bytes are those that the named source told; what a platform does "
-        "not report is unknown, with its reason, and never 0."
+        f"Written by jaxmem report of version {version} from {source}. Bytes are those that the named source told; what a "
+        "platform does not report is unknown, with its reason, and never 0."
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

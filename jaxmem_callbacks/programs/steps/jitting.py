@@ -238,7 +238,7 @@ def static_arguments(arguments: Sequence[tuple[str, Any]], function: Callable[..
         if name in static and name not in names and name.startswith("args["):
             msg = (
                 f"{name} of {name_of(function)} is {value!r}, which is no array. Expected arrays in *args: give the step a "
-                f"named parameter for it, or close over it: functools.partial(step, switch={value!r})."
+                f"named parameter for it, or close over it."
             )
             raise TypeError(msg)
         if name not in static:
@@ -261,8 +261,7 @@ def _require_arrays(name: str, value: Any, function: Callable[..., Any]) -> None
             where = name + jax.tree_util.keystr(path)
             msg = (
                 f"{where} of {name_of(function)} is a {type(leaf).__name__}, expected an array or a number. Pass it as an "
-                f"argument of its own, or jit the step yourself: jm.jit_step(jax.jit(step, static_argnames=({name!r},)))."
-                " Equinox models: jm.jit_step(eqx.filter_jit(step))."
+                "argument of its own, which is static then, or close over it. Of an Equinox model the arrays alone are traced."
             )
             raise TypeError(msg)
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxmem_callbacks.programs.steps.donation import Place, result_elements
 from jaxmem_callbacks.programs.steps.jitting import Jitted
 from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 
 
@@ -53,7 +54,7 @@ def state_argument(arguments: Sequence[tuple[str, Any]], shardings: Any, functio
     names = ", ".join(name for name, _ in arguments)
     msg = (
         f"state_shardings has the tree {wanted!s:.200}, and no argument of {step} has it (arguments: {names}). Expected "
-        "one sharding per array of the state: jax.tree.map(lambda x: x.sharding, state)."
+        f"one sharding per array of the state: {advise('sharding.of_state', state='state')}."
     )
     raise PolicyError(msg)
 
@@ -75,7 +76,7 @@ def pin_of_state(
         shardings=shardings,
         place=same_tree if updated.get(name) is None else updated[name],
         said="state_shardings",
-        move=f"{name} = jax.device_put({name}, state_shardings)",
+        move=advise("sharding.put", state=name),
     )
 
 
@@ -151,7 +152,7 @@ def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, jitted: 
                 continue
             msg = (
                 f"{name} is already jitted and returns {pin.argument}{jax.tree_util.keystr(path)} as {placed}, expected {wanted} "
-                f"as {pin.said} says. Write it where it is jitted: {jitted.word}({name}, out_shardings=...), or pass the plain "
+                f"as {pin.said} says. Write out_shardings in the {jitted.word} of {name}, or pass the plain "
                 "function to jm.jit_step, which pins it."
             )
             raise PolicyError(msg)

@@ -20,6 +20,8 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
 from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
 
+_FSDP = '{"fsdp": -1}'
+
 
 def pins_of_policy(
     policy: StepPolicy,
@@ -74,7 +76,7 @@ def _mesh(policy: StepPolicy, own: Pin | None, step: str) -> Any:
     if mesh is None:
         msg = (
             f"sharding={policy.sharding!r} needs a mesh, and none is set where {step} is called. Expected jax.set_mesh above the "
-            f"first step, with your own mesh or with one over all devices: {advise('sharding.set_mesh')}"
+            f"first step, with your own mesh or with one over all devices: {advise('sharding.set_mesh', axes=_FSDP)}"
         )
         raise PolicyError(msg)
     return mesh

@@ -71,8 +71,8 @@ def _message(donated: Leaf, other: Leaf, function: Callable[..., Any]) -> str:
     how = "aliased twice: both are donated" if other.donated else "donated in one place and passed undonated in another"
     return (
         f"{donated.path} and {other.path} of {step} are one and the same buffer ({donated.type_text}), {how}. XLA expects "
-        f"each donated buffer once. Copy one before the first step: {other.argument} = jax.tree.map(jnp.copy, "
-        f"{other.argument}), or leave it out of what is donated."
+        f"each donated buffer once. Copy one before the first step: "
+        f"{advise('donation.copy', state=other.argument)}, or leave it out of what is donated."
     )
 
 

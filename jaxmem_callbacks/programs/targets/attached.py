@@ -50,7 +50,7 @@ def attached_target(platform: str, device_kind: str, count: int) -> Target:
         return resolve_target(kind if shape is None else f"{kind}:{shape}")
     msg = (
         f"{count} attached devices of the kind {device_kind!r} ({platform}) are like no target. Expected one of those that "
-        "docs/targets.md lists; name it yourself: jm.plan(train_step, ..., target=...)."
+        "docs/targets.md lists; name it yourself by target=."
     )
     raise TargetError(msg)
 

@@ -30,6 +30,7 @@ from jaxmem_callbacks.programs.reading.dumps import dump_file
 from jaxmem_callbacks.programs.targets.compilers import user_cache
 from jaxmem_callbacks.programs.targets.fingerprint import Fingerprint, program_fingerprint
 from jaxmem_callbacks.programs.targets.worker import usable_answer
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.terminal import say
 from jaxmem_callbacks.records.units import GIB
 
@@ -197,7 +198,8 @@ class Entry:
 @functools.cache
 def _note(why: str) -> None:
     """Say once why nothing is kept: only compiles are lost by it."""
-    say(f"compilers' answers are not kept, since {why}. Name a folder for them: export {_VARIABLE}=/a/folder")
+    folder = advise("environment.set", name=_VARIABLE, value="/a/folder")
+    say(f"compilers' answers are not kept, since {why}. Name a folder for them: {folder}")
 
 
 def without_source_lines(text: str) -> str:

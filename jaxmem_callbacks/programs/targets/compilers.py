@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import TargetError
 
 # Triton's matrix products, and the search for the best kernel of each operation, a large part of a compile by JAX 0.12.
@@ -53,7 +54,8 @@ def folder_to_fill() -> pathlib.Path:
     """
     searched = _searched()
     if not searched:
-        msg = f"There is no folder for compilers, since this user has no home folder. Expected one: export {_VARIABLE}=/a/folder"
+        named = advise("environment.set", name=_VARIABLE, value="/a/folder")
+        msg = f"There is no folder for compilers, since this user has no home folder. Expected one: {named}"
         raise TargetError(msg)
     return pathlib.Path(searched[0])
 
@@ -174,13 +176,13 @@ def _how_to_replace(platform: str) -> str:
 
 
 def _into_folder(platform: str) -> str:
-    return f"jaxmem targets --install {_kind(platform)}"
+    return advise("targets.install", kind=_kind(platform))
 
 
 def _beside_jax(platform: str) -> str:
     """The packages of the extra by their own name, in the version that is here."""
     extra = "tpu" if platform == "tpu" else "cuda12-local"
-    return f'pip install "jax[{extra}]=={_version("jax", sys.path)}"'
+    return advise("targets.beside_jax", extra=extra, version=_version("jax", sys.path))
 
 
 def _kind(platform: str) -> str:

@@ -30,7 +30,7 @@ ShardingText = dict[str, Any]
 _SIZES = "does not match the device assignment size"  # JAX's words where meshes of two sizes meet
 NO_CUDNN = (
     "it asks for a cuDNN kernel, and cuDNN is not there to choose one",
-    "Use jax.nn.dot_product_attention(..., implementation='xla') for the estimate.",
+    "Use implementation='xla' of jax.nn.dot_product_attention for the estimate.",
 )
 
 

@@ -182,7 +182,7 @@ def compiling_here(name: str, *, traces: bool = False) -> Generator[None]:
             raise
         msg = (
             f"{_title(name)}: the program was traced and cannot be compiled. Expected operations that these devices have. Find "
-            "in the words below which one they do not, and leave it out or replace it; jax.jit(step).lower(...).compile() "
+            "in the words below which one they do not, and leave it out or replace it; JAX's own compile of the step "
             f"shows the same error.\n{words[:_TEXT_LIMIT]}"
         )
         raise CompileError(msg) from error

@@ -18,6 +18,7 @@ import sys
 import threading
 from typing import Any
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, TargetError
 
 _TIME_LIMIT, _TIME_LIMIT_S = "JAXMEM_COMPILE_TIMEOUT_S", 600.0
@@ -68,8 +69,12 @@ def time_limit_s() -> float:
         seconds = 0.0
     if 0 < seconds < threading.TIMEOUT_MAX:
         return seconds
-    msg = f"{_TIME_LIMIT}={text!r}: expected seconds above 0. Type for example: export {_TIME_LIMIT}=1800"
+    msg = f"{_TIME_LIMIT}={text!r}: expected seconds above 0. Type for example: {_time_limit(1800)}"
     raise TargetError(msg)
+
+
+def _time_limit(seconds: float) -> str:
+    return advise("environment.set", name=_TIME_LIMIT, value=f"{seconds:g}")
 
 
 def worker_environment(accelerator_type: str) -> dict[str, str]:
@@ -128,7 +133,7 @@ def run_worker(
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             msg = (
-                f"{name}: the compiler was ended after {timeout_s:g} s. Give it longer: export {_TIME_LIMIT}={3 * timeout_s:g} "
+                f"{name}: the compiler was ended after {timeout_s:g} s. Give it longer: {_time_limit(3 * timeout_s)} "
                 f"(compile_for_target also takes timeout_s=), or {_SMALLER}.{_tail(log)}"
             )
             raise CompileTimeoutError(msg) from None
@@ -200,7 +205,7 @@ def _crash(code: int) -> str:
     """How a worker ended that ended badly, and what to do."""
     unharmed = "your own process is unharmed."
     if code >= 0:
-        return f"(exit code {code}), {unharmed} Install its compiler anew by jaxmem targets --install, or {_SMALLER}."
+        return f"(exit code {code}), {unharmed} Install its compiler anew as docs/targets.md says, or {_SMALLER}."
     number = signal.Signals(-code)
     if number is signal.SIGKILL:
         why = "This library did not end it; a system that runs out of memory does. Close other programs, or"

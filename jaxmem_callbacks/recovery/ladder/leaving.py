@@ -28,7 +28,7 @@ def saved_last(
     where, why = None, ""
     try:
         if saving.folder is None:
-            why = "no folder was given: jm.Recovery(..., checkpoints='runs/a/checkpoints')"
+            why = "no folder was given, as checkpoints='runs/a/checkpoints' of jm.Recovery would"
         elif snapshot is None:
             why = "no snapshot was taken"
         elif not stuck and agreement.count > 1:

@@ -52,7 +52,7 @@ class Batches:
         if self._batch_at is None:
             msg = (
                 f"recovery.step({step}, state) got no batch, and Recovery has no batch_at. Expected one of the two: "
-                f"recovery.step({step}, state, batch), or jm.Recovery(train_step, batch_at=batch_at)."
+                "the batch behind the state, or batch_at, which gives it by the step's number."
             )
             raise RecoveryError(msg)
         return (self._batch_at(step),)
@@ -105,7 +105,7 @@ class Batches:
 
     def _need(self, step: int) -> str:
         what, instead = (
-            ("batches", "Give jm.Recovery(..., batch_at=...)")
+            ("batches", "Give jm.Recovery a batch_at")
             if self._batch_at is None
             else ("inputs besides the batch", "Let batch_at give these too")
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -131,6 +132,6 @@ class Running:
             f"the first step after a restore reused {format_bytes(reused)} of the old state's memory, where {by} "
             f"{format_bytes(expected)}: old and new state are held at once."
         )
-        action = "Copy the restored state once: state = jax.tree.map(jnp.copy, state), before the first step."
+        action = f"Copy the restored state once: {advise('donation.copy', state='state')}, before the first step."
         self._telling.event("donation_lost", self._runs, message, action, lost_bytes=expected - reused)
         warnings.warn(f"{message} {action}", DonationWarning, stacklevel=5)

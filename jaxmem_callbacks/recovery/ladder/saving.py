@@ -167,7 +167,7 @@ class Saving:
 
     def _needed(self, what: str) -> Path:
         if self.folder is None:
-            msg = f"{what} a folder, and Recovery has none. Write jm.Recovery(..., checkpoints='runs/a/checkpoints')."
+            msg = f"{what} a folder, and Recovery has none. Give it one: checkpoints='runs/a/checkpoints'."
             raise RecoveryError(msg)
         return self.folder
 

@@ -39,10 +39,7 @@ def record_of(plan: Any) -> PlanRecord | None:
     record = getattr(plan, "record", None)
     if plan is None or isinstance(record, PlanRecord):
         return record
-    msg = (
-        f"Recovery got {type(plan).__name__} as plan. Expected what jm.plan(train_step, ...) returned, or "
-        "jm.load_plan('plan.json')."
-    )
+    msg = f"Recovery got {type(plan).__name__} as plan. Expected a plan of jm.plan or jm.load_plan."
     raise TypeError(msg)
 
 

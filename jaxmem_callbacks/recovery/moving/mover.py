@@ -14,6 +14,7 @@ import jax
 import jax.core
 
 from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.defragment import MovedArray, MoveKind, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.recovery.moving.staging import Copier, Staged, copied, put_back, staged, why_not_staged
@@ -169,7 +170,7 @@ class Mover:
             names = ", ".join(self.paths[key] for key, _ in failed)
             msg = (
                 f"{names} could not be put back on the device, and stands in the error's tree as NumPy arrays; every other array "
-                "is there as it was. Free memory, then: tree = jax.device_put(error.tree, shardings)"
+                "is there as it was. Free memory, then put the error's tree where it was by jax.device_put."
             )
             raise DefragmentError(msg, self.tree) from failed[0][1]
 
@@ -210,15 +211,12 @@ def _refuse_tracing() -> None:
     if isinstance(jax.device_put(0), jax.core.Tracer):
         msg = (
             "jm.defragment moves real arrays, between steps, and a function is being traced here. Call it outside of jax.jit, "
-            "grad and vmap: state, report = jm.defragment(state)"
+            f"grad and vmap: {advise('memory.defragment')}"
         )
         raise DefragmentError(msg)
 
 
 def _refuse_deleted(leaf: jax.Array, path: str) -> None:
     if leaf.is_deleted():
-        msg = (
-            f"{path} was deleted or donated before. Give what the last step returned: state, metrics = step(state, batch); "
-            "state, report = jm.defragment(state)"
-        )
+        msg = f"{path} was deleted or donated before. Give what the last step returned: {advise('memory.defragment')}"
         raise DefragmentError(msg)

@@ -27,7 +27,7 @@ from jaxmem_callbacks.records.units import MIB, format_bytes
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
 
 _LEAST_S = 1.0  # no compile ends in less
-_TOO_LATE = "the time for planning was over; give it more by jm.oom_guard(plan_seconds=...)"
+_TOO_LATE = "the time for planning was over; give jm.oom_guard more plan_seconds"
 # Tracing takes memory of this process. With less left of its address space a compiler library would end the process.
 LEAST_LEFT_BYTES = 256 * MIB
 

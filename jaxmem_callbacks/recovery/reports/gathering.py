@@ -15,6 +15,7 @@ import jax
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.oom_report import FailedProgram, MemoryLimit, OomReport
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
@@ -133,7 +134,7 @@ def _known_at_once(
         step=seen.step,
         readings=tuple(seen.readings),
         events=tuple(seen.events),
-        unwatched="" if witnessed else "no monitor was given; write jm.oom_guard(monitor)",
+        unwatched="" if witnessed else f"no monitor was given; write {advise('guard.call', arguments='monitor')}",
         versions=parts.attempt("the versions", _versions, default={}),
         environment=parts.attempt("the environment", reported_environment, os.environ, default={}),
     )

@@ -143,7 +143,7 @@ def _words(each: Forecast) -> tuple[str, str]:
 def _lines(failing: Failing, each: Forecast) -> tuple[str, ...]:
     if each.kind == "rows":
         names = each.names
-        return tuple(f"{name} = jax.tree.map(lambda x: x[:{each.rows}], {name})" for name in names)
+        return tuple(advise("oom.rows", name=name, rows=each.rows) for name in names)
     policy = dataclasses.replace(each.policy, donate=None) if each.kind == "donation" else each.policy
     return (jit_step_line(failing, policy),)
 
@@ -155,7 +155,7 @@ def jit_step_line(failing: Failing, policy: StepPolicy) -> str:
     reaches_all = failing.step is not None and failing.step.gradients == "all"
     arguments = [failing.name, *([said] if said else []), *(["state_shardings=state_shardings"] if pinned else [])]
     arguments += ["gradients='all'"] if reaches_all else []
-    return f"step = jm.jit_step({', '.join(arguments)})"
+    return advise("step.made", arguments=", ".join(arguments))
 
 
 def policy_code(policy: StepPolicy) -> str:
@@ -165,7 +165,7 @@ def policy_code(policy: StepPolicy) -> str:
         for field in dataclasses.fields(StepPolicy)
         if getattr(policy, field.name) != field.default
     ]
-    return f"jm.StepPolicy({', '.join(said)})" if said else ""
+    return advise("train.policy", said=", ".join(said)) if said else ""
 
 
 def _of_holders(holders: Sequence[Holder], lacking_bytes: int | None) -> Iterator[Remedy]:
@@ -193,7 +193,8 @@ def _of_holders(holders: Sequence[Holder], lacking_bytes: int | None) -> Iterato
 def _of_the_host(facts: OomFacts) -> Iterator[Remedy]:
     """For memory of the host, which no setting of a device's allocator changes."""
     for what, line in host_tries(facts) if facts.platform == "host" else ():
-        yield Remedy(what=what, lines=(line,), compiled=False, basis="not compiled: it is no memory of the program")
+        lines = (line,) if line else ()
+        yield Remedy(what=what, lines=lines, compiled=False, basis="not compiled: it is no memory of the program")
 
 
 def _settings(cause: OomCause, platform: str) -> Iterator[Remedy]:
@@ -207,7 +208,7 @@ def _settings(cause: OomCause, platform: str) -> Iterator[Remedy]:
     if cause == "fragmentation":
         yield Remedy(
             what="Move what lives long together, between steps",
-            lines=("state, report = jm.defragment(state)",),
+            lines=(advise("memory.defragment"),),
             compiled=False,
             basis="not compiled: the report tells the largest free block before and after",
             costs="a copy of what is moved, on the device where there is room",
@@ -238,7 +239,7 @@ def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int
     if failing.step is None:
         yield Remedy(
             what="Make the failing function a step of this library, so that it can be explained and made smaller",
-            lines=("step = jm.jit_step(train_step)", "print(jm.step_memory(step, state, batch).peak())"),
+            lines=(advise("step.made", arguments="train_step"), advise("oom.look", step="train_step")),
             compiled=False,
             basis="not compiled: only steps of jm.jit_step can be compiled again",
         )
@@ -248,7 +249,7 @@ def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int
     if not forecasts.tried:
         yield Remedy(
             what="The cheapest policy that fits, by compiling",
-            lines=(f"print(jm.plan({call}))",),
+            lines=(advise("oom.plan", call=call),),
             compiled=False,
             basis="not compiled: see how predictions were made",
         )
@@ -256,15 +257,15 @@ def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int
         yield Remedy(
             what=f"Split the state over the {device_count} devices that are here",
             lines=(
-                'jax.set_mesh(jm.make_mesh({"fsdp": -1}))',
-                f"step = jm.jit_step({failing.name}, jm.StepPolicy(sharding='fsdp'))",
+                advise("sharding.set_mesh", axes='{"fsdp": -1}'),
+                jit_step_line(failing, StepPolicy(sharding="fsdp")),
             ),
             compiled=False,
             basis="not compiled: the state must be placed anew first (docs/sharding.md)",
         )
     yield Remedy(
-        what="Other programs that hold memory beside the step, such as evaluation: plan them together",
-        lines=(f"print(jm.plan({call}, beside=[(eval_step, (...,))]))",),
+        what="Do other programs hold memory beside the step, such as evaluation? beside= of jm.plan plans them together",
+        lines=(),
         compiled=False,
         basis="not compiled: which programs run beside it is not known here",
     )

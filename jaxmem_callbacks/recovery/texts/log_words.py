@@ -12,6 +12,7 @@ ELSEWHERE = (
     "Does something else hold memory of the GPU: another process, or PyTorch, TensorFlow or CuPy in this one? nvidia-smi lists "
     "the processes"
 )
+_FULL = 'remat="full"'
 _KERNEL_BYTES = 128 * 2**20
 """A TPU core's VMEM is no larger, and every HBM is."""
 
@@ -57,12 +58,12 @@ def tries(log: OomLog) -> list[tuple[str, str]]:
     if facts.platform == "tpu" and facts.limit_bytes is not None and facts.limit_bytes <= _KERNEL_BYTES:
         return [
             (
-                "Let the kernel hold less at once: smaller blocks",
-                "pl.BlockSpec((128, 512), ...)  # in place of its blocks",
+                "Does the kernel hold less at once with smaller blocks?",
+                "",
             ),
             (
-                "Or give it more of the core's memory",
-                "compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 * 2**20)",
+                "Does the core have more memory than vmem_limit_bytes of pltpu.CompilerParams gives the kernel?",
+                "",
             ),
         ]
     if facts.platform == "host":
@@ -80,16 +81,19 @@ def _step(facts: OomFacts) -> list[tuple[str, str]]:
     return [
         (
             "Ask the compiler which policy fits, without the hardware",
-            f'print(jm.plan({name}, state, batch, target="{target}"))',
+            advise("oom.plan", call=f'{name}, state, batch, target="{target}"'),
         ),
         (
             "Keep fewer activations: compute them again",
-            f'step = jm.jit_step({name}, jm.StepPolicy(remat="full"))',
+            advise("step.made", arguments=f"{name}, {advise('train.policy', said=_FULL)}"),
         ),
-        ("The same batch in two microbatches", f"step = jm.jit_step({name}, jm.StepPolicy(microbatches=2))"),
+        (
+            "The same batch in two microbatches",
+            advise("step.made", arguments=f"{name}, {advise('train.policy', said='microbatches=2')}"),
+        ),
         (
             "See what the step holds, and what is not donated",
-            f"print(jm.step_memory(jm.jit_step({name}), state, batch).peak())",
+            advise("oom.look", step=name),
         ),
     ]
 
@@ -98,7 +102,7 @@ def _fragmented(facts: OomFacts) -> list[tuple[str, str]]:
     if facts.platform != "gpu":
         return []  # a TPU's runtime moves buffers by itself
     return [
-        ("Move what lives long together, between steps", "state, report = jm.defragment(state)"),
+        ("Move what lives long together, between steps", advise("memory.defragment")),
         _own_pool(),
     ]
 
@@ -113,8 +117,8 @@ def _tuning(facts: OomFacts) -> list[tuple[str, str]]:
         return []
     return [
         (
-            "Choosing the fastest kernel takes memory of its own: choose without measuring",
-            "export XLA_FLAGS=--xla_gpu_autotune_level=0",
+            "Does choosing the fastest kernel take the memory? With xla_gpu_autotune_level=0 in XLA_FLAGS nothing is measured",
+            "",
         )
     ]
 
@@ -126,7 +130,7 @@ def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
     )
     less = (
         "Leave more of the device to CUDA, NCCL and kernels, whose memory lies outside JAX's pool",
-        "export XLA_CLIENT_MEM_FRACTION=0.6",
+        advise("environment.set", name="XLA_CLIENT_MEM_FRACTION", value="0.6"),
     )
     if cause == "refused":
         return [(ELSEWHERE, "")] if pool else [less, (ELSEWHERE, "")]
@@ -137,12 +141,12 @@ def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
 
 def host_tries(facts: OomFacts) -> list[tuple[str, str]]:
     """What can be tried where the host's memory ran out: words, and a line to paste."""
-    found = [("Hold fewer batches on the host", "batches = jm.prefetch(batches, batches=1)")]
+    found = [("Does the loader hold more batches on the host than it needs?", "")]
     if facts.phase == "run":
         found.append(
             (
-                "Allow more pinned memory, which offloaded arrays lie in (64 GiB unless told otherwise)",
-                "export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=128",
+                "Do offloaded arrays need more than 64 GiB of pinned memory? XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is another limit",
+                "",
             )
         )
     return found

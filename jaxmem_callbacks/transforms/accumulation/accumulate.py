@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxprs
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Found, is_key
@@ -291,7 +292,8 @@ def _joined_leaf(leaf: Any, whole: Any, path: str, rows: int, count: int) -> Any
     msg = (
         f"microbatches={count}: {path} is {leaf.dtype}[{','.join(map(str, leaf.shape[1:]))}] for a microbatch of {each} rows, "
         "and how to join those of all microbatches is not known. Expected a floating scalar (their mean is taken), an array "
-        "whose leading dimension is the batch's, or jm.weighted(sum, weight). Statistics of a whole batch, such as those of "
+        f"whose leading dimension is the batch's, or {advise('loss.weighted', arguments='sum, weight')}. Statistics of a whole "
+        "batch, such as those of "
         "BatchNorm, are other numbers for microbatches: take this gradient without microbatches."
     )
     raise PolicyError(msg)

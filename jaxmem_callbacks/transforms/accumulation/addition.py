@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, Whole
@@ -61,7 +62,8 @@ def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) ->
         msg = (
             f"microbatches={count}: {quotients[index].what} of {call.name} is jm.weighted by a weight that does not add up: for "
             f"{batch.rows} rows it is not {count} times what it is for {batch.rows // count}, so the sum would be divided by a "
-            "wrong number. Expected the sum over the rows of what they count: jm.weighted(losses.sum(), losses.size), or by the "
+            "wrong number. Expected the sum over the rows of what they count: "
+            f"{advise('loss.weighted', arguments='losses.sum(), losses.size')}, or by the "
             "sum of a mask. Or return the plain mean, which is compared."
         )
         raise PolicyError(msg)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import BATCH, OTHER, kind_of_argument
@@ -180,7 +181,7 @@ def _by_name(others: Sequence[_Argument], name: str, count: int) -> list[_Argume
         msg = (
             f"microbatches={count}: the batch of {name} is {_list(batch)} with {rows} rows, and {_list(unsure)} has a leading "
             f"dimension of {rows} too. Expected to be told whether it has rows of the batch: "
-            f"jm.value_and_grad({name}, batch_argnames={with_all!r}) if so, batch_argnames={names!r} if not."
+            f"{advise('loss.batch', loss=name, names=repr(with_all))} if so, batch_argnames={names!r} if not."
         )
         raise PolicyError(msg)
     return batch
@@ -199,8 +200,8 @@ def _by_shape(others: Sequence[_Argument], name: str, count: int, given: str) ->
     )
     msg = (
         f"microbatches={count}: no batch among the arguments of {name}. Given: {given}. {known}Expected arguments whose arrays "
-        "all have the batch as their leading dimension; a batch that the loss closes over must become an argument: "
-        f"jm.value_and_grad({name})(params, batch). Or say which it is: jm.value_and_grad({name}, batch_argnames=('x',))."
+        "all have the batch as their leading dimension; a batch that the loss closes over must become an argument "
+        f"of {name}. Or say which it is: {advise('loss.batch', loss=name, names=repr(('x',)))}."
     )
     raise PolicyError(msg)
 

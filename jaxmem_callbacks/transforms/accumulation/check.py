@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
@@ -340,7 +341,7 @@ def _beyond_rounding(apart: np.ndarray, sizes: np.ndarray, comparison: Compariso
 
 
 def _way_out(comparison: Comparison) -> str:
-    return f"return jm.weighted(loss_sum, weight_sum) in {comparison.name}, which adds up exactly"
+    return f"return {advise('loss.weighted', arguments='loss_sum, weight_sum')} in {comparison.name}, which adds up exactly"
 
 
 def _refusal(comparison: Comparison, variant: int, what: str, found: float, allowed: float) -> PolicyError:
@@ -352,7 +353,7 @@ def _refusal(comparison: Comparison, variant: int, what: str, found: float, allo
     if what.startswith("aux"):
         advice = (
             "Expected a mean over rows there, an array with one entry a row, each computed from that row alone, or "
-            "jm.weighted(sum, weight), which is exact."
+            f"{advise('loss.weighted', arguments='sum, weight')}, which is exact."
         )
     return PolicyError(
         f"microbatches={comparison.count} would change the numbers of {comparison.name}: its accumulated {what} differs by "

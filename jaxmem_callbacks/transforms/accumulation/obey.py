@@ -18,6 +18,7 @@ import jax
 from jax.core import Tracer
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
@@ -86,8 +87,8 @@ def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, d
     if any(isinstance(array, Tracer) for array in batch.arrays):
         msg = (
             f"microbatches={count}: whether {call.name} may be accumulated can only be checked with real arrays, and here its "
-            "arguments are being traced. Use jm.jit_step(step, policy), which checks at its first call, or return "
-            f"jm.weighted(loss_sum, weight_sum) in {call.name}, which needs no check."
+            "arguments are being traced. Use jm.jit_step, which checks at its first call, or return "
+            f"{advise('loss.weighted', arguments='loss_sum, weight_sum')} in {call.name}, which needs no check."
         )
         raise PolicyError(msg)
     # By what is computed and not by the name: another lambda of the same step has the same one.

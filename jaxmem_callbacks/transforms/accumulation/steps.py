@@ -17,6 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.check import Comparison, compare, require_equal, rounding
@@ -94,7 +95,7 @@ def _at_gradients(
             msg = (
                 f"microbatches={active.policy.microbatches}: the gradient of {name} is taken inside a loop, a branch or a "
                 "shard_map, where it can't be compared with a full one. Expected it directly in the step. Return "
-                f"jm.weighted(loss_sum, weight_sum) in {name}, which needs no check."
+                f"{advise('loss.weighted', arguments='loss_sum, weight_sum')} in {name}, which needs no check."
             )
             raise PolicyError(msg)
     if not names:

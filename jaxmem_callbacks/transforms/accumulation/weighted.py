@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import LossRefusedError
 from jaxmem_callbacks.transforms.weak_types import is_weak, typed
 
@@ -56,7 +57,7 @@ def weighted(total: Any, weight: Any) -> Weighted:
         if jnp.shape(part) != ():
             msg = (
                 f"jm.weighted: {name} has the shape {jnp.shape(part)}, expected a scalar. Sum over the rows: "
-                "jm.weighted((losses * mask).sum(), mask.sum())."
+                f"{advise('loss.weighted', arguments='(losses * mask).sum(), mask.sum()')}."
             )
             raise LossRefusedError(msg)
     return Weighted(total=jnp.asarray(total), weight=jnp.asarray(weight))
@@ -78,8 +79,8 @@ def in_parts(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
             if isinstance(result, Weighted):
                 name = getattr(loss, "__qualname__", type(loss).__name__)
                 msg = (
-                    f"The loss {name} returned jm.weighted(...) alone, and has_aux=True expects a pair. Type in it: "
-                    "return jm.weighted(...), aux; or leave has_aux out where it is called."
+                    f"The loss {name} returned what jm.weighted gave alone, and has_aux=True expects a pair. Return the "
+                    "pair of it and the aux, or leave has_aux out where it is called."
                 )
                 raise LossRefusedError(msg)
             if not isinstance(result, (tuple, list)) or len(result) != 2:  # noqa: PLR2004 - a pair

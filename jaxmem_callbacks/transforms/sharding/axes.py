@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules
 
@@ -110,7 +111,7 @@ def require_axes(roles: MeshRoles, sharding: str, to_type: str = "") -> None:
         there = ", ".join(f"{name}={size}" for name, size in roles.sizes.items()) or "none"
         what = " and ".join(f"{words}, called one of {', '.join(names)}" for words, names in needs)
         example = '{"fsdp": -1, "tensor": 2}' if sharding == "fsdp_tensor" else '{"fsdp": -1}'
-        typed = to_type or f"jm.make_mesh({example})"
+        typed = to_type or advise("mesh.make", axes=example)
         msg = f"sharding={sharding!r} needs {what}; the mesh has the axes {there}. Type {typed}."
         raise PolicyError(msg)
 

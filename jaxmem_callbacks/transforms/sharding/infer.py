@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.config.named import Name, policy_of
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
@@ -23,6 +24,8 @@ from jaxmem_callbacks.transforms.sharding.leaves import StateLeaf, Words, state_
 from jaxmem_callbacks.transforms.sharding.logical import named_axes, require_met
 from jaxmem_callbacks.transforms.sharding.shapes import ShapeRule, model_width, small_bytes
 from jaxmem_callbacks.transforms.sharding.stacked import layer_dimensions
+
+_SHARDED = "sharding='fsdp'"
 
 
 def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | Preset | Name) -> Any:
@@ -47,7 +50,8 @@ def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | 
     """
     sharding = _required_sharding(policy_of(policy))
     if not isinstance(mesh, Mesh | AbstractMesh) or mesh.empty:
-        msg = f'infer_shardings got the mesh {mesh!r:.80}. Expected one such as jm.make_mesh({{"fsdp": -1}}).'
+        expected = advise("mesh.make", axes='{"fsdp": -1}')
+        msg = f"infer_shardings got the mesh {mesh!r:.80}. Expected one such as {expected}."
         raise PolicyError(msg)
     leaves, structure = state_leaves(state), jax.tree.structure(state)
     arrays = [leaf for leaf in leaves if leaf is not None]
@@ -60,8 +64,8 @@ def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | 
 def _required_sharding(policy: StepPolicy) -> str | ShardingRules:
     if policy.sharding is None:
         msg = (
-            "The policy says nothing about sharding. Expected one that does: jm.load_preset('fsdp') or "
-            "jm.StepPolicy(sharding='fsdp')."
+            f"The policy says nothing about sharding. Expected one that does: {advise('preset.load', names=repr('fsdp'))} or "
+            f"{advise('train.policy', said=_SHARDED)}."
         )
         raise PolicyError(msg)
     return policy.sharding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -9,9 +10,12 @@ from typing import Any, Literal, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.sharding.axes import Axes, fitting_axes, parse_axes
 from jaxmem_callbacks.transforms.sharding.slices import hybrid_devices, slice_count, slices_by_axis
+
+_Fewer = tuple[str, int] | None  # axes as they were given, and how many devices they take
 
 AxisTypes = Literal["auto", "explicit"] | AxisType | Mapping[str, Any]
 
@@ -70,7 +74,7 @@ def abstract_mesh(axes: Axes, device_count: int, *, axis_types: AxisTypes = "aut
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), _types(sizes, axis_types))
 
 
-def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[str, int | None], str]) -> dict[str, int]:
+def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[str, _Fewer], str]) -> dict[str, int]:
     """The sizes with -1 filled in; their product is the number of devices, or the error says what to type."""
     given = math.prod(size for size in sizes.values() if size != -1)
     free = next((name for name, size in sizes.items() if size == -1), None)
@@ -80,22 +84,28 @@ def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[st
         return sizes
     text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     wants = f"a multiple of {given}" if free is not None else str(given)
-    axes = ", ".join(f'"{name}": {size}' for name, size in fitting_axes(sizes, count).items())
-    fewer = given if given < count else None
+    axes = _typed(fitting_axes(sizes, count))
+    fewer = (_typed(sizes), given) if given < count else None
     msg = f"Mesh: the axes {text} need {wants} devices, and {there}. {to_type(axes, fewer)}"
     raise PolicyError(msg)
 
 
-def _call_on_fewer(axes: str, fewer: int | None) -> str:
+def _typed(sizes: Mapping[str, int]) -> str:
+    """Axes as one types them."""
+    return f"{{{', '.join(f'{json.dumps(name)}: {size}' for name, size in sizes.items())}}}"
+
+
+def _call_on_fewer(axes: str, fewer: _Fewer) -> str:
     """What to type where devices are attached."""
-    some = f", or on fewer devices jm.make_mesh(..., devices=jax.devices()[:{fewer}])" if fewer else ""
-    return f"Type jm.make_mesh({{{axes}}}){some}."
+    on_fewer = "" if fewer is None else f"{fewer[0]}, devices=jax.devices()[:{fewer[1]}]"
+    some = f", or on fewer devices {advise('mesh.make', axes=on_fewer)}" if fewer else ""
+    return f"Type {advise('mesh.make', axes=axes)}{some}."
 
 
-def _argument(axes: str, fewer: int | None) -> str:
+def _argument(axes: str, fewer: _Fewer) -> str:
     """What to type where a plan has the devices of its target."""
-    some = f", or name a target of {fewer} devices" if fewer else ""
-    return f"Type mesh={{{axes}}}{some}."
+    some = f", or name a target of {fewer[1]} devices" if fewer else ""
+    return f"Type mesh={axes}{some}."
 
 
 def _what(devices: list[Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 
 
@@ -40,9 +41,10 @@ def slices_by_axis(
     if across is None:
         found = next((name for name, size in sizes.items() if size % slices == 0), None)
         if found is None:
+            example = f'{{"data": {slices}, "fsdp": -1}}'
             msg = (
                 f"Mesh: the devices are of {slices} slices, and no axis of {_text(sizes)} divides by {slices}. One axis has to "
-                f'cross the slices, best the batch\'s. Type for example jm.make_mesh({{"data": {slices}, "fsdp": -1}}).'
+                f"cross the slices, best the batch's. Type for example {advise('mesh.make', axes=example)}."
             )
             raise PolicyError(msg)
         return {name: slices if name == found else 1 for name in sizes}
@@ -77,7 +79,7 @@ def hybrid_devices(sizes: Mapping[str, int], across: Mapping[str, int], devices:
     except (ValueError, AssertionError) as error:
         msg = (
             f"Mesh: {_text(sizes)} cannot be laid over the slices: {error}. Expected slices of {math.prod(inside)} devices each. "
-            "Give the devices of whole slices: jm.make_mesh(..., devices=...)."
+            "Give the devices of whole slices."
         )
         raise PolicyError(msg) from error
 
