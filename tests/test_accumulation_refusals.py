@@ -309,7 +309,9 @@ def test_what_jm_weighted_takes():
         jm.weighted(jnp.ones(32), 32)
     with pytest.raises(ValueError, match=r"jm\.weighted: weight has the shape \(32,\)"):
         jm.weighted(1.0, jnp.ones(32))
-    alone = r"The loss .*<lambda> returned jm\.weighted\(\.\.\.\) alone, and has_aux=True expects a pair\. Type in it: return jm"
+    alone = (
+        r"The loss .*<lambda> returned what jm\.weighted gave alone, and has_aux=True expects a pair\. Return the pair"
+    )
     with pytest.raises(ValueError, match=alone):
         jm.value_and_grad(lambda w: jm.weighted(w.sum(), 1), has_aux=True)(W)
     with pytest.raises(TypeError, match=r"two-element tuple|pair"):

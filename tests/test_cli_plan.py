@@ -72,7 +72,7 @@ from tests.target_step import needs_compiler
             ["--search", "batch.at_most=4", "--search", "batch.multiple_of=8"],
             "batch.at_most=4 is below batch.multiple_of=8, so no batch is left. Type --search batch.at_most=8,",
         ),
-        (["--search", "offload", "--search", "remat=no"], "nothing to move. Leave out --search remat=no."),
+        (["--search", "offload", "--search", "remat=no"], "nothing to move. Take remat=no out"),
         (["--logdir", "a_file/plan"], "a_file/plan'): expected a folder that can be written: Not a directory."),
         (["--logdir", "gs://a/b"], "logdir='gs://a/b'): expected a local folder."),
         (

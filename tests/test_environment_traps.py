@@ -56,14 +56,14 @@ TRAPS = [
         {"jaxlib": "0.10.2"},
         "platform that is not",
         r"silently runs the default",
-        "jax>=0.11",
+        "jax 0.11 or newer",
     ),
     (
         {ALLOCATOR: "platform"},
         {"jaxlib": "0.10.1"},
         "platform that is not",
         r"silently runs the default",
-        "jax>=0.11",
+        "jax 0.11 or newer",
     ),
     ({ALLOCATOR: "vmm"}, {"plugins": {"rocm": "x 1"}}, "allocator of CUDA", r"NVIDIA GPUs only", "bfc"),
     *(

@@ -266,7 +266,9 @@ def test_a_plan_writes_into_no_run(tmp_path: Path) -> None:
     ):
         plan.to_tensorboard(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(PlanError, match=r"logdir='gs://a/b'\): expected a local folder\. .* jm.MemoryMonitor\(writer="):
+    with pytest.raises(
+        PlanError, match=r"logdir='gs://a/b'\): expected a local folder\. .*whose monitor takes plan=plan"
+    ):
         plan.to_tensorboard("gs://a/b")
     (tmp_path / "file").touch()
     with pytest.raises(PlanError, match=r"file/plan'\): expected a folder that can be written: Not a directory\. Type"):

@@ -81,7 +81,7 @@ def test_a_plans_mesh_is_answered_with_what_a_plan_takes():
             {"data": 2, "fsdp": 2},
             'need 4 devices, and there are 8 devices (cpu). Type jm.make_mesh({"data": 4, "fsdp": 2})',
         ),
-        ({"data": 2, "fsdp": 2}, "or on fewer devices jm.make_mesh(..., devices=jax.devices()[:4])"),
+        ({"data": 2, "fsdp": 2}, 'or on fewer devices jm.make_mesh({"data": 2, "fsdp": 2}, devices=jax.devices()[:4])'),
         ("data=16", 'need 16 devices, and there are 8 devices (cpu). Type jm.make_mesh({"data": 8}).'),
         ({"data": -1, "fsdp": -1}, "the axes data, fsdp are all -1. Expected one at most"),
         (

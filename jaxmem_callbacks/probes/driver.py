@@ -17,7 +17,7 @@ import jax
 from jaxmem_callbacks.probes.protocol import Device, device_label
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
-_NO_LIBRARY = "the driver is asked through nvidia-ml-py, a package that is not installed"
+_NO_LIBRARY = "the driver is asked through nvidia-ml-py, which is not installed"
 _NOT_NVIDIA = {
     "cpu": "no driver counts the memory of JAX's CPU devices; memory/host_gib has the process's",
     "tpu": "a TPU's driver tells no figures to processes",
