@@ -163,5 +163,5 @@ def test_bytes_that_are_off_are_told_with_both_figures(plan: jm.Plan) -> None:
 
 
 def test_what_is_no_plan_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"got dict as plan. Expected what jm.plan\(train_step"):
+    with pytest.raises(TypeError, match=r"got dict as plan. Expected a plan of jm.plan"):
         jm.MemoryMonitor(plan={})

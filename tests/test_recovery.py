@@ -129,7 +129,7 @@ def test_what_cannot_be_recovered_is_refused_with_what_to_type(tmp_path):
         jm.Recovery(lambda state, batch: (state, batch, 1)).step(0, new_state(), BATCH)
     with pytest.raises(RecoveryError, match=r"snapshots on disk need a folder.*checkpoints='runs/a/checkpoints'"):
         jm.Recovery(train_step, jm.load_preset("recover_from_disk"))
-    with pytest.raises(TypeError, match=r"Recovery got int as plan\. Expected what jm\.plan"):
+    with pytest.raises(TypeError, match=r"Recovery got int as plan\. Expected a plan of jm\.plan"):
         jm.Recovery(train_step, plan=3)
     with pytest.raises(RecoveryError, match=r"No checkpoint of step 4 in .*; there are: none"):
         jm.Recovery(train_step, checkpoints=tmp_path).restore(new_state(), 4)
