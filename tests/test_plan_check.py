@@ -104,7 +104,7 @@ def test_a_plan_about_something_else_is_stale_once(plan: jm.Plan, change: Any, r
     (event,) = monitor.events
     assert event.kind == "plan_stale"
     assert re.search(words, event.message), event.message
-    assert "Plan again: jm.plan(train_step" in event.action
+    assert "Plan train_step again" in event.action
 
 
 def test_another_loss_of_the_same_shapes_and_another_policy_are_stale_once(plan: jm.Plan) -> None:
