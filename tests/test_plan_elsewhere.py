@@ -167,7 +167,7 @@ def changed(**fields: Any) -> str:
         (
             "missing.json",
             None,
-            "missing.json cannot be read: No such file or directory. Expected a whole plan, as `jaxmem plan",
+            "missing.json cannot be read: No such file or directory. Expected a whole plan, as jaxmem plan",
         ),
         (
             "plan.yaml",
