@@ -19,7 +19,8 @@ from jaxmem_callbacks.cli.alive import alive_beside, alive_words
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.other_steps import other_steps
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
-from jaxmem_callbacks.records.units import MIB
+from jaxmem_callbacks.records.units import MIB, format_bytes
+from tests.pasting import pasted
 from tests.sample_plans import sentences
 from tests.unedited_scripts import GAN, written
 
@@ -144,3 +145,72 @@ def test_where_jax_does_not_start_nothing_is_alive(tmp_path: Path) -> None:
     program = "from jaxmem_callbacks.cli.alive import alive_beside; assert alive_beside((), {}) is None"
     environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True)
+
+
+RESTORED = {
+    "a state in a function": ("""
+from flax.training.train_state import TrainState
+@jax.jit
+def train_step(state, batch):
+    return state.apply_gradients(grads=jax.grad(loss)(state.params, batch))
+def make():
+    return TrainState.create(apply_fn=None, params={"w": jnp.ones((W, W))}, tx=optax.adam(1e-3))
+def main():
+    template = make()
+    state = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), template)
+    for _ in range(2):  # first step
+        state = train_step(state, jnp.ones((8, W)))
+main()
+""", "template", "state", 3),
+    "a tree in the script": ("""
+@jax.jit
+def update(weights, batch):
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, batch))
+fresh = {"w": jnp.ones((W, W))}
+np.save("/dev/null", fresh["w"])
+weights = {"w": jnp.zeros((W, W))}
+update(weights, jnp.ones((8, W)))  # first step
+""", "fresh", "weights", 1),
+    "a method of a class": ("""
+class Run:
+    def fit(self, initial):
+        params = {"w": 2 * initial["w"]}
+        step = jax.jit(self.step)
+        step(params, jnp.ones((8, W)))  # first step
+        return initial
+    def step(self, params, batch):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, batch))
+Run().fit({"w": jnp.ones((W, W))})
+""", "initial", "params", 1),
+}  # fmt: skip
+HEAD = """import jax, jax.numpy as jnp, numpy as np, optax
+W = {width}
+def loss(p, batch): return jnp.mean(jnp.tanh(batch @ p["w"]) ** 2)
+"""
+
+
+@pytest.mark.parametrize("kind", RESTORED)
+def test_a_second_copy_of_the_state_is_named(kind: str, tmp_path: Path, capsys) -> None:
+    text, name, argument, copies = RESTORED[kind]
+    width = 1021 + 2 * [*RESTORED].index(kind)  # so that no other test's arrays are alike
+    (script := tmp_path / "train.py").write_text(HEAD.format(width=width) + text, "utf-8")
+
+    def seen() -> tuple[str, int]:
+        assert main(["inspect", "--top", "0", str(script)]) == 0
+        words = " ".join(capsys.readouterr().out.split())
+        assert main(["inspect", "--json", "--top", "0", str(script)]) == 0
+        return words, json.loads(capsys.readouterr().out)["alive_beside_bytes"]
+
+    words, before = seen()
+    size = format_bytes(copies * 4 * width**2)
+    assert f"{name} holds a second copy of {argument} ({size}), such as the state that was made before" in words
+    line = pasted("alive.let_go", words)
+    lines = script.read_text("utf-8").splitlines()
+    at = next(place for place, each in enumerate(lines) if "# first step" in each)
+    indent = len(lines[at]) - len(lines[at].lstrip())
+    lines = [*lines[:at], " " * indent + line, *lines[at:]]
+    script.write_text("\n".join(lines).replace("        return initial", ""), "utf-8")
+    words, after = seen()
+    if kind != "a method of a class":  # whose caller holds it too
+        assert "second copy" not in words
+        assert before - after >= copies * 4 * width**2

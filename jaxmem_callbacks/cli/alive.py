@@ -1,4 +1,4 @@
-"""A call of a script's step enters; what else is alive then leaves, and a sentence on it.
+"""What else is alive when a script calls its step, and a sentence on it.
 
 A plan counts the step's arguments and its program. A script with two steps (a GAN, an actor and its critic) holds the other one's
 state meanwhile, and an EMA copy or a dataset on the device lies there too.
@@ -7,18 +7,25 @@ state meanwhile, and an EMA copy or a dataset on the device lies there too.
 from __future__ import annotations
 
 import gc
+import inspect
 import math
+import types
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
+from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.units import MIB, format_bytes
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.kinds import is_batch_name
 
+_NOT_THE_SCRIPT = {"jaxmem_callbacks", "jax", "contextlib", "runpy"}
 _SHARE = 0.01  # of what the step needs: less is not worth a word
 _SHOWN = 2  # groups of arrays that are named
 
@@ -34,7 +41,83 @@ def alive_beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCensus |
         return None
 
 
-def alive_words(alive: ArrayCensus | None, when: str, step_bytes: int | None, resident_bytes: int = 0) -> str:
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A second copy of an argument.
+
+    Attributes:
+        argument: The argument's name in the step.
+        bytes: Its size on one device.
+        name: The script's variable that holds the copy; None where no variable does.
+    """
+
+    argument: str
+    bytes: int
+    name: str | None
+
+    @property
+    def words(self) -> str:
+        """A sentence, and what to write."""
+        size = f"{self.argument} ({format_bytes(self.bytes)})"
+        first = "such as the state that was made before another was restored"
+        if self.name is None:
+            return f"A second copy of {size} is alive, {first}. Is it needed? What lets go of it gives its memory back."
+        line = advise("alive.let_go", name=self.name)
+        return (
+            f"{self.name} holds a second copy of {size}, {first}. If nothing reads it any more, write above the first step: "
+            f"{line}"
+        )
+
+
+def copies_of_arguments(
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alive: ArrayCensus | None
+) -> list[Copy]:
+    """The arguments of a call of which a second copy is alive: as many arrays of the same shapes and dtypes.
+
+    Args:
+        step: What is called.
+        args: Its arguments.
+        kwargs: Likewise.
+        alive: What is alive besides.
+    """
+    free = Counter({(each.shape, each.dtype): each.count for each in (alive.groups if alive else ())})
+    held = {(each.shape, each.dtype): each.bytes // each.count for each in (alive.groups if alive else ())}
+    own = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
+    copies: list[Copy] = []
+    for argument, value in named_arguments(getattr(step, "__wrapped__", step), args, kwargs):
+        kinds = _kinds(value)
+        size = sum(held.get(kind, 0) * count for kind, count in kinds.items())
+        if size >= MIB and not is_batch_name(argument) and len(kinds) > 0 and kinds <= free:
+            free -= kinds
+            copies.append(Copy(argument, size, _variable(kinds, own)))
+    return copies
+
+
+def _kinds(tree: Any) -> Counter[tuple[tuple[int, ...], str]]:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
+    return Counter((leaf.shape, str(leaf.dtype)) for leaf in arrays if leaf.size > 1)
+
+
+def _variable(kinds: Counter[Any], own: set[int]) -> str | None:
+    """The variable of the calling functions that holds arrays of these kinds and none of the call's own."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_SCRIPT:
+            for name, value in frame.f_locals.items():
+                leaves = [] if isinstance(value, types.ModuleType) else jax.tree.leaves(value)
+                if not own.intersection(map(id, leaves)) and _kinds(value) == kinds:
+                    return name
+        frame = frame.f_back
+    return None
+
+
+def alive_words(
+    alive: ArrayCensus | None,
+    when: str,
+    step_bytes: int | None,
+    resident_bytes: int = 0,
+    copies: Sequence[Copy] = (),
+) -> str:
     """What else was alive, and how a plan counts it; empty where it is little, or counted.
 
     An array that the step closes over counts too: its program holds a copy of it.
@@ -44,13 +127,14 @@ def alive_words(alive: ArrayCensus | None, when: str, step_bytes: int | None, re
         when: When that was, such as "when the script called it".
         step_bytes: What the step needs.
         resident_bytes: What the plan counts beside the step.
+        copies: What has a sentence of its own, and is to go.
     """
     if alive is None:
         return ""
     on_device: Counter[str] = Counter()
     for group in alive.groups:
         on_device.update(dict.fromkeys(group.devices, group.bytes))
-    beside = max(on_device.values(), default=0) + alive.left_out_bytes
+    beside = max(on_device.values(), default=0) + alive.left_out_bytes - sum(each.bytes for each in copies)
     if beside < max(MIB, _SHARE * (step_bytes or 0)) or beside <= resident_bytes:
         return ""
     return (

@@ -85,6 +85,7 @@ class _Report:
     plain: Any | None
     plain_refused: str | None
     peak: Peak | None
+    causes: tuple[str, ...]
     top: int
     remarks: list[str]
     alive_bytes: int | None
@@ -109,7 +110,8 @@ class _Report:
             if top:
                 tell(f"compiling {step.name} once more, for what makes its peak")
             peak = memory.peak() if top else None
-        beside = alive_words(reached.alive, reached.when, memory.step_bytes)
+            causes = () if peak is None else memory.causes(peak)
+        beside = alive_words(reached.alive, reached.when, memory.step_bytes, copies=reached.copies)
         return cls(
             policy=step.policy,
             memory=memory,
@@ -117,7 +119,8 @@ class _Report:
             plain_refused=refused,
             peak=peak,
             top=top,
-            remarks=[words for words in (reached.others, beside) if words],
+            causes=causes,
+            remarks=[words for words in (reached.others, *(each.words for each in reached.copies), beside) if words],
             alive_bytes=None if reached.alive is None else reached.alive.bytes,
         )
 
@@ -134,7 +137,14 @@ class _Report:
         if self.plain_refused is not None:
             lines += ["", f"The plain step, without remat and donation: {self.plain_refused}"]
         if self.peak is not None:
-            lines += ["", str(self.peak), "", "Its largest buffers", ""]
+            lines += [
+                "",
+                str(self.peak),
+                *(["", *wrapped(self.causes)] if self.causes else []),
+                "",
+                "Its largest buffers",
+                "",
+            ]
             lines += buffer_table([_short(buffer) for buffer in self.peak.buffers[: self.top]])
         if self.remarks:
             lines += ["", *wrapped(self.remarks)]
@@ -160,6 +170,7 @@ class _Report:
             "plain_step": None if self.plain is None else _memory_json(self.plain),
             "plain_step_refused": self.plain_refused,
             "peak": None if self.peak is None else dataclasses.asdict(dataclasses.replace(self.peak, buffers=())),
+            "causes": list(self.causes),
             "top_buffers": [
                 dataclasses.asdict(buffer) for buffer in (self.peak.buffers[: self.top] if self.peak else ())
             ],

@@ -20,7 +20,7 @@ import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from jaxmem_callbacks.cli.other_steps import other_steps, steps_written_in
 from jaxmem_callbacks.cli.seen import Seen
@@ -31,6 +31,9 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 from jaxmem_callbacks.records.terminal import put
+
+if TYPE_CHECKING:
+    from jaxmem_callbacks.cli.alive import Copy
 
 _NAMED = advise("option.typed", option="step", value="NAME")
 _THEN = "# import jaxmem_callbacks as jm; then call step(...) in your loop"
@@ -78,6 +81,7 @@ class Reached:
         kwargs: The keyword arguments.
         when: When that was, in words.
         alive: Arrays that were alive then and are no arguments; None where JAX does not start.
+        copies: Of the arrays that were alive, second copies of arguments.
         others: Which other steps the script has, and how to name one; empty where the step was named, or is the only one.
     """
 
@@ -86,6 +90,7 @@ class Reached:
     kwargs: dict[str, Any]
     when: str
     alive: ArrayCensus | None
+    copies: Sequence[Copy] = ()
     others: str = ""
 
 
@@ -336,7 +341,7 @@ class _FirstStep(Generic[_Result]):
         raise _StopScript
 
     def _do(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from jaxmem_callbacks.cli.alive import alive_beside
+        from jaxmem_callbacks.cli.alive import alive_beside, copies_of_arguments
 
         if self.seen.refused is not None:
             self.error = self.seen.refused
@@ -346,7 +351,10 @@ class _FirstStep(Generic[_Result]):
             with undisturbed(self._streams, self._in_main):
                 others = other_steps(self._script, step.name) if self.named is None else ""
                 alive, when = alive_beside(args, kwargs), "when the script called it"
-                reached = Reached(step=step, args=args, kwargs=kwargs, when=when, alive=alive, others=others)
+                copies = copies_of_arguments(step, args, kwargs, alive)
+                reached = Reached(
+                    step=step, args=args, kwargs=kwargs, when=when, alive=alive, copies=copies, others=others
+                )
                 _require_jit(reached)
                 self.results.append(self._work(reached))
         except BaseException as error:  # noqa: BLE001 - the script's own handlers are not to see it

@@ -23,10 +23,12 @@ from jaxmem_callbacks.planning.rows import Rows, find_rows
 from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
 from jaxmem_callbacks.planning.verdict import remedies, searches
+from jaxmem_callbacks.programs.causes import causes_of
 from jaxmem_callbacks.programs.memory_text import large_constants
 from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
 from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here, unguarded
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, PlanError, PolicyError
@@ -124,7 +126,7 @@ def make_plan(
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
     best = _placed_elsewhere(ledger, best)
-    _note_choice(ledger, best)
+    _note_choice(ledger, best, traced)
     record = _record(ledger, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(planned)))
     if best.candidate.fits is not False:
         return record
@@ -167,8 +169,11 @@ def _share_of(best: Entry) -> float | None:
     return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
 
 
-def _note_choice(ledger: Ledger, best: Entry) -> None:
+def _note_choice(ledger: Ledger, best: Entry, traced: Traced) -> None:
     """What is to be said of the policy that is used."""
+    if best.candidate.peak is not None:
+        for words in causes_of(best.compiler.problem.name, traced.jaxpr, traced.leaves, best.candidate.peak):
+            ledger.note(words)
     _note_share(ledger, best)
     _note_idle_devices(ledger, best)
     _note_undone(ledger, best)

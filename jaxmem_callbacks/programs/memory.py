@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.programs.causes import causes_of, scheduled_at_once
 from jaxmem_callbacks.programs.memory_text import disagreement_words, large_constants, memory_table
 from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.reading.groups import Arguments
@@ -45,6 +46,7 @@ class StepMemory:
         warnings: What is worth acting on, a sentence each.
         signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
         read_peak: Makes `peak`'s answer.
+        read_causes: Makes `causes`' answer of a peak.
     """
 
     program: ProgramMemory
@@ -52,6 +54,7 @@ class StepMemory:
     warnings: tuple[str, ...] = ()
     signature: Signature = ()
     read_peak: Callable[[], Peak] = field(repr=False, compare=False)
+    read_causes: Callable[[Peak], tuple[str, ...]] = field(repr=False, compare=False)
 
     @property
     def step_bytes(self) -> int:
@@ -103,6 +106,17 @@ class StepMemory:
             CompileError: the compiler wrote no buffer assignment.
         """
         return self.read_peak()
+
+    def causes(self, peak: Peak | None = None) -> tuple[str, ...]:
+        """Why the step needs so much, where something can be done about it, a sentence or two each: `programs.causes`.
+
+        Args:
+            peak: What `peak` gave; None, and it is asked for.
+
+        Raises:
+            CompileError: the compiler wrote no buffer assignment.
+        """
+        return self.read_causes(self.peak() if peak is None else peak)
 
     def top_buffers(self, count: int | None = None) -> tuple[Buffer, ...]:
         """The buffers of the peak, largest first, with group, source line and module path. Compiles as `peak` does.
@@ -162,6 +176,10 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         warnings=warnings,
         signature=judged.program.signature,
         read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
+        read_causes=lambda peak: (
+            *causes_of(made.name, judged.jaxpr, judged.leaves, peak),
+            *filter(None, [scheduled_at_once(made.name, lowered, peak)]),
+        ),
     )
 
 
@@ -213,7 +231,7 @@ def as_step(step: Callable[..., Any]) -> JitStep:
 
 
 def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str) -> StepMemory:
-    compiled, uses, undonated, again = compile_step_for(step, args, kwargs, target)
+    compiled, uses, undonated, again, traced = compile_step_for(step, args, kwargs, target)
     if compiled.memory is None:
         msg = (
             f"{step.name} does not fit into one device of {compiled.target.name}: its compiler needs "
@@ -228,6 +246,7 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         warnings=(*_warnings(step, program), *compiled.note_of_reports),
         signature=signature_of(uses, {}),
         read_peak=again,
+        read_causes=lambda peak: causes_of(step.name, traced.jaxpr, traced.leaves, peak),
     )
 
 

@@ -61,7 +61,7 @@ def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
 
     def look(some: Iterable[Any], around: Sequence[_Line], trips: int) -> None:
         for eqn in filter(has_own_checkpoint, some):
-            lines = [*_own_lines(eqn)[:1], *around]
+            lines = [*own_lines(eqn)[:1], *around]
             if is_checkpoint(eqn):
                 function, defined = _function(eqn)
                 found[_place([*lines, *defined]), function] += trips
@@ -120,11 +120,15 @@ def _without_our_names(eqns: Iterable[Any], outvars: Iterable[Any]) -> tuple[lis
 def _place(lines: Sequence[_Line]) -> str:
     """The first of some lines on which a checkpoint is written, as ``file:line``; where none is, the first; empty without any."""
     written = (each for each in lines if _WRITTEN.search(linecache.getline(*each)))
-    file, line = next(written, lines[0] if lines else ("", 0))
-    return f"{_short(file)}:{line}" if file else ""
+    return short_place([*written, *lines])
 
 
-def _own_lines(eqn: Any) -> list[_Line]:
+def short_place(lines: Sequence[_Line]) -> str:
+    """The first of some lines as ``file:line``; empty without any."""
+    return f"{_short(lines[0][0])}:{lines[0][1]}" if lines else ""
+
+
+def own_lines(eqn: Any) -> list[_Line]:
     """The lines of the user's own that made an equation, innermost first."""
     return [each for each in source_lines(eqn) if not _is_framework(each[0])]
 

@@ -53,6 +53,7 @@ class Leaf:
         by_class: Whether its class says what it holds, and not a name.
         updated: Whether the step is known to return it updated.
         differentiated: Whether the step is known to return its gradient as it is, and no update.
+        accumulates: Whether gradients are added to it from step to step.
         no_update: Numbers of the step's results that are known to be no later value of it: gradients.
     """
 
@@ -67,6 +68,7 @@ class Leaf:
     by_class: bool = False
     updated: bool = False
     differentiated: bool = False
+    accumulates: bool = False
     no_update: frozenset[int] = frozenset()
 
     @property
@@ -243,6 +245,7 @@ def _role(leaf: Leaf, role: Role) -> dict[str, Any]:
     differentiated = role.kind == PARAMETERS and not role.updated
     return {
         "updated": role.updated,
+        "accumulates": role.accumulates,
         "differentiated": differentiated,
         "kind": leaf.kind if is_certain or role.kind is None else role.kind,
     }

@@ -62,10 +62,12 @@ class Role:
     Attributes:
         kind: A word of `transforms.kinds`, or None where dataflow does not tell.
         updated: Whether some result is the same array updated.
+        accumulates: Whether gradients are added to it until some step begins anew, as `optax.MultiSteps` does.
     """
 
     kind: str | None
     updated: bool
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,16 @@ class _Made:
         sources: Inputs that it is made of in any way.
         is_gradient: Whether the backward pass is in it.
         moved: Inputs whose elements reach it past the backward pass, most of their value with them.
+        dropped: Inputs that are in it element by element together with gradients, or not at all, as a switch says.
+        is_switch: Whether it is one yes or no that no gradient decides, such as "every fourth step"; spread over a shape too.
     """
 
     elements: int = 0
     sources: int = 0
     is_gradient: bool = False
     moved: int = 0
+    dropped: int = 0
+    is_switch: bool = False
 
     def __or__(self, other: _Made) -> _Made:
         return _Made(
@@ -104,6 +110,8 @@ class _Made:
             self.sources | other.sources,
             self.is_gradient or other.is_gradient,
             self.moved | other.moved,
+            self.dropped | other.dropped,
+            self.is_switch and other.is_switch,
         )
 
 
@@ -133,7 +141,9 @@ def dataflow_of(closed: Any) -> Dataflow:
     forward = [bool(flow.read_forward >> place & 1) for place in range(len(jaxpr.invars))]
     roles: list[Role | None] = [None] * len(jaxpr.invars)
     for place, result in claimed.items():
-        roles[place] = Role(_kind_of_updated(jaxpr, place, made[result], is_read=forward[place]), updated=True)
+        kind = _kind_of_updated(jaxpr, place, made[result], is_read=forward[place])
+        accumulates = kind == OPTIMIZER and bool(made[result].dropped >> place & 1)
+        roles[place] = Role(kind, updated=True, accumulates=accumulates)
     changed = {place: result for place, result in claimed.items() if jaxpr.outvars[result] is not jaxpr.invars[place]}
     for place in _with_gradients(jaxpr, made, changed, forward):  # also of those that are given back as they came
         roles[place] = Role(PARAMETERS, updated=False)
@@ -238,7 +248,8 @@ class _Flow:
         inner = subjaxprs(eqn)
         if name == "cond":
             branches = [self.through(each, operands[1:], pass_around=scope) for each in inner]
-            return [functools.reduce(_Made.__or__, several) for several in zip(*branches, strict=True)]
+            several = list(zip(*branches, strict=True))
+            return [_either(each, switch=operands[0]) for each in several]
         if inner and len(inner[0].invars) == len(operands) and len(inner[0].outvars) == len(eqn.outvars):
             return self.through(inner[0], operands, pass_around=scope)
         is_differentiated = any(word in scope for word in _PASSES)
@@ -251,7 +262,17 @@ class _Flow:
         moved = (
             0 if is_backward or _leaves_little(eqn) else functools.reduce(int.__or__, (o.moved for o in operands), 0)
         )
-        return [_Made(_elements(eqn, operands, var), sources, is_gradient, moved) for var in eqn.outvars]
+        return [
+            _Made(
+                _elements(eqn, operands, var),
+                sources,
+                is_gradient,
+                moved,
+                _dropped(eqn, operands, var),
+                not is_gradient and _is_switch(eqn, operands, var),
+            )
+            for var in eqn.outvars
+        ]
 
     def _made_by_scan(self, eqn: Any, operands: list[_Made], scope: str) -> list[_Made]:
         constants, carried = scan_arity(eqn)
@@ -289,6 +310,40 @@ def _elements(eqn: Any, operands: Sequence[_Made], result: Any) -> int:
         if getattr(atom.aval, "shape", ()) == shape:
             elements |= operand.elements
     return elements
+
+
+def _either(cases: Sequence[_Made], *, switch: _Made) -> _Made:
+    """What is one of several values, as a switch says."""
+    return replace(
+        functools.reduce(_Made.__or__, cases),
+        dropped=functools.reduce(int.__or__, (each.dropped for each in cases), _dropped_by(switch, cases)),
+        is_switch=False,
+    )
+
+
+def _dropped_by(switch: _Made, cases: Sequence[_Made]) -> int:
+    """Inputs that one of several values is made of together with gradients, and another is not made of."""
+    in_all = functools.reduce(int.__and__, (each.elements for each in cases))
+    with_gradients = functools.reduce(int.__or__, (each.elements for each in cases if each.is_gradient), 0)
+    return 0 if switch.is_gradient else with_gradients & ~in_all
+
+
+def _dropped(eqn: Any, operands: Sequence[_Made], result: Any) -> int:
+    name, shape = eqn.primitive.name, getattr(result.aval, "shape", ())
+    dropped = 0 if name in _MIXING else functools.reduce(int.__or__, (each.dropped for each in operands), 0)
+    if name == "select_n" and (operands[0].is_switch or not getattr(eqn.invars[0].aval, "shape", ())):
+        return dropped | _dropped_by(operands[0], operands[1:])
+    if name == "mul" and shape and any(each.is_switch for each in operands):  # as a number, 0 or 1
+        return dropped | _dropped_by(_NOTHING, [_NOTHING, *(each for each in operands if not each.is_switch)])
+    return dropped
+
+
+def _is_switch(eqn: Any, operands: Sequence[_Made], result: Any) -> bool:
+    """A yes or no, or what is made of such alone."""
+    if getattr(result.aval, "dtype", None) == jnp.bool_ and not getattr(result.aval, "shape", ()):
+        return True
+    made_of = [operand for atom, operand in zip(eqn.invars, operands, strict=True) if is_variable(atom)]
+    return bool(made_of) and all(each.is_switch for each in made_of)
 
 
 def _leaves_little(eqn: Any) -> bool:

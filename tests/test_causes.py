@@ -1,0 +1,355 @@
+"""Causes are found in what the program is; each remedy is pasted and keeps its promise; healthy steps have no cause."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem_callbacks as jm
+from tests.pasting import pasted, run, value
+
+WIDTH, ROWS, K = 256, 64, 4
+PARAMS = {
+    "a": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    "b": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+}
+
+
+def params():
+    return {name: 0.05 * jax.random.normal(jax.random.key(at), (WIDTH, WIDTH)) for at, name in enumerate("ab")}
+
+
+def batch(rows=ROWS):
+    return jax.random.normal(jax.random.key(7), (rows, WIDTH))
+
+
+def loss(p, x):
+    return jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) - x) ** 2)
+
+
+def descended(p, grads):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+
+
+def causes(step, *args):
+    return " ".join(jm.step_memory(step, *args).causes())
+
+
+MULTI = optax.MultiSteps(optax.sgd(0.1), K)
+
+
+def with_optax(p, state, x):
+    updates, state = MULTI.update(jax.grad(loss)(p, x), state, p)
+    return optax.apply_updates(p, updates), state
+
+
+def with_cond(p, held, x):
+    held = {"sums": jax.tree.map(jnp.add, held["sums"], jax.grad(loss)(p, x)), "count": held["count"] + 1}
+
+    def apply(p, sums):
+        return descended(p, jax.tree.map(lambda g: g / K, sums)), jax.tree.map(jnp.zeros_like, sums)
+
+    p, sums = jax.lax.cond(held["count"] % K == 0, apply, lambda *unchanged: unchanged, p, held["sums"])
+    return p, {**held, "sums": sums}
+
+
+class Trainer:
+    every = K
+
+    def update(self, p, waiting, x):
+        sums = jax.tree.map(lambda s, g: s + g / self.every, waiting[1], jax.grad(loss)(p, x))
+        is_due = waiting[0] % self.every == self.every - 1
+        p = jax.tree.map(lambda w, s: jnp.where(is_due, w - 0.1 * s, w), p, sums)
+        return p, (waiting[0] + 1, jax.tree.map(lambda s: jnp.where(is_due, 0.0, s), sums))
+
+
+def zeros():
+    return jax.tree.map(jnp.zeros_like, params())
+
+
+KEPT = {
+    "optax": (with_optax, lambda: MULTI.init(params()), "state.acc_grads['a']"),
+    "a cond": (with_cond, lambda: {"sums": zeros(), "count": jnp.int32(0)}, "held['sums']['a']"),
+    "a method": (Trainer().update, lambda: (jnp.int32(0), zeros()), "waiting[1]['a']"),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_gradients_kept_from_step_to_step(kind):
+    function, make, path = KEPT[kind]
+    step = jm.jit_step(function)
+    printed = causes(step, params(), make(), batch())
+    assert f"{path} and 1 more hold 512 KiB of gradients from step to step" in printed
+
+    def at_once(p, x):
+        return descended(p, jm.grad(loss)(p, x))
+
+    policy = value(pasted("causes.microbatches", printed), jm=jm, K=K)
+    better = jm.jit_step(at_once, policy)
+    before, after = (
+        jm.step_memory(*call) for call in ((step, params(), make(), batch()), (better, params(), batch(K * ROWS)))
+    )
+    resident = [each.step_bytes - each.temp_bytes for each in (before, after)]
+    more_rows = (K - 1) * ROWS * WIDTH * 4
+    assert resident[0] - (resident[1] - more_rows) >= 2 * WIDTH * WIDTH * 4, "the state is smaller by the sums"
+    assert after.step_bytes - more_rows < before.step_bytes
+    p, state, rows = params(), make(), batch(K * ROWS)
+    for part in jnp.split(rows, K):
+        p, state = step(p, state, part)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), p, better(params(), rows))
+
+
+def added_up(p, x):
+    grads = None
+    for part in jnp.split(x, K):
+        new = jax.grad(loss)(p, part)
+        grads = new if grads is None else jax.tree.map(jnp.add, grads, new)
+    return descended(p, jax.tree.map(lambda g: g / K, grads))
+
+
+@jax.jit
+def gradients(p, x):
+    return jax.value_and_grad(loss)(p, x)[1]
+
+
+def reduced(p, x):
+    parts = [gradients(p, part) for part in jnp.split(x, K)]
+    return descended(p, jax.tree.map(lambda *g: sum(each / K for each in g), *parts))
+
+
+class InClass:
+    def train(self, p, x):
+        total = jax.tree.map(jnp.zeros_like, p)
+        for at in range(K):
+            grads = jax.grad(loss)(p, x[at * len(x) // K : (at + 1) * len(x) // K])
+            total = jax.tree.map(lambda t, g: t + (1 / K) * g, total, grads)
+        return descended(p, total)
+
+
+LOOPS = {"a function": added_up, "a jitted gradient": reduced, "a method": InClass().train}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_gradients_in_a_python_loop(kind):
+    step, rows = jm.jit_step(LOOPS[kind]), batch(4096)
+    printed = causes(step, params(), rows)
+    assert f"{step.name} takes the gradients of {K} microbatches in a Python loop" in printed
+
+    def at_once(p, x):
+        return descended(p, jm.grad(loss)(p, x))
+
+    better = jm.jit_step(at_once, value(pasted("causes.microbatches", printed), jm=jm))
+    before, after = (jm.step_memory(each, params(), rows).step_bytes for each in (step, better))
+    assert after < 0.8 * before
+    assert not causes(better, params(), rows)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
+        step(params(), rows),
+        better(params(), rows),
+    )
+
+
+def mesh_of_all():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def laid(tree, *spec):
+    return jax.device_put(tree, jax.NamedSharding(mesh_of_all(), jax.P(*spec)))
+
+
+def plain(p, x):
+    return descended(p, jax.grad(loss)(p, x))
+
+
+class Whole:
+    def fit(self, p, images):
+        return plain(p, images["x"]), 0
+
+
+def labelled(p, x, y):
+    return descended(p, jax.grad(lambda q: loss(q, x) + loss(q, y))(p))
+
+
+WHOLE = {
+    "a function": (plain, lambda: (batch(4096),), "x"),
+    "a method and a tree": (Whole().fit, lambda: ({"x": batch(4096)},), "images"),
+    "two, the larger first": (labelled, lambda: (batch(4096), batch(64)), "x"),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_batch_that_is_whole_on_each_device(kind):
+    function, make, name = WHOLE[kind]
+    step, data = jm.jit_step(function), laid(make())
+    memory = jm.step_memory(step, laid(params()), *data)
+    printed = "\n".join(memory.causes())
+    assert f"{name} lies whole on each of 8 devices" in printed
+    line = pasted("causes.split_batch", printed)
+    better = run(line, jax=jax, mesh=mesh_of_all(), **{name: data[0]})[name]
+    again = jm.step_memory(step, laid(params()), better, *data[1:])
+    assert again.step_bytes < memory.step_bytes / 2
+    assert "lies whole" not in " ".join(again.causes())
+    expected, got = step(laid(params()), *data), step(laid(params()), better, *data[1:])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), expected, got)
+
+
+CONSTRAIN = "jax.lax.with_sharding_constraint(value, jax.P())"
+NAMED = "jax.lax.with_sharding_constraint(value, jax.NamedSharding(mesh, jax.P(None, None)))"
+VALUES = {
+    "a constraint": (CONSTRAIN, "jnp.mean((keep(jnp.tanh(x @ p['a'])) @ p['b']) ** 2)", (4096, WIDTH)),
+    "tokens": (
+        CONSTRAIN,
+        "jnp.mean(jnp.tanh(keep(jnp.tanh(x @ p['a'])).reshape(-1, 256) @ p['b']) ** 2)",
+        (64, 64, WIDTH),
+    ),
+    "in a loop": (
+        NAMED,
+        "jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(keep(jnp.tanh(h @ w)) @ p['b']), None), x, jnp.stack([*p.values()]))[0])",
+        (4096, WIDTH),
+    ),
+}
+MODEL = """
+def keep(value):
+    return {line}
+def fit(p, x):
+    return descended(p, jax.grad(lambda p: {loss})(p))
+"""
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_value_that_is_whole_on_each_device(kind, tmp_path):
+    slip, text, shape = VALUES[kind]
+
+    def trained(line):
+        (file := tmp_path / "model.py").write_text(MODEL.format(line=line, loss=text))
+        scope = {"jax": jax, "jnp": jnp, "mesh": mesh_of_all(), "descended": descended}
+        exec(compile(file.read_text(), str(file), "exec"), scope)  # noqa: S102
+        return jm.jit_step(scope["fit"])
+
+    rows = laid(jax.random.normal(jax.random.key(3), shape), "data")
+    with jax.set_mesh(mesh_of_all()):
+        memory = jm.step_memory(trained(slip), laid(params()), rows)
+        printed = " ".join(memory.causes())
+        assert "all rows of the batch on each of 8 devices, though the batch is divided. Divide the rows" in printed
+        better = trained(pasted("causes.split_rows", printed))
+        again = jm.step_memory(better, laid(params()), rows)
+        assert again.step_bytes < 0.7 * memory.step_bytes
+        assert not again.causes()
+        expected, got = trained(slip)(laid(params()), rows), better(laid(params()), rows)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), expected, got)
+
+
+SCHEDULED = """
+import functools, jax, jax.numpy as jnp
+PAIRS = [(i, j) for i in range(4) for j in range(4)]
+def histograms(x):
+    return jnp.stack([jnp.bincount(jnp.clip(x[i] + x[j], 0, 255), length=256) for i, j in PAIRS])
+def sorted_sums(x, scale):
+    return jnp.stack([jnp.sum(jnp.sort(x[i] * scale + x[j])[::7]) for i, j in PAIRS])
+class Pairs:
+    def distances(self, x):
+        return jnp.stack([jnp.cumsum(jnp.abs(x[i] - x[j])).max() for i, j in PAIRS])
+INTS, FLOATS = jax.ShapeDtypeStruct((4, 40_000), jnp.int32), jax.ShapeDtypeStruct((4, 40_000), jnp.float32)
+STEPS = [(histograms, INTS), (functools.partial(sorted_sums, scale=2.0), FLOATS), (Pairs().distances, FLOATS)]
+"""
+SIZES = "print(*(jax.jit(f).lower(x).compile().memory_analysis().temp_size_in_bytes for f, x in STEPS))"
+
+
+@pytest.fixture(scope="module")
+def sizes_by_line():
+    """Bytes of temporaries of each function in a process that is started as the line says."""
+
+    @functools.cache
+    def sizes(line):
+        name, _, flags = line.partition("=")
+        done = subprocess.run(
+            [sys.executable, "-c", SCHEDULED + SIZES], capture_output=True, text=True, check=True, timeout=120,
+            env={**os.environ, name: flags, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        return list(map(int, done.stdout.split()))
+
+    return sizes
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_temporaries_that_the_cpu_holds_at_once(at, sizes_by_line):
+    scope = {}
+    exec(SCHEDULED, scope)  # noqa: S102
+    function, x = scope["STEPS"][at]
+    memory = jm.step_memory(jax.jit(function), x)
+    printed = " ".join(memory.causes())
+    assert "XLA's scheduler for CPUs holds many temporaries of" in printed
+    assert sizes_by_line(pasted("causes.cpu_scheduler", printed))[at] < 0.8 * memory.temp_bytes
+
+
+def recurrent(p, x):
+    def unrolled(p):
+        h = x
+        for _ in range(6):
+            h = jnp.tanh(h @ p["a"]) + h
+        return jnp.mean(h @ p["b"])
+
+    return descended(p, jax.grad(unrolled)(p))
+
+
+def two_losses(p, x):
+    first, second = jax.grad(loss)(p, x), jax.grad(lambda q, y: jnp.mean(jnp.sin(y @ q["b"])) + 0 * q["a"].sum())(p, x)
+    return descended(p, jax.tree.map(jnp.add, first, second))
+
+
+ADAM = optax.adam(1e-3)
+
+
+def with_moments(p, state, x):
+    updates, state = ADAM.update(jax.grad(loss)(p, x), state, p)
+    return optax.apply_updates(p, updates), state
+
+
+def with_target(p, target, count, x):
+    p = descended(p, jax.grad(loss)(p, x))
+    return p, jax.tree.map(lambda t, w: jnp.where(count % 100 == 0, w, t), target, p), count + 1
+
+
+def finite(p, x):
+    grads = jax.grad(loss)(p, x)
+    is_finite = jnp.isfinite(optax.tree.norm(grads))
+    return jax.tree.map(lambda w, new: jnp.where(is_finite, new, w), p, descended(p, grads))
+
+
+def in_a_scan(p, x):
+    def add(sums, part):
+        return jax.tree.map(jnp.add, sums, jax.grad(loss)(p, part)), None
+
+    return descended(p, jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), jnp.stack(jnp.split(x, K)))[0])
+
+
+HEALTHY = {
+    "a plain step": (plain, ()),
+    "shared weights": (recurrent, ()),
+    "two losses": (two_losses, ()),
+    "moments": (with_moments, (ADAM.init(PARAMS),)),
+    "a target network": (with_target, (PARAMS, jax.ShapeDtypeStruct((), jnp.int32))),
+    "finite gradients only": (finite, ()),
+    "a scan over microbatches": (in_a_scan, ()),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_step_has_no_cause(kind):
+    function, state = HEALTHY[kind]
+    x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
+    assert causes(jm.jit_step(function), PARAMS, *state, x) == ""
+
+
+def test_a_healthy_step_on_several_devices_has_no_cause():
+    assert causes(jm.jit_step(plain), laid(params()), laid(batch(4096), "data")) == ""
+    assert causes(jm.jit_step(plain), laid(params(), "data"), laid(batch(4096), "data")) == ""
