@@ -119,6 +119,7 @@ def bytes_of_a_step(state: State, batch: Batch) -> jm.StepMemory:
     assert_type(memory.compiler_remat, int)
     assert_type(memory.top_buffers(20), tuple[Buffer, ...])
     assert_type(memory.peak(), Peak)
+    assert_type(memory.causes(), tuple[str, ...])
     memory.step_bites  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     return memory
 
