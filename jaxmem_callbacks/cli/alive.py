@@ -134,7 +134,8 @@ def alive_words(
     on_device: Counter[str] = Counter()
     for group in alive.groups:
         on_device.update(dict.fromkeys(group.devices, group.bytes))
-    beside = max(on_device.values(), default=0) + alive.left_out_bytes - sum(each.bytes for each in copies)
+    beside = max(on_device.values(), default=0) + alive.left_out_bytes
+    beside -= sum(each.bytes for each in copies)
     if beside < max(MIB, _SHARE * (step_bytes or 0)) or beside <= resident_bytes:
         return ""
     return (
