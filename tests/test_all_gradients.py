@@ -481,6 +481,13 @@ def test_nothing_but_gradients_that_cannot_be_cut_is_an_error():
         ours(jax.grad(lambda w: w))(jnp.float32(0.2))
 
 
+@pytest.mark.parametrize("gradients", ["own", "all"])
+def test_a_policy_that_another_one_hides_is_an_error_that_names_it(package, gradients):
+    inner = jm.apply_policy(package["by_name"], "full_remat", gradients="all")
+    with pytest.raises(ValueError, match=r"would do nothing: step has another one inside, by jm\.apply_policy"):
+        jm.jit_step(inner, FULL, gradients=gradients)(WEIGHTS, X)
+
+
 def by_vjp(weights, x):
     value, pull = jax.vjp(lambda w: jnp.sum(x @ w["w0"]), weights)
     return value, pull(jnp.float32(1))

@@ -337,6 +337,66 @@ def test_the_step_of_a_package_is_planned_and_trained_by_the_printed_line(
     assert "checkpoint" in text or "remat" in text, "its own step is recomputed"
 
 
+# Whose remat no compiler undoes.
+SCANNED = """
+import jaxmem_callbacks as jm
+
+def loss(params, batch):
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w), None
+    return (jax.lax.scan(layer, batch, jnp.stack(params))[0] ** 2).mean()
+"""
+# How a script puts a policy around what it calls: each is found and looked at under that policy.
+EDITED = {
+    "around a trainer of a package": """
+        import small_trainer
+        trained = jm.apply_policy(small_trainer.fit, "full_remat", gradients="all")
+        trained(loss, params, batch)
+    """,
+    "inside the script's own jit": """
+        def train_step(params, batch):
+            value, gradients = jm.value_and_grad(loss)(params, batch)
+            return [p - 0.01 * g for p, g in zip(params, gradients)], value
+
+        jax.jit(jm.apply_policy(train_step, "full_remat"), donate_argnums=0)(params, batch)
+    """,
+    "around a method that jits": """
+        class Agent:
+            def learn(self, params, batch):
+                @functools.partial(jax.jit, donate_argnums=0)
+                def train_step(params, batch):
+                    value, gradients = jax.value_and_grad(loss)(params, batch)
+                    return [p - 0.01 * g for p, g in zip(params, gradients)], value
+                return train_step(params, batch)
+
+        jm.apply_policy(Agent().learn, "full_remat", gradients="all")(params, batch)
+    """,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", EDITED)
+def test_a_script_with_a_policy_around_what_it_calls_is_inspected_under_it(
+    kind: str, installed: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (installed / "small_trainer.py").write_text(FIT)
+    begin = HEAD + SCANNED
+    script = written(tmp_path, begin + textwrap.dedent(EDITED[kind]) + END)
+    assert main(["inspect", script, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["step"]["step_bytes"]
+    names = run(begin)
+
+    def train_step(params: Any, batch: Any) -> Any:
+        value, gradients = jm.value_and_grad(names["loss"])(params, batch)
+        return [p - 0.01 * g for p, g in zip(params, gradients, strict=True)], value
+
+    plain, full = (
+        jm.step_memory(jm.jit_step(train_step, policy, donate_argnames="params"), names["params"], names["batch"])
+        for policy in (None, "full_remat")
+    )
+    assert found == full.step_bytes < plain.step_bytes
+
+
 # A loop of jax.lax around which nothing is jitted -> the same in Python.
 BODY = """
     def train(params, _=None):

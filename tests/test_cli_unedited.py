@@ -29,7 +29,7 @@ INSTEAD = {
     "names from JAX": "jm.grad in place of jax.grad",
     "a method": "jm.grad in place of jax.grad",
     "NNX": "jm.nnx.value_and_grad in place of nnx.value_and_grad",
-    "Equinox": "jm.value_and_grad in place of eqx.filter_value_and_grad",
+    "Equinox": "jm.eqx.value_and_grad in place of eqx.filter_value_and_grad",
 }
 
 
@@ -171,9 +171,9 @@ def test_a_users_own_function_of_our_name_is_no_step_of_ours(kind: str, tmp_path
     [
         "import jaxmem_callbacks as jm\nstep = jm.jit_step(f)",
         "import jaxmem_callbacks\n@jaxmem_callbacks.jit_step\ndef f(): ...",
-        "from jaxmem_callbacks import apply_policy as under\nstep = under(f, 'full_remat')",
+        "from jaxmem_callbacks import jit_step as under\nstep = under(f, 'full_remat')",
         "import jaxmem_callbacks.programs.steps.step as s\ns.jit_step(f)",
-        "def make(f):\n    import jaxmem_callbacks as jm\n    return jm.apply_policy(f, 'full_remat')",
+        "def make(f):\n    import jaxmem_callbacks as jm\n    return jm.jit_step(f, 'full_remat')",
     ],
 )
 def test_a_step_of_ours_is_seen_by_whatever_name(text: str, tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ GRADIENTS = {
     ("jax", "grad"): Word("jax.grad", "jm.grad"),
     ("flax.nnx", "value_and_grad"): Word("nnx.value_and_grad", "jm.nnx.value_and_grad"),
     ("flax.nnx", "grad"): Word("nnx.grad", "the second result of jm.nnx.value_and_grad"),
-    ("equinox", "filter_value_and_grad"): Word("eqx.filter_value_and_grad", "jm.value_and_grad"),
-    ("equinox", "filter_grad"): Word("eqx.filter_grad", "jm.grad"),
+    ("equinox", "filter_value_and_grad"): Word("eqx.filter_value_and_grad", "jm.eqx.value_and_grad"),
+    ("equinox", "filter_grad"): Word("eqx.filter_grad", "jm.eqx.grad"),
     ("jaxmem_callbacks", "value_and_grad"): Word("jm.value_and_grad", ""),
     ("jaxmem_callbacks", "grad"): Word("jm.grad", ""),
     ("jaxmem_callbacks.integrations.flax_nnx", "value_and_grad"): Word("jm.nnx.value_and_grad", ""),
+    ("jaxmem_callbacks.integrations.equinox", "value_and_grad"): Word("jm.eqx.value_and_grad", ""),
+    ("jaxmem_callbacks.integrations.equinox", "grad"): Word("jm.eqx.grad", ""),
 }
 # What takes a gradient at once, and has no counterpart that obeys a policy.
 AT_ONCE = {("jax", "vjp")}

@@ -23,7 +23,7 @@ _NOTEBOOK = ".ipynb"
 _OF_IPYTHON = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!][\w(]).*|\s*[\w.]+\?{1,2}\s*")
 _OTHER_CELL = re.compile(r"\s*%%(?!time\b|timeit\b|capture\b)")  # in another language, or for a file
 # What makes a step of this library.
-_OWN_STEPS = {"jit_step", "apply_policy"}
+_OWN_STEP = "jit_step"
 _PACKAGE = "jaxmem_callbacks"
 
 
@@ -175,6 +175,7 @@ def is_unedited(path: pathlib.Path) -> bool:
     """Whether a script makes no step of this library itself: nothing in it stands for the library's own ``jit_step``.
 
     Words in comments and texts count for nothing, nor does a function, a method or another module's name that is called so.
+    A function under `jm.apply_policy` is jitted by the user or by a package, and found there.
     """
     tree = syntax_of(path)
     return tree is not None and not _makes_own_step(tree)
@@ -200,8 +201,8 @@ def _modules_of(tree: ast.Module) -> set[str]:
 def _is_own_step(node: ast.AST, modules: set[str]) -> bool:
     """Whether a piece of code is the library's function by a name of the package, or brings it in by its own name."""
     if isinstance(node, ast.ImportFrom):
-        return _is_ours(node.module or "") and any(each.name in {"*", *_OWN_STEPS} for each in node.names)
-    if not isinstance(node, ast.Attribute) or node.attr not in _OWN_STEPS:
+        return _is_ours(node.module or "") and any(each.name in {"*", _OWN_STEP} for each in node.names)
+    if not isinstance(node, ast.Attribute) or node.attr != _OWN_STEP:
         return False
     while isinstance(node, ast.Attribute):
         node = node.value

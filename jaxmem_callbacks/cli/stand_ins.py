@@ -148,27 +148,16 @@ def _counterpart(module: str, attribute: str) -> Callable[..., Any]:
     if module == "jax":
         return getattr(gradients, attribute)
     if module == "equinox":
-        both = _of_inexact_arrays
-    else:
-        from jaxmem_callbacks.integrations.flax_nnx import value_and_grad as both
+        from jaxmem_callbacks.integrations import equinox
+
+        return getattr(equinox, attribute.removeprefix("filter_"))
+    from jaxmem_callbacks.integrations.flax_nnx import value_and_grad as both
+
     return both if attribute.endswith("value_and_grad") else functools.partial(_gradient_alone, both)
 
 
-def _of_inexact_arrays(loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`gradients.value_and_grad` of the inexact arrays of the first argument alone: JAX would differentiate a float of it too."""
-
-    def both(model: Any, *args: Any, **kwargs: Any) -> Any:
-        @functools.wraps(loss)
-        def of_part(part: Any, *inner: Any, **named: Any) -> Any:
-            return loss(gradients.with_part(model, part), *inner, **named)
-
-        return gradients.value_and_grad(of_part, **options)(gradients.inexact_part(model), *args, **kwargs)
-
-    return both
-
-
 def _gradient_alone(both: Callable[..., Any], loss: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """What ``both`` makes without the value, which a framework's ``grad`` leaves out."""
+    """What ``both`` makes without the value, which ``nnx.grad`` leaves out."""
     value_and_gradient = both(loss, **options)
 
     def found(*args: Any, **kwargs: Any) -> Any:

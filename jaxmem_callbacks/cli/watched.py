@@ -29,7 +29,7 @@ from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms.policy import Gradients
+from jaxmem_callbacks.transforms.policy import Gradients, active_policy
 
 # A function whose trace fails is traced again at its next call, so many times.
 _TRIES = 3
@@ -249,7 +249,9 @@ class Watched:
         return getattr(self, "__name__", "a function without a name")
 
     def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        announce(JitStep(self.watched_jit, StepPolicy(), gradients=self._gradients), args, kwargs)
+        around = active_policy()  # that of `jm.apply_policy`, where the script calls the trainer under one
+        policy = StepPolicy() if around is None else around.policy
+        announce(JitStep(self.watched_jit, policy, gradients=self._gradients), args, kwargs)
 
     @property
     def _gradients(self) -> Gradients:

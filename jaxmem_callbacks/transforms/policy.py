@@ -47,6 +47,7 @@ class ActivePolicy:
         left_alone: Checkpoints of the losses' own that it left as they were.
         replaced: Whether it took such checkpoints out of a loss.
         refused: The first error of a gradient that the policy left alone, though it should obey.
+        hidden: Whether the step has another policy inside, by `jm.apply_policy`, which hides this one.
 
     Raises:
         PolicyError: ``gradients`` is neither ``own`` nor ``all``.
@@ -78,6 +79,7 @@ class ActivePolicy:
         self.left_alone: dict[OwnCheckpoint, None] = {}
         self.replaced = False
         self.refused: Exception | None = None
+        self.hidden = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,9 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
     if active.refused is not None:
         raise copy.copy(active.refused)
     what = f"The policy {gradient_words(active.policy)} would do nothing: {name}"
+    if active.hidden:
+        msg = f"{what} has another one inside, by jm.apply_policy, and the inner one holds. Give the step without it."
+        raise PolicyError(msg)
     if active.gradients == "all":
         msg = (
             f"{what} takes no gradient by jax.value_and_grad or jax.grad, in its own code or in a package's. Out of reach are "

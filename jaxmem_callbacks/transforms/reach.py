@@ -31,6 +31,7 @@ from jaxmem_callbacks.transforms.policy import (
     ActivePolicy,
     Gradients,
     activate,
+    active_policy,
     policy_of_plain_gradients,
     require_used,
     taking,
@@ -63,6 +64,8 @@ def apply_policy(
     @functools.wraps(train_step)
     def step_under_policy(*args: Any, **kwargs: Any) -> Any:
         refuse_second_accumulation(active.policy, args, kwargs)
+        if (outer := active_policy()) is not None:
+            outer.hidden = True
         with applied(active):
             result = train_step(*args, **kwargs)
         require_used(active, train_step)
