@@ -57,7 +57,7 @@ def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.Mo
 
 def test_the_last_action_runs_wherever_the_thread_stands(monkeypatch: pytest.MonkeyPatch):
     """The thread takes a millisecond a line, or more on a busy machine, and is stopped at each of them."""
-    monkeypatch.setattr(ticker, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(ticker, "PATIENCE_S", 20.0)
 
     class Looked:
         def look(self) -> None:

@@ -120,7 +120,7 @@ def test_every_prediction_names_its_compile_or_says_that_there_was_none(explaine
     kinds = {remedy["what"].partition(":")[0] for remedy in told["remedies"] if remedy["compiled"]}
     assert {"Stronger remat", "Half the batch"} <= kinds
     for remedy in told["remedies"]:
-        assert remedy["lines"]
+        assert remedy["lines"] or not remedy["compiled"]
         if remedy["compiled"]:
             assert re.match(r"compiled for cpu: .* in place of ", remedy["basis"])
         else:
@@ -224,6 +224,6 @@ def test_planning_ends_at_its_deadline(tmp_path):
     took = time.monotonic() - began
     assert done.returncode == 1
     told = facts(only_folder(tmp_path / "reports"))
-    assert told["planning"].startswith("Nothing was compiled: the time for planning was over; give it more by ")
+    assert told["planning"].startswith("Nothing was compiled: the time for planning was over; give jm.oom_guard more ")
     assert not any(remedy["compiled"] for remedy in told["remedies"])
     assert took < 10, "with the start of Python and of JAX, which takes three"

@@ -479,6 +479,8 @@ def _execute(path: pathlib.Path, module: types.ModuleType, is_over: Callable[[],
         if path.suffix == ".ipynb":  # so that tracebacks show the cells' lines
             lines = text.decode().splitlines(keepends=True)
             linecache.cache[str(path)] = (len(text), None, lines, str(path))
+        else:
+            linecache.cache.pop(str(path), None)  # of another file at this place, as where the working folder changed
         code = compile(text, str(path), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # noqa: S102 - running the user's script is what was asked for
 

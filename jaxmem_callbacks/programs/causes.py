@@ -194,7 +194,9 @@ def _whole_batch(leaves: Sequence[Leaf], peak: Peak, least: int) -> str:
     large = [leaf for leaf in batch if leaf.path in whole and _dimensions(whole[leaf.path]) == leaf.shape]
     held = sum(whole[leaf.path].bytes for leaf in large)
     axis = None if mesh is None else max(mesh.shape, key=mesh.shape.__getitem__)
-    if not large or held < least or axis is None:
+    if not large or held < least or axis is None or _is_divided(leaves):
+        return ""  # where parameters are divided, an axis that divides rows too may need more
+    if any(leaf.shape[0] % mesh.shape[axis] for leaf in large):
         return ""
     largest = max(large, key=lambda leaf: whole[leaf.path].bytes)
     line = advise("causes.split_batch", batch=largest.argument, axis=axis)
@@ -233,11 +235,9 @@ def _whole_values(closed: Any, leaves: Sequence[Leaf], peak: Peak, least: int) -
     more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
     axis = _axis_of_rows(leaves)
     constraint = next((each for each in eqns if _lays_whole(each, rows)), None)
-    where = (
-        f"where it is made, at {largest.source}"
-        if constraint is None
-        else f"at {_written(constraint)}, which lays it whole"
-    )
+    if constraint is None:
+        return ""  # it may be a gathered weight, whose width the rows divide
+    where = f"at {_written(constraint)}, which lays it whole"
     return (
         f"{largest.shape.partition('{')[0]} at {largest.source}{more}, {format_bytes(sum(each.bytes for each in whole))} at the "
         f"peak, {'have' if more else 'has'} all rows of the batch on each of {count} devices, though the batch is divided. "
@@ -265,6 +265,12 @@ def _devices(leaves: Sequence[Leaf]) -> tuple[int, Any]:
     known = [each for leaf in leaves if (each := getattr(leaf.value, "sharding", None)) is not None]
     largest = max(known, key=lambda each: each.num_devices, default=None)
     return (1, None) if largest is None else (largest.num_devices, getattr(largest, "mesh", None))
+
+
+def _is_divided(leaves: Sequence[Leaf]) -> bool:
+    """Whether the devices divide any array of the call."""
+    shardings = (getattr(leaf.value, "sharding", None) for leaf in leaves)
+    return any(each is not None and not each.is_fully_replicated for each in shardings)
 
 
 def _split_rows(leaf: Leaf) -> int:

@@ -111,7 +111,10 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
         }
         unlike, entries = _aux_apart(full, done, few.rows, _turned(tolerance), len(names))
         columns = {
-            "gradient": (_relative(_norm(*(apart for apart, *_ in gradients.values())), _norm(*theirs)), tolerance),
+            "gradient": (
+                _relative(_norm(*(apart for apart, *_ in gradients.values())), _norm(*theirs), _norm(*ours)),
+                tolerance,
+            ),
             "loss": (_mean_distance(done.parts[0], full[0][0]), tolerance),
             **unlike,
         }
@@ -282,11 +285,14 @@ def _norm(*arrays: jax.Array) -> jax.Array:
 
 def _mean_distance(several: jax.Array, one: jax.Array) -> jax.Array:
     several, one = several.astype(jnp.float32), one.astype(jnp.float32)
-    return _relative(jnp.abs(several.mean() - one), jnp.maximum(jnp.abs(several).max(), jnp.abs(one)))
+    size = jnp.where(jnp.isfinite(one), jnp.maximum(jnp.abs(_finite(several)).max(), jnp.abs(one)), one)
+    return _relative(jnp.abs(several.mean() - one), size, several.mean())
 
 
-def _relative(apart: jax.Array, size: jax.Array) -> jax.Array:
-    return jnp.where((apart == 0) & (size == 0), 0.0, apart / size).astype(jnp.float32)
+def _relative(apart: jax.Array, size: jax.Array, ours: jax.Array) -> jax.Array:
+    """How far apart two values are; infinite where the full one is finite and ours is not, not a number where neither is."""
+    relative = jnp.where((apart == 0) & (size == 0), 0.0, apart / size)
+    return jnp.where(jnp.isfinite(size) & ~jnp.isfinite(ours), jnp.inf, relative).astype(jnp.float32)
 
 
 def require_equal(comparison: Comparison, differences: Any, moved: Callable[[], Any]) -> None:
@@ -303,8 +309,10 @@ def require_equal(comparison: Comparison, differences: Any, moved: Callable[[], 
     table = np.asarray(differences, np.float64)
     table = table.reshape(-1, len(comparison.variants), table.shape[-1]).max(axis=0)
     found, parts = np.split(table, [len(comparison.what)], axis=1)
-    decided = np.isfinite(found)
-    if not decided[0].all():  # the other variants need not be finite: a row may divide by what was masked
+    decided = ~np.isnan(
+        found
+    )  # of one variant nothing is known where a row divides by what was masked, in a whole batch too
+    if not np.isfinite(found[0]).all():
         msg = (
             f"microbatches={comparison.count}: whether {comparison.name} may be accumulated could not be checked, because its "
             f"gradient or loss on {comparison.rows} rows of the batch is not finite. Begin with ordinary data, or "
