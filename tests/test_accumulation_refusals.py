@@ -335,7 +335,7 @@ def test_a_variant_that_is_finite_whole_and_not_in_parts_is_another_gradient():
     def masked_mean(w, x, mask):
         return (jnp.sum((x @ w) ** 2, -1) * mask).sum() / mask.sum()
 
-    step = jm.jit_step(lambda w, x, mask: jm.value_and_grad(masked_mean)(w, x, mask), jm.StepPolicy(microbatches=2))
+    step = jm.jit_step(jm.value_and_grad(masked_mean), jm.StepPolicy(microbatches=2))
     mask = (jnp.arange(512) % 3 > 0).astype(jnp.float32)  # as many in each half, which later batches need not have
     with pytest.raises(jm.PolicyError, match=r"would change the numbers of masked_mean"):
         step(jnp.eye(64), jnp.linspace(0.0, 1.0, 512 * 64).reshape(512, 64), mask)
