@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.records.units import format_bytes
 from tests.pasting import pasted, run, value
 
 WIDTH, ROWS, K = 256, 64, 4
@@ -75,7 +79,16 @@ def zeros():
     return jax.tree.map(jnp.zeros_like, params())
 
 
+EVERY = optax.chain(optax.apply_every(K), optax.sgd(0.1 / K))
+
+
+def with_every(p, state, x):
+    updates, state = EVERY.update(jax.grad(loss)(p, x), state, p)
+    return optax.apply_updates(p, updates), state
+
+
 KEPT = {
+    "another transformation": (with_every, lambda: EVERY.init(params()), "state[0].grad_acc['a']"),
     "optax": (with_optax, lambda: MULTI.init(params()), "state.acc_grads['a']"),
     "a cond": (with_cond, lambda: {"sums": zeros(), "count": jnp.int32(0)}, "held['sums']['a']"),
     "a method": (Trainer().update, lambda: (jnp.int32(0), zeros()), "waiting[1]['a']"),
@@ -125,6 +138,11 @@ def reduced(p, x):
     return descended(p, jax.tree.map(lambda *g: sum(each / K for each in g), *parts))
 
 
+def stacked(p, x):
+    parts = [jax.grad(loss)(p, part) for part in jnp.split(x, K)]
+    return descended(p, jax.tree.map(lambda *g: jnp.mean(jnp.stack(g), 0), *parts))
+
+
 class InClass:
     def train(self, p, x):
         total = jax.tree.map(jnp.zeros_like, p)
@@ -134,7 +152,7 @@ class InClass:
         return descended(p, total)
 
 
-LOOPS = {"a function": added_up, "a jitted gradient": reduced, "a method": InClass().train}
+LOOPS = {"a function": added_up, "a stack": stacked, "a jitted gradient": reduced, "a method": InClass().train}
 
 
 @pytest.mark.parametrize("kind", LOOPS)
@@ -182,19 +200,21 @@ WHOLE = {
     "a function": (plain, lambda: (batch(4096),), "x"),
     "a method and a tree": (Whole().fit, lambda: ({"x": batch(4096)},), "images"),
     "two, the larger first": (labelled, lambda: (batch(4096), batch(64)), "x"),
+    "from NumPy": (plain, lambda: (np.asarray(batch(4096)),), "x"),
 }
 
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_batch_that_is_whole_on_each_device(kind):
     function, make, name = WHOLE[kind]
-    step, data = jm.jit_step(function), laid(make())
+    step, data = jm.jit_step(function), make() if kind == "from NumPy" else laid(make())
     memory = jm.step_memory(step, laid(params()), *data)
     printed = "\n".join(memory.causes())
     assert f"{name} lies whole on each of 8 devices" in printed
     line = pasted("causes.split_batch", printed)
-    better = run(line, jax=jax, mesh=mesh_of_all(), **{name: data[0]})[name]
+    better = run(line, jax=jax, p=laid(params()), **{name: data[0]})[name]
     again = jm.step_memory(step, laid(params()), better, *data[1:])
+    assert f"needs {format_bytes(again.step_bytes)} in place of {format_bytes(memory.step_bytes)}, compiled" in printed
     assert again.step_bytes < memory.step_bytes / 2
     assert "lies whole" not in " ".join(again.causes())
     expected, got = step(laid(params()), *data), step(laid(params()), better, *data[1:])
@@ -324,6 +344,14 @@ def finite(p, x):
     return jax.tree.map(lambda w, new: jnp.where(is_finite, new, w), p, descended(p, grads))
 
 
+AHEAD = optax.lookahead(optax.sgd(0.1), sync_period=5, slow_step_size=0.5)
+
+
+def looking_ahead(p, state, x):
+    updates, state = AHEAD.update(jax.grad(loss)(p.fast, x), state, p)
+    return optax.apply_updates(p, updates), state
+
+
 def in_a_scan(p, x):
     def add(sums, part):
         return jax.tree.map(jnp.add, sums, jax.grad(loss)(p, part)), None
@@ -339,6 +367,7 @@ HEALTHY = {
     "a target network": (with_target, (PARAMS, jax.ShapeDtypeStruct((), jnp.int32))),
     "finite gradients only": (finite, ()),
     "a scan over microbatches": (in_a_scan, ()),
+    "lookahead": (looking_ahead, (AHEAD.init(optax.LookaheadParams.init_synced(PARAMS)),)),
 }
 
 
@@ -347,9 +376,82 @@ HEALTHY = {
 def test_a_healthy_step_has_no_cause(kind):
     function, state = HEALTHY[kind]
     x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
-    assert causes(jm.jit_step(function), PARAMS, *state, x) == ""
+    weights = optax.LookaheadParams.init_synced(PARAMS) if function is looking_ahead else PARAMS
+    assert causes(jm.jit_step(function), weights, *state, x) == ""
+
+
+def layered(p, x):
+    def forward(p):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0]
+
+    return descended(p, jax.grad(lambda p: jnp.mean(forward(p) ** 2))(p))
+
+
+def joined(p, x):
+    def forward(p):
+        q, k, v = jnp.split(x @ jnp.concatenate([p["q"], p["k"], p["v"]], 1), 3, axis=1)
+        return jnp.mean(jnp.tanh(q * k).astype(jnp.bfloat16) @ p["out"].astype(jnp.bfloat16) * v)
+
+    return descended(p, jax.grad(forward)(p))
+
+
+FSDP = {
+    "scanned layers": (layered, {"layers": (6, WIDTH, WIDTH)}, (None, "data")),
+    "joined and cast weights": (joined, dict.fromkeys(("q", "k", "v", "out"), (WIDTH, WIDTH)), ("data",)),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("kind", FSDP)
+def test_gathered_weights_are_no_rows_of_the_batch(kind, rows):
+    function, shapes, spec = FSDP[kind]
+    weights = laid({name: 0.05 * jax.random.normal(jax.random.key(1), shape) for name, shape in shapes.items()}, *spec)
+    assert "rows" not in causes(jm.jit_step(function), weights, laid(batch(rows), "data"))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(64, 2048), (4096, WIDTH), (4100, WIDTH)])
+def test_what_dividing_rows_saves_under_tensor_parallelism_is_compiled_first(rows, width):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    weights = {
+        "a": jax.device_put(jnp.ones((width, width)), jax.NamedSharding(mesh, jax.P(None, "model"))),
+        "b": jax.device_put(jnp.ones((width, width)), jax.NamedSharding(mesh, jax.P("model"))),
+    }
+    x = jax.device_put(jnp.ones((rows, width)), jax.NamedSharding(mesh, jax.P()))
+    memory = jm.step_memory(jm.jit_step(plain), weights, x)
+    printed = "\n".join(memory.causes())
+    if "lies whole" not in printed:
+        assert rows < width, "little to save"
+        return
+    better = run(pasted("causes.split_batch", printed), jax=jax, x=x, p=weights)["x"]
+    again = jm.step_memory(jm.jit_step(plain), weights, better).step_bytes
+    assert again < memory.step_bytes
+    assert f"needs {format_bytes(again)} in place of {format_bytes(memory.step_bytes)}, compiled" in printed
 
 
 def test_a_healthy_step_on_several_devices_has_no_cause():
     assert causes(jm.jit_step(plain), laid(params()), laid(batch(4096), "data")) == ""
     assert causes(jm.jit_step(plain), laid(params(), "data"), laid(batch(4096), "data")) == ""
+
+
+@pytest.mark.core
+def test_the_names_of_accumulated_gradients_under_nnx():
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(optax.adam(1e-3), K), wrt=nnx.Param)
+
+    def fit(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    printed = causes(jm.jit_step(nnx.jit(fit)), model, optimizer, batch())
+    assert "optimizer.opt_state.acc_grads['kernel']" in printed
+    assert ".mu" not in printed
+
+
+def test_no_array_stays_alive_for_the_causes():
+    weights = params()
+    gone = [weakref.ref(each) for each in jax.tree.leaves(weights)]
+    memory = jm.step_memory(jm.jit_step(plain), weights, batch())
+    del weights
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    assert memory.causes() == ()

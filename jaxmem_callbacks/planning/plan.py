@@ -172,7 +172,7 @@ def _share_of(best: Entry) -> float | None:
 def _note_choice(ledger: Ledger, best: Entry, traced: Traced) -> None:
     """What is to be said of the policy that is used."""
     if best.candidate.peak is not None:
-        for words in causes_of(best.compiler.problem.name, traced.jaxpr, traced.leaves, best.candidate.peak):
+        for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
             ledger.note(words)
     _note_share(ledger, best)
     _note_idle_devices(ledger, best)

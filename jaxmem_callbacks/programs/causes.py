@@ -13,15 +13,19 @@ import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs
+from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
+from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import SAVED, TEMPORARIES, Peak
 from jaxmem_callbacks.records.programs import Buffer
@@ -33,57 +37,85 @@ from jaxmem_callbacks.transforms.residuals import nbytes
 
 _BACKWARD = "transpose("
 _SUMS = {"add", "add_any"}
-_SCALED = {"mul", "div", "convert_element_type"}
+_STACKS = {"concatenate", "stack"}
+_SCALED = {"mul", "div", "convert_element_type", "reshape", "broadcast_in_dim", "expand_dims", "squeeze"}
 _SHARE = 0.02  # of the peak: a cause of less is not worth a sentence
 _SCHEDULER, _LEAST_MEMORY = "xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+Others = Mapping[int, Any]  # id of an array of a call -> what stands in its place
 _DIMENSIONS = re.compile(r"\[([\d,]*)\]")
 
 
-def causes_of(name: str, closed: Any, leaves: Sequence[Leaf], peak: Peak) -> tuple[str, ...]:
+class Again:
+    """The same call with other arrays: traced, or compiled.
+
+    Args:
+        step: The step.
+        call: Its arguments by their shapes.
+        target: Hardware that need not be there; None for the attached devices.
+    """
+
+    def __init__(self, step: JitStep, call: AbstractCall, target: str | None) -> None:
+        self._step, self._call, self._target = step, call, target
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the program is for the attached CPU."""
+        return self._target is None and jax.default_backend() == "cpu"
+
+    def traced(self, others: Others) -> Traced:
+        """The trace, with others in the place of some arrays."""
+        call = self._with(others)
+        return self._fresh().traced(call.args, call.kwargs)
+
+    def needs(self, others: Others, options: Mapping[str, Any] = MappingProxyType({})) -> int | None:
+        """Bytes that it needs, compiled; None where the compiler refuses it for want of memory."""
+        call, step = self._with(others), self._fresh()
+        if self._target is not None:
+            memory = compile_step_for(step, call.args, call.kwargs, self._target)[0].memory
+        else:
+            compiled = step.lower(*call.args, **call.kwargs).compile(compiler_options=dict(options) or None)
+            memory = program_memory(compiled, name=step.name, platform=jax.default_backend(), target="attached")
+        return None if memory is None else memory.step_bytes
+
+    def _fresh(self) -> JitStep:
+        """A step of its own, since what is compiled here is no call of the user's."""
+        return self._step.under(self._step.policy, None, None, gradients=self._step.gradients)
+
+    def _with(self, others: Others) -> AbstractCall:
+        tree = jax.tree.map(lambda leaf: others.get(id(leaf), leaf), (self._call.args, self._call.kwargs))
+        return AbstractCall(*tree)
+
+
+def causes_of(name: str, traced: Traced, peak: Peak, again: Again | None = None) -> tuple[str, ...]:
     """A sentence or two for each cause that is found.
 
     Args:
         name: The step's name.
-        closed: Its trace, with global shapes.
-        leaves: The arrays of its call.
+        traced: The step, with global shapes.
         peak: What makes its peak, on one device.
+        again: Traces and compiles the call with other arrays; what has to be tried before it is said is left out without it.
     """
-    if closed is None:
-        return ()
     least = int(_SHARE * peak.bytes)
-    return tuple(
-        words
-        for words in (
-            _kept_gradients(leaves, least),
-            _python_loop(name, closed, peak),
-            _whole_batch(leaves, peak, least),
-            _whole_values(closed, leaves, peak, least),
-        )
-        if words
-    )
+    found = [_kept_gradients(traced.leaves, least), _python_loop(name, traced.jaxpr, peak)]
+    if again is not None:
+        found += [
+            _whole_batch(traced.leaves, peak, least, again),
+            _whole_values(traced, peak, least, again),
+            _scheduled_at_once(name, peak, again),
+        ]
+    return tuple(words for words in found if words)
 
 
-def scheduled_at_once(name: str, lowered: Any, peak: Peak) -> str:
-    """A sentence on temporaries that a CPU's scheduler holds at once, to compute them side by side; empty where it holds few.
+def _scheduled_at_once(name: str, peak: Peak, again: Again) -> str:
+    """Of temporaries that a CPU's scheduler holds at once, to compute them side by side.
 
     One more compile shows what another schedule needs, where most of the peak are temporaries of which one line made several.
-
-    Args:
-        name: The step's name.
-        lowered: What JAX made of its call, for the attached devices.
-        peak: What makes its peak.
     """
     alike = Counter((each.source, each.shape) for each in peak.buffers if each.group == TEMPORARIES)
-    if (
-        jax.default_backend() != "cpu"
-        or 2 * peak.bytes_of(TEMPORARIES) < peak.bytes
-        or max(alike.values(), default=0) == 1
-    ):
+    if not again.is_cpu or 2 * peak.bytes_of(TEMPORARIES) < peak.bytes or max(alike.values(), default=0) == 1:
         return ""
-    memory = lowered.compile(compiler_options={_SCHEDULER: _LEAST_MEMORY}).memory_analysis()
-    kept = memory.argument_size_in_bytes - memory.alias_size_in_bytes
-    needs = kept + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    if needs > (1 - _SHARE) * peak.bytes:
+    needs = again.needs({}, {_SCHEDULER: _LEAST_MEMORY})
+    if needs is None or needs > (1 - _SHARE) * peak.bytes:
         return ""
     start = advise("causes.cpu_scheduler", scheduler=_SCHEDULER, order=_LEAST_MEMORY)
     return (
@@ -108,18 +140,10 @@ def _kept_gradients(leaves: Sequence[Leaf], least: int) -> str:
     )
 
 
-@dataclass(slots=True)
-class _Sum:
-    """A sum of gradients: the equations that made its parts."""
-
-    parts: list[Any] = field(default_factory=list[Any])
-
-
 def _python_loop(name: str, closed: Any, peak: Peak) -> str:
     """Of gradients that are taken one after the other and added up."""
     eqns = inlined(closed).eqns
-    counts = [_alike(each.parts) for each in _sums_of_gradients(eqns)]
-    count = max(counts, default=1)
+    count = max(map(_alike, _sums_of_gradients(eqns)), default=1)
     if count == 1:
         return ""
     made, alive = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
@@ -129,9 +153,7 @@ def _python_loop(name: str, closed: Any, peak: Peak) -> str:
     for each in peak.buffers:
         if each.group == SAVED and each.source and each.operation:
             alive[each.source, each.operation.rpartition("/")[2]] += each.bytes
-    is_cut_short = sum(each.bytes for each in peak.buffers if each.group == SAVED) < peak.bytes_of(SAVED)
-    is_most = 2 * peak.bytes_of(SAVED) > peak.bytes
-    if not any(held > made[line] // count > 0 for line, held in alive.items()) and not (is_cut_short and is_most):
+    if not any(held > made[line] // count > 0 for line, held in alive.items()):
         return ""  # those of one microbatch at a time: the compiler puts them one after the other
     return (
         f"{name} takes the gradients of {count} microbatches in a Python loop: the program holds {count} copies of the loss, and "
@@ -140,25 +162,33 @@ def _python_loop(name: str, closed: Any, peak: Peak) -> str:
     )
 
 
-def _sums_of_gradients(eqns: Sequence[Any]) -> Iterable[_Sum]:
-    """Sums that are made after the backward passes; the whole of each, and no part of it besides."""
+def _sums_of_gradients(eqns: Sequence[Any]) -> list[list[Any]]:
+    """The equations that made the parts of each sum of gradients that is made after the backward passes."""
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
-    sums: dict[Any, _Sum] = {}
+    sums: dict[Any, list[Any]] = {}
     inner: set[Any] = set()
     for eqn in eqns:
-        if not _is_after(eqn) or eqn.primitive.name not in _SUMS or not eqn.outvars[0].aval.shape:
+        if not _is_after(eqn):
             continue
-        found = _Sum()
-        for atom in eqn.invars:
+        parts: list[Any] = []
+        for atom in _added(eqn, made_by):
             var = _unscaled(atom, made_by)
             if var in sums:
-                found.parts += sums[var].parts
+                parts += sums[var]
                 inner.add(var)
             elif var in made_by and _BACKWARD in str(made_by[var].source_info.name_stack):
-                found.parts.append(made_by[var])
-        if found.parts:
-            sums[eqn.outvars[0]] = found
+                parts.append(made_by[var])
+        if parts:
+            sums[eqn.outvars[0]] = parts
     return [each for var, each in sums.items() if var not in inner]
+
+
+def _added(eqn: Any, made_by: Mapping[Any, Any]) -> Sequence[Any]:
+    """What an equation adds up: its operands, or what was stacked for it."""
+    if eqn.primitive.name in _SUMS and eqn.outvars[0].aval.shape:
+        return eqn.invars
+    stack = made_by.get(_unscaled(eqn.invars[0], made_by)) if eqn.primitive.name == "reduce_sum" else None
+    return stack.invars if stack is not None and stack.primitive.name in _STACKS else ()
 
 
 def _is_after(eqn: Any) -> bool:
@@ -166,13 +196,13 @@ def _is_after(eqn: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and _BACKWARD not in str(eqn.source_info.name_stack)
 
 
-def _unscaled(atom: Any, made_by: dict[Any, Any]) -> Any:
+def _unscaled(atom: Any, made_by: Mapping[Any, Any]) -> Any:
     """What a value is a multiple of, such as ``g`` of ``g / K``."""
     while is_variable(atom) and atom in made_by:
         eqn = made_by[atom]
         if eqn.primitive.name not in _SCALED or _BACKWARD in str(eqn.source_info.name_stack):
             break
-        like = [each for each in eqn.invars if is_variable(each) and each.aval.shape == atom.aval.shape]
+        like = [each for each in eqn.invars if is_variable(each) and each.aval.size == atom.aval.size]
         if len(like) != 1:
             break
         (atom,) = like
@@ -184,65 +214,98 @@ def _alike(parts: Sequence[Any]) -> int:
     return max(Counter((eqn.primitive.name, _place(eqn)) for eqn in parts).values(), default=1)
 
 
-def _whole_batch(leaves: Sequence[Leaf], peak: Peak, least: int) -> str:
-    """Of a batch of which each of several devices has all rows."""
-    count, mesh = _devices(leaves)
-    batch = [leaf for leaf in leaves if leaf.kind == BATCH and leaf.shape]
-    if count == 1 or not batch or any(_split_rows(leaf) for leaf in batch):
+def _whole_batch(leaves: Sequence[Leaf], peak: Peak, least: int, again: Again) -> str:
+    """Of an argument with a batch of which each of several devices has all rows; what dividing it would save is compiled."""
+    mesh, holder = _mesh(leaves)
+    batch = [leaf for leaf in leaves if leaf.kind == BATCH]
+    if mesh is None or any(_split_rows(leaf) for leaf in batch):
         return ""
-    whole = {each.operation: each for each in peak.buffers if each.group == BATCH}
-    large = [leaf for leaf in batch if leaf.path in whole and _dimensions(whole[leaf.path]) == leaf.shape]
-    held = sum(whole[leaf.path].bytes for leaf in large)
-    axis = None if mesh is None else max(mesh.shape, key=mesh.shape.__getitem__)
-    if not large or held < least or axis is None or _is_divided(leaves):
-        return ""  # where parameters are divided, an axis that divides rows too may need more
-    if any(leaf.shape[0] % mesh.shape[axis] for leaf in large):
+    here = {each.operation: each for each in peak.buffers if each.group == BATCH}
+    whole = [leaf for leaf in batch if leaf.path in here and _dimensions(here[leaf.path]) == leaf.shape != ()]
+    held = sum(here[leaf.path].bytes for leaf in whole)
+    if not whole or held < least:
         return ""
-    largest = max(large, key=lambda leaf: whole[leaf.path].bytes)
-    line = advise("causes.split_batch", batch=largest.argument, axis=axis)
+    argument = max(whole, key=lambda leaf: here[leaf.path].bytes).argument
+    parts = [leaf for leaf in leaves if leaf.argument == argument]
+    tried = {axis: again.needs(_divided(parts, mesh, axis)) for axis in _axes(parts, mesh)}
+    needs = {axis: size for axis, size in tried.items() if size is not None and size < (1 - _SHARE) * peak.bytes}
+    if not needs:
+        return ""
+    axis = min(needs, key=needs.__getitem__)
+    line = advise("causes.split_batch", batch=argument, mesh=f"{_mesh(parts)[1] or holder}.sharding.mesh", axis=axis)
     return (
-        f"{largest.argument} lies whole on each of {count} devices, {format_bytes(held)}, and so do the activations made of it: "
-        f"each device computes all rows. Divide the rows where the batch is made, with the mesh of the parameters:\n    {line}"
+        f"{argument} lies whole on each of {mesh.size} devices, {format_bytes(held)}, and so do the activations made of it. "
+        f"With its rows divided over {axis!r} the step needs {format_bytes(needs[axis])} in place of {format_bytes(peak.bytes)}, "
+        f"compiled. Divide them before the step is called:\n    {line}"
     )
 
 
-def _whole_values(closed: Any, leaves: Sequence[Leaf], peak: Peak, least: int) -> str:
+def _axes(parts: Sequence[Leaf], mesh: Any) -> list[str]:
+    """The axes of a mesh that divide the rows of all arrays of an argument."""
+    return [
+        axis
+        for axis, size in mesh.shape.items()
+        if size > 1 and all(leaf.shape and leaf.shape[0] % size == 0 for leaf in parts)
+    ]
+
+
+def _divided(parts: Sequence[Leaf], mesh: Any, axis: str) -> dict[int, Any]:
+    place = jax.NamedSharding(mesh, jax.P(axis))
+    return {id(leaf.value): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for leaf in parts}
+
+
+def _whole_values(traced: Traced, peak: Peak, least: int, again: Again) -> str:
     """Of a value with all rows of a batch that the devices divide."""
-    count, _ = _devices(leaves)
-    rows = {rows for leaf in leaves if leaf.kind == BATCH and (rows := _split_rows(leaf))}
-    if count == 1 or not rows:
+    mesh, _ = _mesh(traced.leaves)
+    batch = [leaf for leaf in traced.leaves if leaf.kind == BATCH and _split_rows(leaf)]
+    if mesh is None or not batch:
         return ""
-    eqns = list(_everywhere(open_jaxpr(closed)))
-    known = {leaf.shape for leaf in leaves if leaf.kind != BATCH}
-    shapes = {
-        (_place(eqn), shape)
-        for eqn in eqns
-        for var in eqn.outvars
-        if (shape := getattr(var.aval, "shape", ()))
-        and shape not in known
-        and any(d % r == 0 for d in shape for r in rows)
-    }
+    eqns = list(_everywhere(open_jaxpr(traced.jaxpr)))
+    shapes = {(_place(eqn), getattr(var.aval, "shape", ())) for eqn in eqns for var in eqn.outvars}
     whole = [
         each
         for each in peak.buffers
-        if each.group in (SAVED, TEMPORARIES)
-        and each.bytes >= least
-        and (_buffer_place(each), _dimensions(each)) in shapes
+        if each.group in (SAVED, TEMPORARIES) and each.bytes >= least and (each.source, _dimensions(each)) in shapes
     ]
+    growing = _growing(eqns, batch, again) if whole else []
+    rows = {(_place(eqn), shape) for eqn, shape in growing}
+    whole = [each for each in whole if (each.source, _dimensions(each)) in rows]
     if not whole:
         return ""
     largest = max(whole, key=lambda each: each.bytes)
     more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
-    axis = _axis_of_rows(leaves)
-    constraint = next((each for each in eqns if _lays_whole(each, rows)), None)
-    if constraint is None:
-        return ""  # it may be a gathered weight, whose width the rows divide
-    where = f"at {_written(constraint)}, which lays it whole"
+    constraint = next((eqn for eqn, _ in growing if _lays_whole(eqn)), None)
+    where = f"where it is made, at {largest.source}"
+    if constraint is not None:
+        where = f"at {short_place(own_lines(constraint))}, which lays it whole"
+    axis = repr(batch[0].value.sharding.spec[0])
     return (
         f"{largest.shape.partition('{')[0]} at {largest.source}{more}, {format_bytes(sum(each.bytes for each in whole))} at the "
-        f"peak, {'have' if more else 'has'} all rows of the batch on each of {count} devices, though the batch is divided. "
+        f"peak, {'have' if more else 'has'} all rows of the batch on each of {mesh.size} devices, though the batch is divided. "
         f"Divide the rows {where}: {advise('causes.split_rows', axis=axis)}."
     )
+
+
+def _growing(eqns: Sequence[Any], batch: Sequence[Leaf], again: Again) -> list[tuple[Any, tuple[int, ...]]]:
+    """What has rows of the batch, by equation and shape: what is larger in a trace with twice as many."""
+    twice = {
+        id(leaf.value): jax.ShapeDtypeStruct(
+            (2 * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=leaf.value.sharding
+        )
+        for leaf in batch
+    }
+    try:
+        others = list(_everywhere(open_jaxpr(again.traced(twice).jaxpr)))
+    except Exception:  # noqa: BLE001 - a step with the number of rows written into it fails in its own way
+        return []
+    if [each.primitive for each in eqns] != [each.primitive for each in others]:
+        return []
+    pairs = [
+        (eqn, *both)
+        for eqn, other in zip(eqns, others, strict=True)
+        for both in zip(eqn.outvars, other.outvars, strict=False)
+    ]
+    return [(eqn, var.aval.shape) for eqn, var, larger in pairs if var.aval != larger.aval]
 
 
 def _everywhere(jaxpr: Any) -> Iterator[Any]:
@@ -254,23 +317,17 @@ def _everywhere(jaxpr: Any) -> Iterator[Any]:
                 yield from _everywhere(inner)
 
 
-def _lays_whole(eqn: Any, rows: set[int]) -> bool:
-    if eqn.primitive.name != "sharding_constraint" or not eqn.params["sharding"].is_fully_replicated:
-        return False
-    return any(d % r == 0 for d in eqn.outvars[0].aval.shape for r in rows)
+def _lays_whole(eqn: Any) -> bool:
+    return eqn.primitive.name == "sharding_constraint" and eqn.params["sharding"].is_fully_replicated
 
 
-def _devices(leaves: Sequence[Leaf]) -> tuple[int, Any]:
-    """On how many devices the arrays of a call lie, and the mesh that says so."""
-    known = [each for leaf in leaves if (each := getattr(leaf.value, "sharding", None)) is not None]
-    largest = max(known, key=lambda each: each.num_devices, default=None)
-    return (1, None) if largest is None else (largest.num_devices, getattr(largest, "mesh", None))
-
-
-def _is_divided(leaves: Sequence[Leaf]) -> bool:
-    """Whether the devices divide any array of the call."""
-    shardings = (getattr(leaf.value, "sharding", None) for leaf in leaves)
-    return any(each is not None and not each.is_fully_replicated for each in shardings)
+def _mesh(leaves: Sequence[Leaf]) -> tuple[Any, str]:
+    """The mesh of several devices on which arrays of a call lie, and the path of one of them; None where there is none."""
+    for leaf in leaves:
+        mesh = getattr(getattr(leaf.value, "sharding", None), "mesh", None)
+        if mesh is not None and mesh.size > 1:
+            return mesh, leaf.path
+    return None, ""
 
 
 def _split_rows(leaf: Leaf) -> int:
@@ -279,11 +336,6 @@ def _split_rows(leaf: Leaf) -> int:
     if sharding is None or not leaf.shape:
         return 0
     return leaf.shape[0] if sharding.shard_shape(leaf.shape)[0] < leaf.shape[0] else 0
-
-
-def _axis_of_rows(leaves: Iterable[Leaf]) -> str:
-    specs = (leaf.value.sharding.spec for leaf in leaves if leaf.kind == BATCH and _split_rows(leaf))
-    return repr(next(specs)[0])
 
 
 def _bytes_here(leaf: Leaf) -> int:
@@ -302,11 +354,3 @@ def _place(eqn: Any) -> str:
     """The line outside JAX that made an equation, as the compiler has it too."""
     inside = str(pathlib.Path(jax.__file__ or "").parent)
     return next((f"{file}:{line}" for file, line in source_lines(eqn) if not file.startswith(inside)), "")
-
-
-def _buffer_place(buffer: Buffer) -> str:
-    return buffer.source or ""
-
-
-def _written(eqn: Any) -> str:
-    return short_place(own_lines(eqn))

@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.causes import causes_of, scheduled_at_once
+from jaxmem_callbacks.programs.causes import Again, causes_of
 from jaxmem_callbacks.programs.memory_text import disagreement_words, large_constants, memory_table
 from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.reading.groups import Arguments
+from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, lost_donations
 from jaxmem_callbacks.programs.steps.conditions import unguarded
 from jaxmem_callbacks.programs.steps.donation import worth_donating
@@ -176,11 +177,20 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         warnings=warnings,
         signature=judged.program.signature,
         read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
-        read_causes=lambda peak: (
-            *causes_of(made.name, judged.jaxpr, judged.leaves, peak),
-            *filter(None, [scheduled_at_once(made.name, lowered, peak)]),
-        ),
+        read_causes=_causes(made, abstract_call(args, kwargs), None),
     )
+
+
+def _causes(step: JitStep, call: AbstractCall | None, target: str | None) -> Callable[[Peak], tuple[str, ...]]:
+    """What `StepMemory.causes` asks. The call is held by its shapes, so that no array stays alive for it."""
+
+    def causes(peak: Peak) -> tuple[str, ...]:
+        if call is None:  # a tree that cannot be made again
+            return ()
+        again = Again(step, call, target)
+        return causes_of(step.name, again.traced({}), peak, again)
+
+    return causes
 
 
 def known_memory(program: Program, name: str) -> ProgramMemory:
@@ -231,7 +241,7 @@ def as_step(step: Callable[..., Any]) -> JitStep:
 
 
 def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str) -> StepMemory:
-    compiled, uses, undonated, again, traced = compile_step_for(step, args, kwargs, target)
+    compiled, uses, undonated, again = compile_step_for(step, args, kwargs, target)
     if compiled.memory is None:
         msg = (
             f"{step.name} does not fit into one device of {compiled.target.name}: its compiler needs "
@@ -246,7 +256,7 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         warnings=(*_warnings(step, program), *compiled.note_of_reports),
         signature=signature_of(uses, {}),
         read_peak=again,
-        read_causes=lambda peak: causes_of(step.name, traced.jaxpr, traced.leaves, peak),
+        read_causes=_causes(step, abstract_call(args, kwargs), target),
     )
 
 

@@ -137,7 +137,7 @@ _DONATION = (
     Advice(
         key="causes.split_batch",
         trigger="a step on several devices is given a batch that each of them holds whole",
-        text='{batch} = jax.device_put({batch}, jax.NamedSharding(mesh, jax.P("{axis}")))',
+        text='{batch} = jax.device_put({batch}, jax.NamedSharding({mesh}, jax.P("{axis}")))',
         proof=Proof.TRAINED,
         tests=("tests/test_causes.py::test_a_batch_that_is_whole_on_each_device",),
     ),

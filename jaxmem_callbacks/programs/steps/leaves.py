@@ -135,6 +135,8 @@ def state_arguments(leaves: Iterable[Leaf], undonated: Iterable[str]) -> set[str
 def user_leaves(name: str, value: Any) -> list[Leaf]:
     """The arrays of one argument, by path and kind; a variable shared by two places is listed once."""
     framework = framework_of(value)
+    # Its jit may take the arrays in another order than the fields of the objects have.
+    order = {} if framework is None else {id(array): place for place, array in enumerate(framework.apart(value)[0])}
     if framework is not None and _is_opaque(value):
         value = framework.arrays(value)
     found: list[Leaf] = []
@@ -145,7 +147,8 @@ def user_leaves(name: str, value: Any) -> list[Leaf]:
                 continue
             seen.add(id(node))
         found += [_leaf(name, path, leaf, kind) for leaf in jax.tree.leaves(node)]
-    return found
+    are_known = all(id(leaf.value) in order for leaf in found)
+    return sorted(found, key=lambda leaf: order[id(leaf.value)]) if are_known else found
 
 
 def _nodes(

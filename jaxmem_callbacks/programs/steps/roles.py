@@ -93,7 +93,7 @@ class _Made:
         sources: Inputs that it is made of in any way.
         is_gradient: Whether the backward pass is in it.
         moved: Inputs whose elements reach it past the backward pass, most of their value with them.
-        dropped: Inputs that are in it element by element together with gradients, or not at all, as a switch says.
+        dropped: Inputs that are in it element by element, or not at all in favour of a constant, as a switch says.
         is_switch: Whether it is one yes or no that no gradient decides, such as "every fourth step"; spread over a shape too.
     """
 
@@ -142,7 +142,10 @@ def dataflow_of(closed: Any) -> Dataflow:
     roles: list[Role | None] = [None] * len(jaxpr.invars)
     for place, result in claimed.items():
         kind = _kind_of_updated(jaxpr, place, made[result], is_read=forward[place])
-        accumulates = kind == OPTIMIZER and bool(made[result].dropped >> place & 1)
+        of_weights = (
+            made[result].moved & flow.read_forward & ~(1 << place)
+        )  # a slow copy of them, say, and no sum of gradients
+        accumulates = kind == OPTIMIZER and not of_weights and bool(made[result].dropped >> place & 1)
         roles[place] = Role(kind, updated=True, accumulates=accumulates)
     changed = {place: result for place, result in claimed.items() if jaxpr.outvars[result] is not jaxpr.invars[place]}
     for place in _with_gradients(jaxpr, made, changed, forward):  # also of those that are given back as they came
@@ -322,20 +325,29 @@ def _either(cases: Sequence[_Made], *, switch: _Made) -> _Made:
 
 
 def _dropped_by(switch: _Made, cases: Sequence[_Made]) -> int:
-    """Inputs that one of several values is made of together with gradients, and another is not made of."""
-    in_all = functools.reduce(int.__and__, (each.elements for each in cases))
-    with_gradients = functools.reduce(int.__or__, (each.elements for each in cases if each.is_gradient), 0)
-    return 0 if switch.is_gradient else with_gradients & ~in_all
+    """Inputs that one of several values is made of, where another is made of no input at all, such as zeros."""
+    if switch.is_gradient or all(each.sources for each in cases):
+        return 0
+    return functools.reduce(int.__or__, (each.elements for each in cases))
 
 
 def _dropped(eqn: Any, operands: Sequence[_Made], result: Any) -> int:
     name, shape = eqn.primitive.name, getattr(result.aval, "shape", ())
-    dropped = 0 if name in _MIXING else functools.reduce(int.__or__, (each.dropped for each in operands), 0)
+    if name in _MIXING:
+        return 0
     if name == "select_n" and (operands[0].is_switch or not getattr(eqn.invars[0].aval, "shape", ())):
-        return dropped | _dropped_by(operands[0], operands[1:])
+        return _sometimes(operands[1:]) | _dropped_by(operands[0], operands[1:])
     if name == "mul" and shape and any(each.is_switch for each in operands):  # as a number, 0 or 1
-        return dropped | _dropped_by(_NOTHING, [_NOTHING, *(each for each in operands if not each.is_switch)])
-    return dropped
+        return _sometimes(operands) | _dropped_by(
+            _NOTHING, [_NOTHING, *(each for each in operands if not each.is_switch)]
+        )
+    return _sometimes(operands)
+
+
+def _sometimes(operands: Sequence[_Made]) -> int:
+    """Inputs that are dropped from each operand that is made of them, and so from what all of them make."""
+    dropped = functools.reduce(int.__or__, (each.dropped for each in operands), 0)
+    return dropped & ~functools.reduce(int.__or__, (each.elements & ~each.dropped for each in operands), 0)
 
 
 def _is_switch(eqn: Any, operands: Sequence[_Made], result: Any) -> bool:

@@ -135,7 +135,6 @@ class Judged(NamedTuple):
     leaves: list[Leaf]
     lowered: jax.stages.Lowered
     function: Callable[..., Any]
-    jaxpr: Any  # what was traced; None where the user's own jit does not tell
 
 
 class Traced(NamedTuple):
@@ -494,7 +493,7 @@ class JitStep(Generic[_Arguments, _Results]):
             written=written_call(jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None),
         )
         self._register(program)
-        return Judged(program, leaves, lowered, jitted.function, jaxpr)
+        return Judged(program, leaves, lowered, jitted.function)
 
     def _undonated(
         self,

@@ -40,12 +40,12 @@ _TEXT_LIMIT = 3000
 
 def compile_step_for(
     step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str
-) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], Peak], Traced]:
+) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], Peak]]:
     """Compile a step for hardware that need not be there.
 
     Returns:
-        The compiler's answer, what becomes of each array, the arguments that are updated and not donated, a function that
-        tells what makes the peak with its source lines, and compiles once more for that, and what was traced.
+        The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
+        function that tells what makes the peak with its source lines, and compiles once more for that.
     """
     with refusing_cudnn(step.name, resolve_target(target).platform):
         traced = step.traced(args, kwargs)
@@ -57,7 +57,7 @@ def compile_step_for(
         assert found is not None  # a program that is refused has no memory, and nobody gets this far with it
         return found
 
-    return answer, uses, traced.undonated, peak, traced
+    return answer, uses, traced.undonated, peak
 
 
 def described(leaves: Sequence[Leaf], updated: Sequence[str] = ()) -> tuple[Argument, ...]:
