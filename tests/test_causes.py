@@ -19,6 +19,7 @@ from flax import nnx
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.units import format_bytes
 from tests.pasting import pasted, run, value
+from tests.target_step import needs_compiler
 
 WIDTH, ROWS, K = 256, 64, 4
 PARAMS = {
@@ -210,13 +211,13 @@ def test_a_batch_that_is_whole_on_each_device(kind):
     step, data = jm.jit_step(function), make() if kind == "from NumPy" else laid(make())
     memory = jm.step_memory(step, laid(params()), *data)
     printed = "\n".join(memory.causes())
-    assert f"{name} lies whole on each of 8 devices" in printed
+    assert f"{name} is whole on each of 8 devices" in printed
     line = pasted("causes.split_batch", printed)
     better = run(line, jax=jax, p=laid(params()), **{name: data[0]})[name]
     again = jm.step_memory(step, laid(params()), better, *data[1:])
     assert f"needs {format_bytes(again.step_bytes)} in place of {format_bytes(memory.step_bytes)}, compiled" in printed
     assert again.step_bytes < memory.step_bytes / 2
-    assert "lies whole" not in " ".join(again.causes())
+    assert "is whole" not in " ".join(again.causes())
     expected, got = step(laid(params()), *data), step(laid(params()), better, *data[1:])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), expected, got)
 
@@ -419,7 +420,7 @@ def test_what_dividing_rows_saves_under_tensor_parallelism_is_compiled_first(row
     x = jax.device_put(jnp.ones((rows, width)), jax.NamedSharding(mesh, jax.P()))
     memory = jm.step_memory(jm.jit_step(plain), weights, x)
     printed = "\n".join(memory.causes())
-    if "lies whole" not in printed:
+    if "is whole" not in printed:
         assert rows < width, "little to save"
         return
     better = run(pasted("causes.split_batch", printed), jax=jax, x=x, p=weights)["x"]
@@ -447,11 +448,15 @@ def test_the_names_of_accumulated_gradients_under_nnx():
     assert ".mu" not in printed
 
 
-def test_no_array_stays_alive_for_the_causes():
+@pytest.mark.parametrize("target", [None, pytest.param("h100_sxm", marks=pytest.mark.targets)])
+def test_no_array_stays_alive_for_the_causes(target):
+    if target is not None:
+        needs_compiler(target)
     weights = params()
     gone = [weakref.ref(each) for each in jax.tree.leaves(weights)]
-    memory = jm.step_memory(jm.jit_step(plain), weights, batch())
+    memory = jm.step_memory(jm.jit_step(plain), weights, batch(), target=target)
     del weights
     gc.collect()
     assert [each() for each in gone] == [None, None]
     assert memory.causes() == ()
+    assert memory.peak().bytes > 0

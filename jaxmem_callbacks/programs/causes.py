@@ -93,7 +93,7 @@ def causes_of(name: str, traced: Traced, peak: Peak, again: Again | None = None)
         name: The step's name.
         traced: The step, with global shapes.
         peak: What makes its peak, on one device.
-        again: Traces and compiles the call with other arrays; what has to be tried before it is said is left out without it.
+        again: Traces and compiles the call with other arrays; what has to be tried before it is printed is left out without it.
     """
     least = int(_SHARE * peak.bytes)
     found = [_kept_gradients(traced.leaves, least), _python_loop(name, traced.jaxpr, peak)]
@@ -234,7 +234,7 @@ def _whole_batch(leaves: Sequence[Leaf], peak: Peak, least: int, again: Again) -
     axis = min(needs, key=needs.__getitem__)
     line = advise("causes.split_batch", batch=argument, mesh=f"{_mesh(parts)[1] or holder}.sharding.mesh", axis=axis)
     return (
-        f"{argument} lies whole on each of {mesh.size} devices, {format_bytes(held)}, and so do the activations made of it. "
+        f"{argument} is whole on each of {mesh.size} devices, {format_bytes(held)}, and so do the activations made of it. "
         f"With its rows divided over {axis!r} the step needs {format_bytes(needs[axis])} in place of {format_bytes(peak.bytes)}, "
         f"compiled. Divide them before the step is called:\n    {line}"
     )

@@ -27,9 +27,9 @@ def abstract_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractCall
     try:
         framework = framework_of(args, kwargs)
         if framework is None:
-            return AbstractCall(*jax.tree.map(_abstract, (args, kwargs)))
+            return AbstractCall(*jax.tree.map(abstract, (args, kwargs)))
         arrays, join = framework.apart((args, kwargs))
-        return AbstractCall(*join([_abstract(array) for array in arrays]))
+        return AbstractCall(*join([abstract(array) for array in arrays]))
     except Exception:  # noqa: BLE001 - what is only kept for a report must not stop a step that works
         return None
 
@@ -42,7 +42,8 @@ def has_real_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not any(isinstance(each, jax.Array) and each.is_deleted() for each in leaves)
 
 
-def _abstract(leaf: Any) -> Any:
+def abstract(leaf: Any) -> Any:
+    """An array by its shape, dtype and named sharding; anything else as it is."""
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     place = getattr(leaf, "sharding", None)

@@ -93,7 +93,7 @@ class _Made:
         sources: Inputs that it is made of in any way.
         is_gradient: Whether the backward pass is in it.
         moved: Inputs whose elements reach it past the backward pass, most of their value with them.
-        dropped: Inputs that are in it element by element, or not at all in favour of a constant, as a switch says.
+        dropped: Inputs that are in it element by element, or not at all by a switch, in favour of a constant.
         is_switch: Whether it is one yes or no that no gradient decides, such as "every fourth step"; spread over a shape too.
     """
 
@@ -316,7 +316,7 @@ def _elements(eqn: Any, operands: Sequence[_Made], result: Any) -> int:
 
 
 def _either(cases: Sequence[_Made], *, switch: _Made) -> _Made:
-    """What is one of several values, as a switch says."""
+    """What is one of several values, by a switch."""
     return replace(
         functools.reduce(_Made.__or__, cases),
         dropped=functools.reduce(int.__or__, (each.dropped for each in cases), _dropped_by(switch, cases)),

@@ -18,6 +18,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem_callbacks.programs.reading.groups import Argument
 from jaxmem_callbacks.programs.reading.hlo_header import read_header
+from jaxmem_callbacks.programs.steps.abstract_call import abstract
 from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
@@ -51,9 +52,11 @@ def compile_step_for(
         traced = step.traced(args, kwargs)
     answer = lower_traced_for(traced, step.name, target)()
     uses = _uses(traced, answer.hlo_text or "")
+    # What may be asked later holds no array of the caller's.
+    by_shapes = traced._replace(leaves=[replace(leaf, value=abstract(leaf.value)) for leaf in traced.leaves])
 
     def peak() -> Peak:
-        found = lower_traced_for(traced, step.name, target, want_buffers=True)().peak
+        found = lower_traced_for(by_shapes, step.name, target, want_buffers=True)().peak
         assert found is not None  # a program that is refused has no memory, and nobody gets this far with it
         return found
 
