@@ -19,7 +19,7 @@ from jaxmem_callbacks.cli.alive import alive_beside, alive_words
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.other_steps import other_steps
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
-from jaxmem_callbacks.records.units import MIB, format_bytes
+from jaxmem_callbacks.records.units import MIB
 from tests.pasting import pasted
 from tests.sample_plans import sentences
 from tests.unedited_scripts import GAN, written
@@ -173,15 +173,16 @@ update(weights, jnp.ones((8, W)))  # first step
 """, "fresh", "weights", 1),
     "a method of a class": ("""
 class Run:
-    def fit(self, initial):
-        params = {"w": 2 * initial["w"]}
+    def __init__(self):
+        self.weights = {"w": jnp.ones((W, W)), "b": jnp.zeros((W, 2))}
+    def fit(self):
+        loaded = jax.tree.map(lambda a: a + 1, self.weights)
         step = jax.jit(self.step)
-        step(params, jnp.ones((8, W)))  # first step
-        return initial
+        step(self.weights, jnp.ones((8, W)))  # first step
     def step(self, params, batch):
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, batch))
-Run().fit({"w": jnp.ones((W, W))})
-""", "initial", "params", 1),
+Run().fit()
+""", "loaded", "params", 1),
 }  # fmt: skip
 HEAD = """import jax, jax.numpy as jnp, numpy as np, optax
 W = {width}
@@ -202,15 +203,47 @@ def test_a_second_copy_of_the_state_is_named(kind: str, tmp_path: Path, capsys) 
         return words, json.loads(capsys.readouterr().out)["alive_beside_bytes"]
 
     words, before = seen()
-    size = format_bytes(copies * 4 * width**2)
-    assert f"{name} holds a second copy of {argument} ({size}), such as the state that was made before" in words
+    assert f"{name} holds as many arrays of the same shapes as {argument} (" in words
     line = pasted("alive.let_go", words)
     lines = script.read_text("utf-8").splitlines()
     at = next(place for place, each in enumerate(lines) if "# first step" in each)
     indent = len(lines[at]) - len(lines[at].lstrip())
-    lines = [*lines[:at], " " * indent + line, *lines[at:]]
-    script.write_text("\n".join(lines).replace("        return initial", ""), "utf-8")
+    script.write_text("\n".join([*lines[:at], " " * indent + line, *lines[at:]]), "utf-8")
     words, after = seen()
-    if kind != "a method of a class":  # whose caller holds it too
-        assert "second copy" not in words
-        assert before - after >= copies * 4 * width**2
+    assert "of the same shapes" not in words
+    assert before - after >= copies * 4 * width**2
+
+
+HELD_TWICE = {
+    "a parameter": """
+def fit(initial):
+    step(jax.tree.map(lambda a: a + 1, initial), jnp.ones((8, W)))
+fit({"w": jnp.ones((W, W))})
+""",
+    "another variable": """
+first = {"w": jnp.ones((W, W))}
+kept = {"best": first["w"]}
+step(jax.tree.map(lambda a: a + 1, first), jnp.ones((8, W)))
+print(kept)
+""",
+    "an outer function": """
+def fit(params):
+    step(params, jnp.ones((8, W)))
+def main():
+    first = {"w": jnp.ones((W, W))}
+    fit(jax.tree.map(lambda a: a + 1, first))
+main()
+""",
+}
+
+
+@pytest.mark.parametrize("kind", HELD_TWICE)
+def test_what_no_line_gives_back_is_asked(kind: str, tmp_path: Path, capsys) -> None:
+    width = 1039 + 2 * [*HELD_TWICE].index(kind)
+    step = "@jax.jit\ndef step(params, batch):\n    return jax.grad(loss)(params, batch)\n"
+    (script := tmp_path / "train.py").write_text(HEAD.format(width=width) + step + HELD_TWICE[kind], "utf-8")
+    assert main(["inspect", "--top", "0", str(script)]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "as many arrays of the same shapes as params (" in words
+    assert "Is it needed while the step runs?" in words
+    assert "del " not in words

@@ -14,6 +14,7 @@ import pytest
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.records.errors import ScriptError
+from tests.pasting import pasted
 from tests.target_step import needs_compiler
 
 TRAIN = '''
@@ -182,7 +183,7 @@ def test_a_step_that_is_never_called_is_named_with_what_to_add(kind, tmp_path, c
     error = capsys.readouterr().err
     line = (head + NEVER_CALLED[kind])[: (head + NEVER_CALLED[kind]).index("def update")].count("\n") + 1
     assert f"{script} ran to its end and never called its step: update (line {line}). Let it call it once" in error
-    add = textwrap.dedent(error[error.index("    def make():") :])
+    add = textwrap.dedent("    " + pasted("script.maker", error))
     arrays = "state = batch = jax.ShapeDtypeStruct((8, 8), 'float32')\n"
     script = write(tmp_path, head + NEVER_CALLED[kind] + arrays + add)
     assert main(["inspect", f"{script}:make"]) == 0

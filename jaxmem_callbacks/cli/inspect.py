@@ -111,7 +111,7 @@ class _Report:
                 tell(f"compiling {step.name} once more, for what makes its peak")
             peak = memory.peak() if top else None
             causes = () if peak is None else memory.causes(peak)
-        beside = alive_words(reached.alive, reached.when, memory.step_bytes, copies=reached.copies)
+        beside = alive_words(reached.alive, reached.when, memory.step_bytes)
         return cls(
             policy=step.policy,
             memory=memory,

@@ -426,7 +426,7 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
         return (
             f"{path} ran to its end and never called its step: {steps}.{others} Let it call it once, or add a function "
             f"that returns it with its arguments, arrays or jax.ShapeDtypeStruct, and type {path}:make in place of {path}:\n"
-            f"    def make():\n        return {written[0].name}, (state, batch)"
+            f"    {advise('script.maker', step=written[0].name)}"
         )
     if is_unedited(path):
         return (

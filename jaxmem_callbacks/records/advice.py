@@ -111,6 +111,13 @@ _DONATION = (
         tests=("tests/test_advice_steps.py::test_a_state_is_returned_as_it_comes",),
     ),
     Advice(
+        key="script.maker",
+        trigger="a script defines its step and never calls it",
+        text="def make():\n        return {step}, (state, batch)",
+        proof=Proof.COMPILED,
+        tests=("tests/test_cli_inspect.py::test_a_step_that_is_never_called_is_named_with_what_to_add",),
+    ),
+    Advice(
         key="call.arguments",
         trigger="a step is to be planned or measured without its arguments, or with too few or too many",
         text="{call}({step}, {arguments})",
