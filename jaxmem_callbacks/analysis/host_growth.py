@@ -7,7 +7,7 @@ still rise, at half the speed of all of them or faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from jaxmem_callbacks.analysis.hysteresis import Episode
@@ -21,14 +21,21 @@ from jaxmem_callbacks.records.units import MIB, format_bytes
 _LONGER = 10  # times the steps that a growth of arrays must last
 _LEAST = 256 * MIB  # less is noise of allocators and libraries
 _AS_FAST = 0.5  # of the rate over all steps, over the latest ones
+_WORTH = 0.1  # of the growth: a container of less explains little of it
 _QUIET = 10  # looks
 
 
 @final
 class HostGrowthDetector:
-    """Follows the process's resident memory less the arrays that are in it; one event while it grows."""
+    """Follows the process's resident memory less the arrays that are in it; one event while it grows.
 
-    def __init__(self, settings: MonitorSettings) -> None:
+    Args:
+        settings: Its thresholds.
+        largest: Names the largest Python containers of so many bytes and more, asked once an event; of a recorded run nobody.
+    """
+
+    def __init__(self, settings: MonitorSettings, largest: Callable[[int], Sequence[str]] = lambda _: ()) -> None:
+        self._largest = largest
         self._least = max(_LEAST, settings.growth_min_bytes)
         self._long = Trend(_LONGER * settings.growth_steps)
         self._latest = Trend(settings.growth_steps)
@@ -50,6 +57,8 @@ class HostGrowthDetector:
         rise, now = self._rise(), resident[-1]
         if not self._episode.begins(0.0 if rise is None else rise.gain) or rise is None:
             return ()
+        largest = self._largest(int(_WORTH * rise.gain))
+        held = f" The largest that Python holds: {'; '.join(largest)}." if largest else ""
         return [
             MemoryEvent(
                 kind="growth",
@@ -59,7 +68,7 @@ class HostGrowthDetector:
                 message=(
                     f"The host's memory has grown since step {rise.since_step}: {format_bytes(int(rise.gain))} more by step "
                     f"{now.step}, {format_bytes(int(rise.per_step))} a step, besides JAX's arrays; the process holds "
-                    f"{format_bytes(now.resident_bytes)}."
+                    f"{format_bytes(now.resident_bytes)}.{held}"
                 ),
                 action=(
                     "Is something of the host kept at each step, such as NumPy batches, metrics or futures in a list, or a cache "

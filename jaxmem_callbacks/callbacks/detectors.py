@@ -14,6 +14,7 @@ from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.analysis.plan_check import PlanDetector
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.analysis.replication import ReplicationDetector
+from jaxmem_callbacks.probes.host_objects import largest_containers
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.transforms.sharding.alone import would_split
@@ -40,7 +41,7 @@ def detectors_of(
         NearOomDetector(settings),
         FragmentationDetector(settings),
         GrowthDetector(settings),
-        HostGrowthDetector(settings),
+        HostGrowthDetector(settings, largest_containers),
         DonationDetector(since_s=since_s),
         RecompilationDetector(since_s=since_s),
         ReplicationDetector(settings, split, would_split),
