@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -277,3 +278,24 @@ def test_arguments_of_the_script_are_told_from_the_commands_own(command, capsys)
     told = capsys.readouterr().err
     assert "unrecognized arguments: --lr 3. A script's own come last: " in told
     assert f"jaxmem {command} train.py --target cpu -- --lr 3" in told
+
+
+def test_a_command_leaves_threads_that_can_be_traced(script, capsys):
+    """A debugger's or a coverage tool's trace in the same process, as in a notebook, goes on after a command."""
+    assert main(["inspect", "--top", "0", str(script), "--args", str(script.parent / "log")]) == 0
+    capsys.readouterr()
+    lines = []
+
+    def trace(frame, event, _):
+        lines.append(frame.f_lineno)
+        return trace
+
+    def work():
+        sys.settrace(trace)
+        return sum(range(10))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert lines

@@ -36,6 +36,7 @@ class Interruption:
     def __init__(self) -> None:
         self.kind: type[KeyboardInterrupt] | None = None
         self._thread, self._at_s = threading.get_ident(), -_ONE_S
+        self._sent = False  # to another thread than the handler's
 
     def __call__(self, number: int, _frame: FrameType | None = None) -> None:
         """Raise in the thread that works, which may be another one than this."""
@@ -45,7 +46,17 @@ class Interruption:
         self.kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         if threading.get_ident() == self._thread:
             raise self.kind
+        self._sent = True
         _raise_in(self._thread, self.kind)
+
+    def take_back(self) -> None:
+        """What was sent and has not been raised yet came too late.
+
+        Where nothing was sent nothing is taken back: from then on Python 3.11 would look for such an exception at every call, and
+        never leave a function that is traced.
+        """
+        if self._sent:
+            _raise_in(self._thread, None)
 
     def check(self) -> None:
         """Raise what came and was lost."""
@@ -113,7 +124,7 @@ def command_interrupted(in_main: Callable[[Callable[[], None]], None]) -> Genera
     finally:
         in_main(give_back)
         del _commands[here]
-        _raise_in(here, None)  # what has not been raised yet came too late
+        own.take_back()
 
 
 def interruption_here() -> type[KeyboardInterrupt] | None:
