@@ -111,8 +111,9 @@ BY_ARGPARSE = TRAIN.replace("{imports}", "import argparse").replace(
     "asked = argparse.ArgumentParser(); asked.add_argument('--steps', type=int, required=True); train(asked.parse_args().steps)",
 )
 BY_ARGV = TRAIN.replace("{imports}", "import sys").replace("{start}", "train(int(sys.argv[2]))")
-BY_ABSL = TRAIN.replace(
-    "{imports}", "from absl import app, flags\nROWS = flags.DEFINE_integer('steps', None, '', required=True)"
+BY_ABSL = TRAIN.replace(  # the flag may be defined again, for the test runs the script several times in one process
+    "{imports}",
+    "from absl import app, flags\nROWS = flags.DEFINE_integer('steps', None, '', required=True, allow_override=True)",
 ).replace("{start}", "app.run(lambda argv: train(ROWS.value))")
 BY_WORDS = TRAIN.replace("{imports}", "import sys").replace(
     "{start}", "len(sys.argv) > 1 or sys.exit('usage: train.py --steps N'); train(int(sys.argv[2]))"
