@@ -286,7 +286,7 @@ def test_a_command_leaves_threads_that_can_be_traced(script, capsys):
     capsys.readouterr()
     lines = []
 
-    def trace(frame, event, _):
+    def trace(frame, *_):
         lines.append(frame.f_lineno)
         return trace
 
