@@ -14,7 +14,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
-from jaxmem_callbacks.cli.stand_ins import Seen
+from jaxmem_callbacks.cli.seen import Edit, Seen
 from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.planning.space import Space
 from tests import sample_plans as samples
@@ -305,11 +305,11 @@ def test_the_line_to_paste_is_the_plans_policy(policy: jm.StepPolicy) -> None:
 
 def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
     plan = planned(jm.StepPolicy(remat="full"), step="update")
-    assert lines_to_train(
-        plan, None, Seen(instead={"jax.grad": "jm.grad", "jax.value_and_grad": "jm.value_and_grad"})
-    ) == [
+    edits = [Edit("gan.py:7", "jax.grad", "jm.grad"), Edit("gan.py:31", "jax.value_and_grad", "jm.value_and_grad")]
+    assert lines_to_train(plan, None, Seen(edits=dict.fromkeys(edits))) == [
         "import jaxmem_callbacks as jm",
-        "# in the step: jm.grad in place of jax.grad, jm.value_and_grad in place of jax.value_and_grad",
+        "# gan.py:7: jm.grad in place of jax.grad",
+        "# gan.py:31: jm.value_and_grad in place of jax.value_and_grad",
         "step = jm.jit_step(update, jm.StepPolicy(remat='full'))",
     ]
     for written, step in (("jm.grad(loss)", "jm.grad(loss)"), ("", "train_step"), (None, "update")):

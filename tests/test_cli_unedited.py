@@ -49,7 +49,9 @@ def test_a_step_is_found_and_planned_as_it_is_written(kind: str, tmp_path: Path,
     assert "Remat was not tried" not in told
     assert "full" in told.partition("What makes its peak")[0], "remat is among what was compiled"
     if "To train so:" in told:
-        assert f"    import jaxmem_callbacks as jm\n    # in the step: {INSTEAD[kind]}\n    " in told
+        word = INSTEAD[kind].rpartition(" ")[2] if kind != "names from JAX" else "grad"
+        line = next(at for at, text in enumerate(Path(script).read_text().splitlines(), 1) if f"{word}(" in text)
+        assert f"    import jaxmem_callbacks as jm\n    # train.py:{line}: {INSTEAD[kind]}\n    " in told
         assert re.search(r"\n    ([\w.]+) = jm\.jit_step\(\1, ", told) or kind == "NNX", "around what the script calls"
     assert jax_functions() == before
 
@@ -141,9 +143,13 @@ def test_what_packages_call_stays_theirs_and_an_edited_script_is_left_alone(tmp_
         code = compile("def call(f): return jax.value_and_grad(f)", "/lib/site-packages/somewhere.py", "exec")
         exec(code, optax_like)  # noqa: S102 - a file that is not there
         assert optax_like["call"](lambda x: x * x)(3.0)[1] == 6
-        assert not seen.instead
+        assert not seen.edits
         assert jax.grad(lambda x: x * x)(3.0) == 6
-        assert seen.instead == {"jax.grad": "jm.grad"}
+        assert [(each.old, each.new) for each in seen.edits] == [("jax.grad", "jm.grad")]
+        assert all(
+            Path(__file__).read_text().splitlines()[int(each.where.rpartition(":")[2]) - 1].count("jax.grad(")
+            for each in seen.edits
+        )
         # Nor is this library's own use of JAX.
         assert jm.value_and_grad(lambda x: x * x)(3.0)[1] == 6
     assert jax.value_and_grad is real
@@ -208,7 +214,7 @@ def test_gradients_are_those_of_each_framework(tmp_path: Path, *, has_aux: bool,
             theirs = found()
             with as_written(str(tmp_path / "plain.py")) as seen:
                 ours = found()
-            assert len(seen.instead) == 1
+            assert len(seen.edits) == 1
             assert len(theirs) == len(ours)
             assert all((a == b).all() for a, b in zip(theirs, ours, strict=True))
 

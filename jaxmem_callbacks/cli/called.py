@@ -10,13 +10,12 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import pathlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import Caller, caller_of
+from jaxmem_callbacks.cli.callers import Caller, caller_of, file_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def called_as(step: Any) -> Called | None:
             continue
         if found is not None and "." not in found.name and name not in frame.f_locals:
             break  # an object that is passed on: its name in the outermost function holds for all of the loop
-        found = Called(name, f"above {_file(frame)}:{_line_above(frame)}")
+        found = Called(name, f"above {file_of(frame)}:{_line_above(frame)}")
     if found is None and (name := _name_in(caller.f_globals, step)) is not None:
         found = Called(name, _where_global(frames, name))
     return found
@@ -63,10 +62,10 @@ def _where_global(frames: Sequence[types.FrameType], name: str) -> str:
     caller = frames[0]
     own = [each for each in frames if each.f_code.co_name == "<module>" and each.f_globals is caller.f_globals]
     if own:
-        return f"above {_file(own[0])}:{_line_above(own[0])}"
+        return f"above {file_of(own[0])}:{_line_above(own[0])}"
     if caller.f_globals.get("__name__") == "__main__" and (line := _line_of_binding(caller, name)) is not None:
-        return f"below {_file(caller)}:{line}"  # the script itself is in another thread, and has not ended
-    return f"at the end of {_file(caller)}"
+        return f"below {file_of(caller)}:{line}"  # the script itself is in another thread, and has not ended
+    return f"at the end of {file_of(caller)}"
 
 
 def _line_of_binding(frame: types.FrameType, name: str) -> int | None:
@@ -89,10 +88,6 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
     """What an assignment binds, tuples taken apart."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-
-
-def _file(frame: types.FrameType) -> str:
-    return pathlib.Path(frame.f_code.co_filename).name
 
 
 def _user_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import functools
 import linecache
@@ -63,6 +64,15 @@ def call_of_user(frame: types.FrameType | None) -> str:
         None,
     )
     return ast.unparse(made) if isinstance(made, ast.Name | ast.Attribute) else ""
+
+
+def file_of(frame: types.FrameType) -> str:
+    """The file of a frame's code as people type it: from the working folder, or its name alone where it lies elsewhere."""
+    path = pathlib.Path(frame.f_code.co_filename)
+    with contextlib.suppress(FileNotFoundError):  # the working folder is gone
+        if path.is_relative_to(pathlib.Path.cwd()):
+            return str(path.relative_to(pathlib.Path.cwd()))
+    return path.name
 
 
 @functools.cache

@@ -23,6 +23,21 @@ class Word:
     new: str
 
 
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A gradient function that a policy does not reach, as the user's own file writes it.
+
+    Attributes:
+        where: Its file and line: ``train.py:12``.
+        old: What stands there, such as ``jax.grad``.
+        new: What to write instead, such as ``jm.grad``.
+    """
+
+    where: str
+    old: str
+    new: str
+
+
 # Module and gradient function there -> its word.
 GRADIENTS = {
     ("jax", "value_and_grad"): Word("jax.value_and_grad", "jm.value_and_grad"),
@@ -55,7 +70,7 @@ class Seen:
     """What of a script took part.
 
     Attributes:
-        instead: Gradient functions that its step called, as people write them -> what to write instead.
+        edits: The gradient functions that its step called, in their order.
         jitted: Names of the jitted functions that it called, in their order.
         passed: Of those that take a gradient, names that are not the one that was asked for.
         step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
@@ -64,7 +79,7 @@ class Seen:
         called: How the script writes what it calls as its step; None where that has no name.
     """
 
-    instead: dict[str, str] = field(default_factory=dict[str, str])
+    edits: dict[Edit, None] = field(default_factory=dict[Edit, None])
     jitted: dict[str, None] = field(default_factory=dict[str, None])
     passed: set[str] = field(default_factory=set[str])
     step: str | None = None

@@ -10,14 +10,15 @@ import contextvars
 import functools
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import Caller, caller_of, is_asked_for_shapes
-from jaxmem_callbacks.cli.seen import GRADIENTS, Seen, Word
+from jaxmem_callbacks.cli.callers import Caller, caller_of, file_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.seen import GRADIENTS, Edit, Seen, Word
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.transforms import gradients
 
@@ -29,13 +30,13 @@ class Within:
     Attributes:
         is_own: Whether the script itself calls it, and not a trace of something else.
         takes_gradient: Whether a gradient was taken in it.
-        instead: By which functions, as in `Seen`.
+        edits: By which functions, as in `Seen`.
         is_foreign: Whether one was taken by a package, in whose code nobody writes another function.
     """
 
     is_own: bool
     takes_gradient: bool = False
-    instead: dict[str, str] = field(default_factory=dict[str, str])
+    edits: dict[Edit, None] = field(default_factory=dict[Edit, None])
     is_foreign: bool = False
 
 
@@ -78,22 +79,24 @@ class StandIns:
 
         @functools.wraps(real)
         def made(*args: Any, **options: Any) -> Any:
-            whose = caller_of(inspect.currentframe())
+            frame = inspect.currentframe()
+            whose = caller_of(frame)
             if whose is Caller.LIBRARY:
                 return real(*args, **options)
+            edit = _edit(word, frame) if whose is Caller.USER and word.new else None
             try:
                 given = dict(signature.bind_partial(*args, **options).arguments)
             except TypeError:
                 return real(*args, **options)  # which says what is wrong
             given |= given.pop("gradkwargs", {}) | given.pop("options", {})
             if not callable(loss := given.pop(first, None)):
-                return functools.partial(made_of, whose, given) if whose is Caller.USER else real(*args, **options)
-            return made_of(whose, given, loss)
-
-        def made_of(whose: Caller, options: Mapping[str, Any], loss: Callable[..., Any]) -> Callable[..., Any]:
+                return functools.partial(made_of, given, edit) if whose is Caller.USER else real(*args, **options)
             if whose is Caller.USER:
-                return self._noting(own(loss, **options), loss, word)
-            return self._noting(real(loss, **options), loss, None)
+                return made_of(given, edit, loss)
+            return self._noting(real(loss, **given), loss, None, {})
+
+        def made_of(options: Mapping[str, Any], edit: Edit | None, loss: Callable[..., Any]) -> Callable[..., Any]:
+            return self._noting(own(loss, **options), loss, word, {} if edit is None else {edit: None})
 
         return made
 
@@ -108,24 +111,30 @@ class StandIns:
 
         return called
 
-    def _noting(self, gradient: Callable[..., Any], loss: Callable[..., Any], word: Word | None) -> Callable[..., Any]:
+    def _noting(
+        self,
+        gradient: Callable[..., Any],
+        loss: Callable[..., Any],
+        word: Word | None,
+        edits: dict[Edit, None],
+    ) -> Callable[..., Any]:
         @functools.wraps(loss)
         def called(*args: Any, **kwargs: Any) -> Any:
-            self._note({} if word is None or not word.new else {word.old: word.new}, is_foreign=word is None)
+            self._note(edits, is_foreign=word is None)
             return gradient(*args, **kwargs)
 
         if word is not None and " " not in word.new:  # else it is told in words, which are no code
             self.written[called] = (word.new or word.old) + f"({getattr(loss, '__name__', 'loss')})"
         return called
 
-    def _note(self, instead: dict[str, str], *, is_foreign: bool = False) -> None:
+    def _note(self, edits: dict[Edit, None], *, is_foreign: bool = False) -> None:
         """A gradient is taken, by what this says."""
-        self._seen.instead |= instead
+        self._seen.edits |= edits
         around = self._within.get()
         for each in around:
             each.takes_gradient = True
             each.is_foreign |= is_foreign
-            each.instead |= instead
+            each.edits |= edits
         if any(each.is_own for each in around) or is_asked_for_shapes(inspect.currentframe()):
             return
         self.tell(
@@ -141,6 +150,13 @@ class StandIns:
                 f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and jit the whole step.\n",
                 sys.stderr,
             )
+
+
+def _edit(word: Word, frame: types.FrameType | None) -> Edit | None:
+    """Where the caller of a frame's function writes a word."""
+    if frame is None or frame.f_back is None:
+        return None
+    return Edit(f"{file_of(frame.f_back)}:{frame.f_back.f_lineno}", word.old, word.new)
 
 
 def _counterpart(module: str, attribute: str) -> Callable[..., Any]:

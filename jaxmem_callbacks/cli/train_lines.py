@@ -28,9 +28,9 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
     if seen is not None and seen.trainer and not _placed(plan, ""):
         return _around(plan, saved, seen.trainer)
     lines: list[str] = []
-    if seen is not None and seen.instead:
-        changes = [f"{new} in place of {old}" for old, new in seen.instead.items()]
-        lines = ["import jaxmem_callbacks as jm", f"# in the step: {', '.join(changes)}"]
+    if seen is not None and seen.edits:
+        edits = [f"# {each.where}: {each.new} in place of {each.old}" for each in seen.edits]
+        lines = ["import jaxmem_callbacks as jm", *edits]
     elif seen is not None and seen.step is not None:
         lines = ["import jaxmem_callbacks as jm"]
     if plan.chosen.batch_rows is not None:

@@ -20,7 +20,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.cli.callers import Caller, call_of_user, caller_of, is_asked_for_shapes
-from jaxmem_callbacks.cli.seen import LOOPS, Seen
+from jaxmem_callbacks.cli.seen import LOOPS, Edit, Seen
 from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
@@ -178,7 +178,7 @@ class Watched:
         self._watching, self._function, self._options = watching, function, dict(options or {})
         self._whose = whose
         self._written = watching.written(function) if written is None else written
-        self._instead: dict[str, str] = {}
+        self._edits: dict[Edit, None] = {}
         self._is_replaced = True  # whether each gradient that was seen is one that its user can write otherwise
         self._is_noted = False
         self._is_step, self._tries, self._refusal = False, _TRIES, ""
@@ -232,7 +232,7 @@ class Watched:
             seen.jitted[self._name] = None
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
-                seen.instead, seen.step = dict(self._instead) if self._gradients == "own" else {}, self._written
+                seen.edits, seen.step = dict(self._edits) if self._gradients == "own" else {}, self._written
                 seen.trainer = call_of_user(inspect.currentframe()) if self._whose is Caller.PACKAGE else ""
                 with gradients.within(is_own=False):  # what is called in there is the plan's
                     self._announce(args, kwargs)
@@ -297,7 +297,7 @@ class Watched:
 
     def _learn(self, here: Within) -> None:
         """How its gradients are written. JAX keeps traces: a later one may show nothing."""
-        self._instead |= here.instead
+        self._edits |= here.edits
         self._is_noted |= here.takes_gradient
         self._is_replaced &= not here.is_foreign
 
