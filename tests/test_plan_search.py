@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -328,3 +329,21 @@ def test_ctrl_c_gives_the_best_of_a_wide_search() -> None:
     assert len(plan.candidates) == 2
     assert "Interrupted: this is the best of what was compiled so far." in str(plan)
     assert plan.chosen.fits is True
+
+
+@pytest.mark.core
+def test_integers_of_numpy_are_planned_as_jax_traces_them() -> None:
+    """They have 64 bits, and 32 in a trace: a shape that asks for 64 is a warning, which is an error here."""
+
+    @jax.jit
+    def train_step(table: jax.Array, tokens: Any) -> jax.Array:
+        return table - jax.grad(lambda table: jnp.tanh(table[tokens["ids"]]).mean())(table)
+
+    table, tokens = jnp.ones((512, 64)), {"ids": np.arange(4096).reshape(64, 64) % 512}
+    assert tokens["ids"].dtype == np.int64
+    memory = jm.step_memory(train_step, table, tokens)
+    assert not memory.causes()
+    plan = jm.plan(train_step, table, tokens, budget="8MiB", search={"batch": {"at_most": 128}}, progress=False)
+    assert plan.record.candidates[-1].batch_rows is not None
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+        assert jm.plan(train_step, table, tokens, progress=False).record.candidates

@@ -20,6 +20,7 @@ from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import BATCH, OTHER, is_raw_key, kind_of_argument
+from jaxmem_callbacks.transforms.leaves import traced_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ def with_rows(problem: Problem, rows: Rows, count: int) -> Problem:
             return leaf
         place = getattr(leaf, "sharding", None)
         return jax.ShapeDtypeStruct(
-            (count, *shape[1:]), leaf.dtype, sharding=place if isinstance(place, NamedSharding) else None
+            (count, *shape[1:]), traced_dtype(leaf), sharding=place if isinstance(place, NamedSharding) else None
         )
 
     names = [name for name, _ in named_arguments(problem.train_step, problem.args, dict(problem.kwargs))]

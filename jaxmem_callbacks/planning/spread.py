@@ -25,6 +25,7 @@ from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.kinds import BATCH, is_raw_key, kind_of_argument
+from jaxmem_callbacks.transforms.leaves import traced_dtype
 from jaxmem_callbacks.transforms.residuals import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import STATE_AXES, axis_names, mesh_roles, require_axes
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
@@ -170,12 +171,12 @@ class _Rows:
         shape = getattr(leaf, "shape", ())
         if not shape or not hasattr(leaf, "dtype") or is_raw_key(leaf):
             return _anywhere(leaf)
-        size = array_bytes(shape, leaf.dtype)
+        size = array_bytes(shape, traced_dtype(leaf))
         if shape[0] % self._parts:
             self._whole.append((size, f"{path} ({shape[0]} rows)"))
             return _anywhere(leaf)
         self._done.append(size)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._place)
+        return jax.ShapeDtypeStruct(shape, traced_dtype(leaf), sharding=self._place)
 
     def require(self, *, called_batch: bool, given: Sequence[str], note: Callable[[str], None]) -> None:
         """Refuse a batch that is not divided; note what is whole beside it.
@@ -220,4 +221,4 @@ def _by_position(problem: Problem) -> Problem:
 
 def _anywhere(leaf: Any) -> Any:
     """A real array of the state as a shape, for the plan to place: where it lies now is one device of this machine."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+    return jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf)) if isinstance(leaf, jax.Array | np.ndarray) else leaf

@@ -6,10 +6,12 @@ object the user passed, so that `if train:` and Python arithmetic behave as with
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def split(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -57,3 +59,15 @@ class Result:
         """The user's result with these arrays in it."""
         assert self._join is not None
         return self._join(arrays)
+
+
+def traced_dtype(leaf: Any) -> Any:
+    """The dtype that an array has in a trace: NumPy's 64 bits are 32 there, unless JAX was told otherwise.
+
+    JAX turns a NumPy array without a word, and warns where a shape asks for 64 bits.
+    """
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype
+    with contextlib.suppress(TypeError):  # text and objects, which no trace takes
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype

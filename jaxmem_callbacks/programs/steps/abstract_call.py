@@ -12,6 +12,7 @@ import jax
 from jax.core import Tracer
 
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.leaves import traced_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,4 +50,4 @@ def abstract(leaf: Any) -> Any:
     place = getattr(leaf, "sharding", None)
     named = place if isinstance(place, jax.sharding.NamedSharding) else None
     weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named, weak_type=weak)
+    return jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf), sharding=named, weak_type=weak)

@@ -30,6 +30,7 @@ from jaxmem_callbacks.transforms.kinds import (
     kind_of_argument,
     kind_of_node,
 )
+from jaxmem_callbacks.transforms.leaves import traced_dtype
 
 # How JAX writes an input: the parameter, and what follows it.
 _INPUT = re.compile(r"(?P<name>\w+)(?:\[(?:(?P<place>\d+)|'(?P<key>\w+)')\])?")
@@ -341,7 +342,7 @@ def _leaf(name: str, path: tuple[Any, ...], leaf: Any, kind: NodeKind | None) ->
         kind=kind.name if kind else kind_of_argument(name, path),
         by_class=kind is not None,
         shape=tuple(shaped.shape),
-        dtype=shaped.dtype,
+        dtype=traced_dtype(shaped),
         value=leaf,
     )
 
