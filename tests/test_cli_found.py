@@ -640,3 +640,50 @@ def test_how_many_devices_a_script_sees_is_what_its_user_says(tmp_path: Path) ->
         "import jax\njax.config.update('jax_num_cpu_devices', 6)\nraise SystemExit(f'{jax.device_count()} devices')\n",
     )
     assert "with the words 6 devices, before" in jaxmem("inspect", own, "--target", "h100_sxm:4").stderr
+
+
+def test_a_pmapped_step_of_a_package_is_no_line_to_edit(installed: Path, tmp_path: Path, capsys: Any) -> None:
+    """What stands in a package's file is asked about; its lines are nobody's to change."""
+    trainer = PACKAGE + textwrap.dedent(
+        """
+        def fit(loss, params, batch):
+            def train_step(params, batch):
+                gradients = jax.lax.pmean(jax.grad(loss)(params, batch), "i")
+                return [p - 0.1 * g for p, g in zip(params, gradients)]
+
+            params, batch = jax.tree.map(lambda leaf: leaf[None], (params, batch))
+            return jax.pmap(train_step, axis_name="i")(params, batch)
+        """
+    )
+    (installed / "small_trainer.py").write_text(trainer)
+    script = written(tmp_path, HEAD + "import small_trainer\nsmall_trainer.fit(loss, params, batch)\n" + END)
+    assert main(["plan", script, "--target", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "train_step takes a gradient under jax.pmap, and no plan is made of it" in printed.err
+    assert f"It stands in an installed package, {installed / 'small_trainer.py'}: has that a trainer" in printed.err
+    assert "Take jax.pmap off" not in printed.err
+    assert "went on" not in printed.out + printed.err
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("jit", "attribute"), [("jax.jit", "_cache_size"), ("jax.jit", "eval_shape"), ("nnx.jit", "jitted_fn")]
+)
+def test_attributes_of_a_jit_reach_what_wraps_it(jit: str, attribute: str, tmp_path: Path) -> None:
+    """A trainer that reads its jit's cache through `functools.wraps` does so under this library too."""
+    text = f"""
+        from flax import nnx
+
+        step = {jit}(lambda params, batch: [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params, batch))])
+
+        @functools.wraps(step)
+        def train_step(*args):
+            return step(*args)
+
+        direct = step.{attribute}
+        if "{jit}" == "nnx.jit":
+            assert train_step.{attribute} is direct
+        train_step(params, batch)
+    """
+    found, _ = reached(tmp_path, text)
+    assert found.step.name == "<lambda>"

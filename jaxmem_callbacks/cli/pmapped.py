@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jax
 
+from jaxmem_callbacks.cli.callers import Caller
 from jaxmem_callbacks.cli.watched import Watched, takes_gradient
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.step import JitStep
@@ -52,6 +53,10 @@ class Pmapped(Watched):
             f"{self._name} takes a gradient under jax.pmap, and no plan is made of it: policies and shardings need "
             "jax.jit. It was stopped before its first step."
         )
+        if self._whose is Caller.PACKAGE:
+            code = getattr(inspect.unwrap(self._function), "__code__", None)
+            where = "" if code is None else f", {code.co_filename}"
+            return f"{why} It stands in an installed package{where}: has that a trainer under jax.jit, or a newer version one?"
         function = self._expression(args)
         if not function:
             return (

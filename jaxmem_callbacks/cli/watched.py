@@ -172,7 +172,7 @@ class Watched:
         options: Mapping[str, Any] | None = None,
         written: str | None = None,
     ) -> None:
-        functools.update_wrapper(self, made, updated=())
+        functools.update_wrapper(self, made)  # its attributes too, which `functools.wraps` of this one hands on
         self.watched_jit = made
         self.known: set[Hashable] = set()
         self._watching, self._function, self._options = watching, function, dict(options or {})
