@@ -133,10 +133,20 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
     next_steps = "Try --search microbatches=2,4 and --search offload (search= of jm.plan), or a smaller batch, more"
     assert next_steps in sentences(str(jm.Plan(may_help)))
     hopeless = replace(above, least_bytes=9 * GIB)
-    assert "No policy makes these fit: split them over more devices" in sentences(str(jm.Plan(hopeless)))
+    assert "No policy makes that fit: split it over more devices" in sentences(str(jm.Plan(hopeless)))
     beside = replace(above, least_bytes=GIB, resident_bytes=8 * GIB)
-    told = "No policy makes these fit beside the 8.0 GiB that stay: split them over more devices"
+    told = "No policy makes that fit beside the 8.0 GiB that stay: split it over more devices"
     assert told in sentences(str(jm.Plan(beside)))
+    # A step without parameters, and one whose results alone are too large.
+    figures = {"argument_bytes": GIB, "output_bytes": 10 * GIB, "alias_bytes": GIB}
+    large = [dataclasses.replace(each, **figures) for each in above.candidates]
+    for least in (0, None, MIB):
+        returning = replace(above, candidates=large, least_bytes=least)
+        told = (
+            "What the step is given and returns is 10.0 GiB alone. No policy makes that fit: try a smaller batch, more"
+        )
+        assert told in sentences(str(jm.Plan(returning)))
+        assert "(what the step is given and returns is 10.0 GiB alone)" in unfit_reason(returning)
     # A budget beyond the hardware: what its compiler refused is within the budget, and above the limit.
     beyond = unfit(10 * 1024, 12 * GIB, 8 * GIB)
     assert "nothing fits, by 2.0 GiB; this comes nearest.\n" in str(jm.Plan(beyond))

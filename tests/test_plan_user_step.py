@@ -192,7 +192,7 @@ def test_frozen_weights_count_with_what_a_step_holds_whatever_they_are_called() 
     adapter, noise, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 4), (16, 32), (16, 32)))
     plan = jm.plan(tuned, adapter, llm, noise, batch, budget="10KiB", progress=False)
     assert plan.record.least_bytes == 4 * (32 * 4 + 4 * 2 * 32 * 64)
-    assert "No policy makes these fit" in sentences(plan)
+    assert "No policy makes that fit" in sentences(plan)
 
 
 def test_of_an_unclear_batch_nothing_is_called_state() -> None:

@@ -356,10 +356,7 @@ def _versions(answers: Sequence[TargetCompilation], hardware: Target | None) -> 
 def unfit_reason(record: PlanRecord) -> str:
     """What did not fit and by how much, for whoever is to run the policy all the same."""
     best = record.candidates[record.chosen]
-    over = (
-        f"Nothing fits: {record.step} {_over(record, best)} (parameters and optimizer state alone are "
-        f"{format_bytes(record.least_bytes)})."
-    )
+    over = f"Nothing fits: {record.step} {_over(record, best)} ({record.least[0]})."
     otherwise = "Plan for more or larger devices, a larger budget or a smaller batch."
     stops = (record.left_alone, *record.obstacles)
     return " ".join(words for words in (over, *stops, *best.peak_sentences, *record.remedies, otherwise) if words)

@@ -201,6 +201,27 @@ class PlanRecord:
     notes: tuple[str, ...] = ()
 
     @property
+    def least(self) -> tuple[str, int | None]:
+        """What no remat makes smaller, in words, and its bytes: the state, or where more decides, all that comes and goes."""
+        chosen = self.candidates[self.chosen]
+        given, returned, reused = chosen.argument_bytes, chosen.output_bytes, chosen.alias_bytes
+        around = None if given is None or returned is None or reused is None else given + returned - reused
+        state = self.least_bytes
+        if around is not None and (not state or (self._has_room(state) and not self._has_room(around))):
+            return f"what the step is given and returns is {format_bytes(around)} alone", around
+        return f"parameters and optimizer state alone are {format_bytes(state)}", state
+
+    def _has_room(self, count: int) -> bool:
+        """Whether so many bytes fit into the budget beside what stays."""
+        return self.budget_bytes is None or count + self.resident_bytes <= self.budget_bytes
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the budget is too small for what no remat makes smaller."""
+        least = self.least[1]
+        return least is not None and not self._has_room(least)
+
+    @property
     def left_alone(self) -> str:
         """What the loss's own checkpoints keep the policies from, where they are, and what to ask for; empty without any."""
         if not self.own_checkpoints:

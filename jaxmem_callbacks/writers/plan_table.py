@@ -199,12 +199,12 @@ def _shortfall(record: PlanRecord) -> list[str]:
         if record.over_bytes is None
         else f"by {format_bytes(record.over_bytes)}"
     )
-    state = f"Parameters and optimizer state alone are {format_bytes(record.least_bytes)}."
+    least = record.least[0]
     return [
         f"nothing fits, {much}; this comes nearest.",
         *record.obstacles,
         *record.remedies,
-        f"{state} {_what_next(record)}",
+        f"{least[0].upper()}{least[1:]}. {_what_next(record)}",
     ]
 
 
@@ -212,9 +212,10 @@ def _what_next(record: PlanRecord) -> str:
     """What may still fit, but for what was tried or cannot be had."""
     if record.remedies:
         return "Or plan for a smaller batch, more devices or a larger one."
-    needed, budget, resident = record.least_bytes, record.budget_bytes, record.resident_bytes
-    if needed is not None and budget is not None and needed + resident > budget:
-        beside = f" beside the {format_bytes(resident)} that stay" if resident else ""
-        return f"No policy makes these fit{beside}: split them over more devices, or give a larger budget or device."
+    if record.is_hopeless:
+        beside = f" beside the {format_bytes(record.resident_bytes)} that stay" if record.resident_bytes else ""
+        if record.least[1] != record.least_bytes:  # a batch is in it
+            return f"No policy makes that fit{beside}: try a smaller batch, more devices or a larger one."
+        return f"No policy makes that fit{beside}: split it over more devices, or give a larger budget or device."
     ways, others = " and ".join(record.searches), "a smaller batch, more devices or a larger one."
     return f"Try {ways} (search= of jm.plan), or {others}" if ways else f"Try {others}"
