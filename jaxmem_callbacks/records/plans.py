@@ -207,7 +207,8 @@ class PlanRecord:
         given, returned, reused = chosen.argument_bytes, chosen.output_bytes, chosen.alias_bytes
         around = None if given is None or returned is None or reused is None else given + returned - reused
         state = self.least_bytes
-        if around is not None and (not state or (self._has_room(state) and not self._has_room(around))):
+        decides = not state or (not self.remedies and self._has_room(state) and not self._has_room(around or 0))
+        if around is not None and decides:
             return f"what the step is given and returns is {format_bytes(around)} alone", around
         return f"parameters and optimizer state alone are {format_bytes(state)}", state
 
