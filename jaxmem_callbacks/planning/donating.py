@@ -16,14 +16,16 @@ from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays
 from jaxmem_callbacks.programs.steps.donation import worth_donating
 from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted
 from jaxmem_callbacks.programs.steps.step import Traced
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.units import format_bytes
 
 
 def donation_of(problem: Problem, said: Any, space: Space) -> Any:
     """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
-    decides = space.donate and isinstance(said, tuple) and _own_jit(problem.train_step) is None
-    return "auto" if decides else said
+    own = _own_jit(problem.train_step)
+    is_free = isinstance(said, tuple) if own is None else own.may_donate
+    return "auto" if space.donate and is_free else said
 
 
 def worth_a_word(traced: Traced) -> tuple[str, ...]:
@@ -97,6 +99,6 @@ def _line(entry: Entry, names: tuple[str, ...]) -> str:
     donated = [leaf.argument for leaf in entry.compiler.leaves if leaf.donated]
     step = entry.compiler.problem
     own = _own_jit(step.train_step)
-    if own is not None:
-        return f"{own.donating(step.name, names, donated)} No search changes your own jit."
-    return f"Leave donate_argnames out of the jm.jit_step of {step.name}, or let the plan decide: search={{'donate': True}}."
+    if own is None or own.may_donate:
+        return f"Let the plan donate: {advise('plan.donate')}."
+    return f"{own.donating(step.name, names, donated)} No search changes your own jit."

@@ -92,7 +92,7 @@ class Problem:
         """The step under a policy."""
         if self.plain is not None and self.mesh is None and survey is None and policy == self.plain.policy:
             return self.plain
-        donated = own_donation(self.train_step)
+        donated = None if policy.donate == "auto" else own_donation(self.train_step)
         return JitStep(
             self.train_step,
             policy,

@@ -342,6 +342,13 @@ _PLANS = (
         tests=("tests/test_plan_own_checkpoints.py::test_what_a_plan_of_a_script_prints_is_pasted",),
     ),
     Advice(
+        key="plan.donate",
+        trigger="a step that no jit of the user's donates for returns arguments updated, and donating them saves memory",
+        text="--search donate (search={{'donate': True}} of jm.plan)",
+        proof=Proof.COMPILED,
+        tests=("tests/test_plan_donation.py::test_what_a_plan_says_of_donation_is_typed_and_pasted",),
+    ),
+    Advice(
         key="plan.share",
         trigger="nothing fits into the share of an absent GPU that JAX takes, and the nearest step fits into a larger one",
         text="XLA_CLIENT_MEM_FRACTION={share}",

@@ -54,6 +54,14 @@ class Jitted:
         """Whether it is Equinox's, which splits what it is given into arrays and all else, and tells no trace."""
         return _room(self.lowering) == "equinox"
 
+    @property
+    def may_donate(self) -> bool:
+        """Whether `jm.jit_step` takes donation on itself: it is Equinox's around a plain function, and donates nothing."""
+        jit = self.lowering
+        if not self.is_equinox or self.call is not jit or jit.donate_first or jit.donate_rest:
+            return False
+        return inspect.isfunction(jit.__wrapped__)
+
     def donating(self, name: str, names: Sequence[str], donated: Iterable[str] = ()) -> str:
         """A sentence on how its user donates some arguments of a step, besides those that are: an option of the jit there.
 
@@ -156,15 +164,7 @@ def without_undonating_jit(step: Callable[..., Any]) -> Callable[..., Any]:
     number is kept by `OfEquinox`.
     """
     own = already_jitted(step)
-    if (
-        own is None
-        or own.lowering is not step
-        or not own.is_equinox
-        or own.lowering.donate_first
-        or own.lowering.donate_rest
-    ):
-        return step
-    return OfEquinox(own.lowering.__wrapped__) if inspect.isfunction(own.lowering.__wrapped__) else step
+    return step if own is None or not own.may_donate else OfEquinox(own.lowering.__wrapped__)
 
 
 class OfEquinox:
