@@ -171,6 +171,12 @@ np.save("/dev/null", fresh["w"])
 weights = {"w": jnp.zeros((W, W))}
 update(weights, jnp.ones((8, W)))  # first step
 """, "fresh", "weights", 1),
+    "more shapes than a census of a run keeps": ("""
+def fresh(): return {"w": jnp.ones((W, W)), "many": [jnp.zeros((W, each)) for each in range(2, 62)]}
+initial, params = fresh(), fresh()
+step = jax.jit(lambda params, batch: jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, batch)))
+step(params, jnp.ones((8, W)))  # first step
+""", "initial", "params", 1),
     "a method of a class": ("""
 class Run:
     def __init__(self):

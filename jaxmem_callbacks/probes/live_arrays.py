@@ -77,9 +77,10 @@ class LiveArraysProbe:
         return [*readings, self._census(step, now, groups)]
 
     def beside(self, own: Iterable[Any]) -> ArrayCensus:
-        """What is alive besides some arrays, such as the arguments of a step."""
+        """What is alive besides some arrays, such as the arguments of a step: every group, for one of them may be looked for."""
         kinds = {device: device.default_memory().kind for device in jax.local_devices()}
-        return self._census(-1, time.time(), self._counted(kinds, {id(array) for array in own}))
+        groups = self._counted(kinds, {id(array) for array in own})
+        return self._census(-1, time.time(), groups, largest=len(groups))
 
     def _counted(self, kinds: dict[Device, str], without: Collection[int] = ()) -> dict[Any, _Group]:
         """The live arrays in groups, without those of some ids. Nothing of them is held afterwards."""
@@ -94,11 +95,11 @@ class LiveArraysProbe:
         counted = ((key, self._group(key, arrays, kinds)) for key, arrays in alike.items() if arrays)
         return {key: group for key, group in counted if group.count}
 
-    def _census(self, step: int, time_s: float, groups: dict[Any, _Group]) -> ArrayCensus:
+    def _census(self, step: int, time_s: float, groups: dict[Any, _Group], largest: int = _LARGEST) -> ArrayCensus:
         here = [key for key, group in groups.items() if group.devices]
         by_bytes = sorted(here, key=lambda key: -groups[key].bytes)
-        rest = sorted(by_bytes[_LARGEST:], key=lambda key: -groups[key].count)
-        kept, left_out = by_bytes[:_LARGEST] + rest[:_NUMEROUS], rest[_NUMEROUS:]
+        rest = sorted(by_bytes[largest:], key=lambda key: -groups[key].count)
+        kept, left_out = by_bytes[:largest] + rest[:_NUMEROUS], rest[_NUMEROUS:]
         self._sites = {key: self._site(key, group) for key, group in groups.items()}
         self._grown = {key for key, group in groups.items() if group.count >= 2 * self._sites[key][0]}
         return ArrayCensus(
