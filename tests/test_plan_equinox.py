@@ -64,7 +64,7 @@ def test_what_is_planned_is_what_the_users_own_jit_compiles(donate: Any, tmp_pat
     step = eqx.filter_jit(train_step, donate=donate)
     batch, model, *_ = make()
     budget = bytes_of(step, jm.StepPolicy(remat="full"))
-    plan = jm.plan(step, *make(), budget=budget, beside=[(evaluate, (model, batch))])
+    plan = jm.plan(step, *make(), budget=f"{budget}B", beside=[(evaluate, (model, batch))])
     assert plan.policy.remat == "full"
     assert plan.policy.donate is None, "that is the jit's own word"
     # Equinox returns one number more than the step.
