@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import time
@@ -45,6 +46,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         # Arrays that other tests of this process hold count as live: the step is as much larger as keeps them far from its limit.
+        gc.collect()
         self.scale = 1 + bytes_of_others() // 65_536
         settings = MonitorSettings(window_s=0.02, scan_s=0.02, limit_bytes=300_000 * self.scale, on_error="raise")
         self.folder, self.double = folder, jm.CollectingWriter()
@@ -53,10 +55,11 @@ class Run:
         self.losses = []
         with jm.MemoryMonitor(settings, logdir=folder, writer=self.double) as monitor:
             for index in range(STEPS):
+                began_s = time.monotonic()
                 weights, metrics = step(weights, batch if index != SHORT_AT else batch[: 100 * self.scale])
                 monitor(index, metrics)
                 self.losses.append(float(metrics["loss"]))
-                time.sleep(0.02)
+                time.sleep(max(0.02, time.monotonic() - began_s))  # the monitor's thread has a share of a busy machine
         self.events = monitor.events
         self.page = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
         self.page.Reload()
@@ -81,7 +84,7 @@ def test_a_run_shows_memory_by_step(run: Run):
     tags = run.page.Tags()["scalars"]
     assert {"memory/live_arrays_gib", "memory/host_gib", "memory/program_gib/watched_step", "train/loss"} <= set(tags)
     points = run.page.Scalars("memory/live_arrays_gib")
-    assert len(points) >= STEPS // 5, "a busy machine has fewer windows"
+    assert len(points) >= STEPS // 4
     steps = [point.step for point in points]
     assert steps[0] <= 3, "the first sample is written at once"
     assert steps[-1] == STEPS - 1, "the open window is written at close"
