@@ -15,7 +15,7 @@ from jaxmem_callbacks.cli.main import main
 from tests.pasting import pasted
 
 HEAD = """
-import equinox as eqx, jax, jax.numpy as jnp, jaxmem_callbacks as jm, optax
+import equinox as eqx, jax, jax.numpy as jnp, jaxmem_callbacks as jm
 
 def loss(model, x):
     for weight in model:

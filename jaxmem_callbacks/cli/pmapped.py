@@ -56,7 +56,7 @@ class Pmapped(Watched):
         if self._whose is Caller.PACKAGE:
             code = getattr(inspect.unwrap(self._function), "__code__", None)
             where = "" if code is None else f", {code.co_filename}"
-            return f"{why} It stands in an installed package{where}: has that a trainer under jax.jit, or a newer version one?"
+            return f"{why} It stands in an installed package{where}. Does that, or a newer version of it, train under jax.jit?"
         function = self._expression(args)
         if not function:
             return (
