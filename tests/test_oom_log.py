@@ -36,6 +36,9 @@ CHUNKS = (
     f"I Free  at 7f0250000000 of size {GIB} next 18446744073709551615\n"
 )
 STATS = f"I      Summary of in-use Chunks by size: \nI Stats: \nLimit: {16 * GIB}\nInUse: {6 * GIB + 256 * MIB}\n"
+FULL_STATS = f"Limit: {10 * GIB + 256 * MIB}\nInUse: {6 * GIB + 256 * MIB}\n"  # the pool has all that it may have
+NO_LIMIT = f"I Total bytes in pool: {8 * GIB} memory_limit_: 0\nLimit: 0\nInUse: {6 * GIB}\n"
+BEYOND = f"Limit: {2**64 - 1}\nInUse: {6 * GIB}\n"  # as an allocator without one prints it
 STATUS = (
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4.00GiB. [executable_name='jit_train_step']\n"
     "BufferAssignment OOM Debugging.\nPeak buffers:\n\tBuffer 1:\n\t\tSize: 3.00GiB\n"
@@ -165,6 +168,15 @@ def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told()
     assert [buffer.bytes for buffer in found.buffers] == [3 * GIB, 512 * MIB]
 
 
+def reserving(asked: int, *, free: int, reserved: int, reservable: int, compacted: int) -> str:
+    return (
+        f"Attempting to reserve {asked}.00G at the bottom of memory. That was not possible. There are {free}.00G free,"
+        f" {reserved}.00G reserved, and {reservable}.00G reservable. If fragmentation is eliminated,"
+        f" the maximum reservable bytes would be {compacted}.00G,"
+        f" so compaction will {'' if asked <= compacted else 'not '}enable this reservation."
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "cause", "words"),
     [
@@ -195,9 +207,34 @@ def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told()
             "piece",
         ),
         (
-            POOL_FAILS + CHUNKS + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
+            POOL_FAILS + CHUNKS + FULL_STATS + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
             "capacity",
             "than was free",
+        ),
+        (
+            POOL_FAILS + CHUNKS + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
+            "unknown",
+            "nothing says whether the pool could still grow",
+        ),
+        (
+            POOL_FAILS + CHUNKS + BEYOND + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
+            "unknown",
+            "nothing says whether the pool could still grow",
+        ),
+        (
+            NO_LIMIT + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
+            "unknown",
+            "nothing says whether the pool could still grow",
+        ),
+        (
+            reserving(5, free=9, reserved=6, reservable=3, compacted=3),
+            "capacity",
+            "more was asked for than was free and not reserved",
+        ),
+        (
+            reserving(3, free=9, reserved=5, reservable=2, compacted=4),
+            "fragmentation",
+            "not in one piece",
         ),
     ],
 )

@@ -24,6 +24,8 @@ class OomFacts:
         requested_bytes: The one allocation or reservation that failed.
         free_bytes: What was free.
         largest_free_bytes: The largest contiguous, or reservable, part of what was free.
+        compacted_bytes: What would be free in one piece if all that can be moved were moved; the rest of what is free is
+            reserved.
         limit_bytes: The capacity or limit that was exceeded.
         used_bytes: What was in use, or what the whole program needs.
         pool_bytes: What the allocator's pool held, in use and free; below ``limit_bytes`` the pool could still grow.
@@ -40,6 +42,7 @@ class OomFacts:
     requested_bytes: int | None = None
     free_bytes: int | None = None
     largest_free_bytes: int | None = None
+    compacted_bytes: int | None = None
     limit_bytes: int | None = None
     used_bytes: int | None = None
     pool_bytes: int | None = None

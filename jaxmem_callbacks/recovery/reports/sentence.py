@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxmem_callbacks.records.oom import OomCause
 from jaxmem_callbacks.records.oom_report import MemoryLimit
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.texts.causes import Room, cause_of, is_too_large, room_of
+from jaxmem_callbacks.recovery.texts.causes import Room, cause_of, free_words, is_too_large, room_of
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict
 from jaxmem_callbacks.recovery.verdicts.limits import ADDRESS_SPACE, DATA, GROUP
 
@@ -81,10 +81,9 @@ def _room(verdict: Verdict, devices: Sequence[MemoryLimit]) -> tuple[Room, str]:
     if facts.limit_bytes is not None and is_too_large(facts):
         return Room(left_bytes=facts.limit_bytes), f"there are {format_bytes(facts.limit_bytes)}"
     said = room_of(facts)
-    if said.free_bytes is not None or facts.free_bytes is not None:
-        free = said.free_bytes if said.free_bytes is not None else facts.free_bytes
-        piece = "" if facts.largest_free_bytes is None else f", {format_bytes(facts.largest_free_bytes)} in one piece"
-        return said, f"{format_bytes(free)} were free{piece}"
+    free = said.free_bytes if said.free_bytes is not None else facts.free_bytes
+    if free is not None:
+        return said, free_words(free, facts.largest_free_bytes, facts)
     if facts.largest_free_bytes is not None:
         return said, f"{format_bytes(facts.largest_free_bytes)} were free in one piece"
     if verdict.limits and (facts.platform in ("cpu", "host") or (facts.platform is None and not devices)):

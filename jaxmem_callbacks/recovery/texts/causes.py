@@ -37,6 +37,7 @@ class Room:
 def room_of(facts: OomFacts, pool: PoolDump | None = None) -> Room:
     """What a text, and the pool's dump beside it, say of the room."""
     limit, used = facts.limit_bytes, facts.used_bytes
+    whole = facts.compacted_bytes if facts.compacted_bytes is not None else facts.free_bytes
     left = limit - used if limit is not None and used is not None and limit >= used else None
     if pool is not None:
         growth = max(limit - pool.pool_bytes, 0) if limit is not None else None
@@ -53,11 +54,21 @@ def room_of(facts: OomFacts, pool: PoolDump | None = None) -> Room:
     ):  # what a driver counts as free is no pool's; a limit alone does not say what the pool holds
         return Room(left_bytes=left if left is not None else facts.free_bytes)
     return Room(
-        free_bytes=facts.free_bytes,
+        free_bytes=whole,
         largest_bytes=facts.largest_free_bytes,
         growth_bytes=0,
-        left_bytes=left if left is not None else facts.free_bytes,
+        left_bytes=left if left is not None else whole,
     )
+
+
+def free_words(free: int, largest: int | None, facts: OomFacts) -> str:
+    """What was free, and the largest piece of it."""
+    piece = "" if largest is None else f", {format_bytes(largest)} in one piece"
+    return f"{format_bytes(free)} were {_free(facts)}{piece}"
+
+
+def _free(facts: OomFacts) -> str:
+    return "free" if facts.compacted_bytes is None else "free and not reserved"
 
 
 def is_too_large(facts: OomFacts) -> bool:
@@ -88,6 +99,8 @@ def cause_of(asked: int | None, facts: OomFacts, room: Room) -> tuple[OomCause, 
         return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
     if room.later and room.left_bytes is not None:
         why = "more is free now, after the failure, than was asked for"
+    elif room.free_bytes is not None and room.growth_bytes is None:
+        why = "nothing says whether the pool could still grow"
     else:
         why = f"nothing says what {'was free' if room.left_bytes is None else 'the pool itself had free'}"
     return "unknown", f"why it did not fit is unknown, because {why}"
@@ -106,10 +119,12 @@ def _limit_was_too_small(asked: int | None, facts: OomFacts, room: Room) -> str:
         return ""
     if facts.limit_bytes is not None and asked > facts.limit_bytes:
         return "it alone is larger than the limit"
-    left = room.left_bytes if room.free_bytes is None else room.free_bytes + (room.growth_bytes or 0)
-    return (
-        f"more was asked for than was {'there' if room.later else 'free'}" if left is not None and asked > left else ""
-    )
+    left = room.left_bytes
+    if room.free_bytes is not None:  # a pool whose growth nobody knows may have had enough
+        left = None if room.growth_bytes is None else room.free_bytes + room.growth_bytes
+    if left is None or asked <= left:
+        return ""
+    return f"more was asked for than was {'there' if room.later else _free(facts)}"
 
 
 def _growing_stopped(asked: int, room: Room) -> tuple[OomCause, str] | None:

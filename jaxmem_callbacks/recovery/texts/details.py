@@ -27,7 +27,7 @@ _SUMMARY = wording_pattern(
     r" pool size <pool>, pool limit <limit>"
 )
 # best_fit_allocator.cc, ReserveBottomOfMemory, where free blocks lie apart.
-_WERE_IT_WHOLE = wording_pattern(r"If fragmentation is eliminated, the maximum reservable bytes would be <largest>")
+_WERE_IT_WHOLE = wording_pattern(r"If fragmentation is eliminated, the maximum reservable bytes would be <compacted>")
 _CUDA = wording_pattern(r"Free memory/Total memory: <free>/<limit>")
 # A pool that grows asks the driver for more than the request, in lines before the failing one.
 _DRIVER = wording_pattern(
@@ -51,12 +51,10 @@ class Around:
     Attributes:
         facts: What it states.
         places: Name of a fact to where in the text it stands.
-        would_fit_bytes: The most that would have fit, had the free memory lain in one piece; None where nobody says.
     """
 
     facts: OomFacts
     places: dict[str, int]
-    would_fit_bytes: int | None = None
 
 
 def details(text: str, *, platform: OomPlatform | None) -> Around:
@@ -71,12 +69,15 @@ def details(text: str, *, platform: OomPlatform | None) -> Around:
     tuning, driver = (pattern.search(text) if gpu else None for pattern in (_TUNING, _DRIVER))
     allocator = _ALLOCATOR.search(text) if platform in ("gpu", "host", None) else None
     program, fragmented = _PROGRAM.search(text), _says_fragmented(text)
-    bounded = stats if _size(stats, "limit") else None  # 0 is no limit: the driver's pool has none of its own
+    # 0 is no limit, since the driver's pool has none of its own; nor is a number beyond all memory.
+    bounded = next((match for match in (stats, summary, held, cuda) if _size(match, "limit")), None)
+    compacted = _WERE_IT_WHOLE.search(text)
     found = {
         "phase": tuning,
         "free_bytes": summary or cuda,
         "largest_free_bytes": summary,
-        "limit_bytes": bounded or summary or held or cuda,
+        "compacted_bytes": compacted,
+        "limit_bytes": bounded,
         "used_bytes": stats,
         "pool_bytes": summary or held,
         "fragmentation": fragmented,
@@ -88,7 +89,8 @@ def details(text: str, *, platform: OomPlatform | None) -> Around:
         phase="compile" if tuning else None,
         free_bytes=_size(found["free_bytes"], "free"),
         largest_free_bytes=_size(summary, "largest"),
-        limit_bytes=_size(found["limit_bytes"], "limit"),
+        compacted_bytes=_size(compacted, "compacted"),
+        limit_bytes=_size(bounded, "limit"),
         used_bytes=_size(stats, "used"),
         pool_bytes=_size(found["pool_bytes"], "pool"),
         fragmentation=True if fragmented else None,
@@ -99,7 +101,6 @@ def details(text: str, *, platform: OomPlatform | None) -> Around:
     return Around(
         facts=facts,
         places={name: match.start() for name, match in found.items() if match is not None},
-        would_fit_bytes=_size(_WERE_IT_WHOLE.search(text), "largest"),
     )
 
 

@@ -6,7 +6,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.oom import OomCause, OomFacts
 from jaxmem_callbacks.records.oom_log import OomLog, PoolDump
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.texts.causes import cause_of, is_too_large, room_of
+from jaxmem_callbacks.recovery.texts.causes import cause_of, free_words, is_too_large, room_of
 
 ELSEWHERE = (
     "Does something else hold memory of the GPU: another process, or PyTorch, TensorFlow or CuPy in this one? nvidia-smi lists "
@@ -42,8 +42,7 @@ def _asked(facts: OomFacts) -> str:
 def _free(facts: OomFacts, pool: PoolDump | None) -> str:
     room = room_of(facts, pool)
     if room.free_bytes is not None and not is_too_large(facts):
-        largest = "" if room.largest_bytes is None else f", {format_bytes(room.largest_bytes)} in one piece"
-        return f"{format_bytes(room.free_bytes)} were free{largest}"
+        return free_words(room.free_bytes, room.largest_bytes, facts)
     if room.left_bytes is not None and facts.phase != "compile":
         return f"{format_bytes(room.left_bytes)} were {'left of the limit' if facts.used_bytes else 'free'}"
     if facts.limit_bytes is not None:

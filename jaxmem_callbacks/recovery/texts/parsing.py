@@ -127,7 +127,7 @@ def _fragmented(facts: OomFacts, around: Around) -> bool | None:
     asked = facts.requested_bytes
     if facts.phase == "compile" or asked is None:
         return around.facts.fragmentation
-    free = around.would_fit_bytes if around.would_fit_bytes is not None else free_in_pool(facts)
+    free = free_in_pool(facts)
     if free is None:
         return around.facts.fragmentation
     largest = facts.largest_free_bytes
@@ -137,8 +137,11 @@ def _fragmented(facts: OomFacts, around: Around) -> bool | None:
 def free_in_pool(facts: OomFacts) -> int | None:
     """Free memory that could be given out without a word of the driver; None where the text does not say.
 
-    A TPU's runtime owns the device's memory. A GPU's pool may still grow, and what is free on the device is not in the pool.
+    A TPU's runtime owns the device's memory, but for what is reserved. A GPU's pool may still grow, and what is free on the
+    device is not in the pool.
     """
+    if facts.compacted_bytes is not None:
+        return facts.compacted_bytes
     if facts.platform == "tpu":
         return facts.free_bytes
     if facts.pool_bytes is None:

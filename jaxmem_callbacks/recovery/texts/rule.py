@@ -16,7 +16,7 @@ from jaxmem_callbacks.records.oom import OomPlatform, Phase
 _NUMBER = r"(?>\d{1,40}(?:[.,_']\d{1,40}){0,8}(?:[eE][+-]?\d{1,3}\b)?)"
 # A letter alone is no unit at the next line's beginning, where logs write their level (`E`).
 _UNIT = r"(?:\s{0,40}(?:[kKMGTPE]i?B|[Bb]ytes?|B)\b|[\x20\t]{0,40}[kKMGTPE]\b)?"
-_SIZES = ("requested", "free", "largest", "limit", "used", "pool")
+_SIZES = ("requested", "free", "largest", "compacted", "limit", "used", "pool")
 _PLACEHOLDER = re.compile(r"(?<!\?P)<(" + "|".join(_SIZES) + r")(_exact)?>")
 _SIZE = re.compile(rf"(?P<number>{_NUMBER})\s{{0,40}}(?P<unit>[kKMGTPE])?")
 _KNOWN = re.compile(r"(?:\d+|\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+)(?:\.\d+)?(?:[eE][+-]?\d+)?")
