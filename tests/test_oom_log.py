@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_log import OomLog
@@ -166,6 +167,31 @@ def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told()
     assert found.failures == 4
     assert found.facts.requested_bytes == 4 * GIB
     assert [buffer.bytes for buffer in found.buffers] == [3 * GIB, 512 * MIB]
+
+
+KILLED = "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.\n"
+CUBLAS = "E cuda_blas.cc:190] failed to create cublas handle: CUBLAS_STATUS_ALLOC_FAILED\n"
+GPU_LINES = POOL_FAILS + CHUNKS + "E client.cc:7] CUDA_ERROR_OUT_OF_MEMORY [executable_name='jit_train_step']\n"
+
+
+@pytest.mark.parametrize("between", ["", STEP * 3, STEP * 400], ids=["at once", "later", "much later"])
+@pytest.mark.parametrize("gpu", [POOL_FAILS, GPU_LINES, CUBLAS], ids=["a pool", "a pool and its program", "a library"])
+@pytest.mark.parametrize(
+    "host", [KILLED, "MemoryError\n", "kernel: Out of memory: Killed process 7 (python3)\n", "State: OUT_OF_MEMORY\n"]
+)
+def test_of_failures_of_two_memories_the_first_is_told_and_nothing_of_the_other(gpu, host, between):
+    first = one(STEP + gpu + between + host)
+    assert (first.facts.platform, first.failures, first.line < 10) == ("gpu", 2, True)
+    second = one(STEP + host + between + gpu)
+    assert (second.facts, second.line, second.failures, second.pool) == (OomFacts(platform="host"), 2, 2, None)
+    assert jm.parse_oom(STEP + host + between + gpu) == second.facts
+    found = jm.parse_oom(STEP + gpu + between + host)
+    assert found is not None
+    assert found.platform == "gpu"
+
+
+def test_a_driver_that_a_pool_asks_for_less_is_no_failure_before_the_host_is_out_of_memory():
+    assert one(DRIVER + STEP * 400 + KILLED).facts.platform == "host"
 
 
 def reserving(asked: int, *, free: int, reserved: int, reservable: int, compacted: int) -> str:
@@ -355,6 +381,7 @@ def test_the_command_prints_the_sentence_the_figures_and_what_can_be_tried(tmp_p
         "The program jit_train_step asked for 4.0 GiB on the GPU; 4.0 GiB were free, 3.0 GiB in one piece:"
     )
     assert "fragmentation 25%" in told
+    assert "?." not in told
     assert "not compiled" in told
     assert all(len(line) <= 200 for line in told.splitlines())
     assert main(["oom", "--json", str(path)]) == 0
@@ -379,6 +406,18 @@ def test_a_log_without_a_failure_exits_1_and_one_that_is_not_there_2(tmp_path, c
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(GPU_LOG.encode())))
     assert main(["oom", "-"]) == 0
     assert "jit_train_step" in capsys.readouterr().out
+
+
+def test_a_hint_ends_in_a_point_or_in_its_question_mark(tmp_path, capsys):
+    path = tmp_path / "train.log"
+    ends = set()
+    for text in (KILLED, "Failed to allocate a 64-byte pinned host staging buffer for a transfer.", CUBLAS, DRIVER):
+        path.write_text(text)
+        assert main(["oom", str(path)]) == 0
+        hints = capsys.readouterr().out.partition("What can be tried")[2].splitlines()[1:]
+        ends |= {line[-2:] for line in hints if line[2] != " " and not line.endswith(":")}
+        assert not any(end.endswith(("?.", "..", ".?")) for end in ends)
+    assert {end[-1] for end in ends} == {"?", "."}
 
 
 @pytest.mark.core

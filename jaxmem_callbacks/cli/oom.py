@@ -106,7 +106,7 @@ def _lines(log: OomLog) -> Iterator[str]:
     yield ""
     yield "What can be tried (not compiled: what each saves is unknown until it is):"
     for words, line in tries(log):
-        yield f"  {words}:" if line else f"  {words}."
+        yield f"  {words}{':' if line else '' if words.endswith('?') else '.'}"
         yield from (f"    {line}",) if line else ()
 
 

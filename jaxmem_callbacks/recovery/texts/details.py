@@ -67,7 +67,9 @@ def details(text: str, *, platform: OomPlatform | None) -> Around:
     gpu = platform == "gpu"
     stats, held, summary, cuda = (pattern.search(text) if gpu else None for pattern in (_STATS, _POOL, _SUMMARY, _CUDA))
     tuning, driver = (pattern.search(text) if gpu else None for pattern in (_TUNING, _DRIVER))
-    allocator = _ALLOCATOR.search(text) if platform in ("gpu", "host", None) else None
+    allocators = _ALLOCATOR.finditer(text) if platform in ("gpu", "host", None) else ()
+    # Of host memory only that of pinned memory is one, by a name that says so.
+    allocator = next((found for found in allocators if platform != "host" or "host" in str(_name(found))), None)
     program, fragmented = _PROGRAM.search(text), _says_fragmented(text)
     # 0 is no limit, since the driver's pool has none of its own; nor is a number beyond all memory.
     bounded = next((match for match in (stats, summary, held, cuda) if _size(match, "limit")), None)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
-from jaxmem_callbacks.recovery.texts.parsing import continues, facts_of, failures, joined, places_of
+from jaxmem_callbacks.recovery.texts.parsing import continues, facts_of, failures, is_met_before, joined, places_of
 from jaxmem_callbacks.recovery.texts.plain import plain_pieces
 from jaxmem_callbacks.recovery.texts.statements import Budget, Statement, statements
 from jaxmem_callbacks.recovery.texts.tables import Chunk, Entry, chunks, entries
@@ -167,7 +167,8 @@ class _Reader:
                 current.lines.setdefault(name, line)
         current.told = joined([current.told, item.facts])
         current.last_line = line
-        if self._first is None or current.rank < self._first.rank:
+        first = self._first
+        if first is None or not is_met_before(first.rank, first.told, current.rank, current.told):
             self._first = current
 
     def _same(self, current: _Failure, item: Statement, line: int) -> bool:
@@ -204,20 +205,27 @@ class _Reader:
         if not chunk.allocator:
             self._pool.add(chunk, line)
 
+    def _pool_of(self, facts: OomFacts) -> _Pool | None:
+        """The one that is named, else the first; pinned memory's says so in its name, and other memory has none."""
+        gpu = facts.platform in ("gpu", None)
+        pools = {name: pool for name, pool in self._pools.items() if gpu or "host" in name}
+        return pools.get(facts.allocator or "") or next(iter(pools.values()), None)
+
     def _told(self, failure: _Failure, lines: int) -> OomLog:
         groups = failures(statements(failure.text))
         near = [group for group in groups if group[0].start <= failure.place <= group[-1].start]
         group = near[0] if near else groups[0]
-        facts = facts_of(failure.text, group)
+        facts = facts_of(failure.text, groups, group)
         begins = failure.line - failure.text.count("\n", 0, failure.place)
         near_lines = {
-            name: begins + failure.text.count("\n", 0, place) for name, place in places_of(failure.text, group).items()
+            name: begins + failure.text.count("\n", 0, place)
+            for name, place in places_of(failure.text, groups, group).items()
         }
         # Lines before a long dump speak of the failure too.
         facts = joined([facts, failure.told])
         told = {name for name in _NAMES if getattr(facts, name) is not None}
         where = {name: line for name, line in (failure.lines | near_lines).items() if name in told}
-        found = self._pools.get(facts.allocator or "") or next(iter(self._pools.values()), None)
+        found = self._pool_of(facts)
         pool = None if found is None or not found.in_use_count + found.free_count else found.record()
         if pool is not None and facts.requested_bytes is not None and pool.has_in_pieces(facts.requested_bytes):
             facts = dataclasses.replace(facts, fragmentation=True)

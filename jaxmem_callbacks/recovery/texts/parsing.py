@@ -6,6 +6,7 @@ The text's statements (``oom_statements.py``) that speak of one failure are join
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from jaxmem_callbacks.recovery.texts.text import text_of
 
 _TOLERANCE = 0.011
 """Two printed decimals hold no more than one in a hundred: `1.74GiB` and its bytes are one request."""
-_COMPARED = ("requested_bytes", "used_bytes", "limit_bytes", "program", "platform")
+_COMPARED = ("requested_bytes", "used_bytes", "limit_bytes", "program")
 # Beside the failing words stand the allocator's lines before it and the tables after it.
 _AROUND_BEFORE, _AROUND_AFTER = 4_000, 20_000
+_LINES = (2, 3)  # the ranks of lines beside a status; those above are hints
 
 
 def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None:
@@ -40,8 +42,9 @@ def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None
 def read_failure(exception_or_text: BaseException | str | bytes) -> tuple[OomFacts | None, bool]:
     """What `parse_oom` gives, and whether the words are those of a failed runtime: no name alone, and no line of a log."""
     text = plain(text_of(exception_or_text))
-    failure = first_failure(failures(statements(text)))
-    return (None, False) if failure is None else (facts_of(text, failure), min(item.rank for item in failure) == 0)
+    groups = failures(statements(text))
+    failure = first_failure(groups)
+    return (None, False) if failure is None else (facts_of(text, groups, failure), rank_of(failure) == 0)
 
 
 def failures(found: Sequence[Statement]) -> list[list[Statement]]:
@@ -60,7 +63,25 @@ def failures(found: Sequence[Statement]) -> list[list[Statement]]:
 
 def continues(known: OomFacts, told: OomFacts) -> bool:
     """Whether what is told next may speak of the failure that is known: nothing in it contradicts."""
-    return all(_agree(getattr(told, name), getattr(known, name)) for name in _COMPARED)
+    return _is_of_the_same_memory(told, known) and all(
+        _agree(getattr(told, name), getattr(known, name)) for name in _COMPARED
+    )
+
+
+def _is_of_the_same_memory(one: OomFacts, other: OomFacts) -> bool:
+    """Pinned memory's status was that of a GPU until 2025: it is one failure where the request is the same."""
+    same_request = None not in (one.requested_bytes, other.requested_bytes) and _agree(
+        one.requested_bytes, other.requested_bytes
+    )
+    return _agree(one.platform, other.platform) or (same_request and {one.platform, other.platform} == {"gpu", "host"})
+
+
+def is_met_before(rank: int, told: OomFacts, other_rank: int, other: OomFacts) -> bool:
+    """Whether of two failures, the first of which is told first, that one is the first that a program met.
+
+    A status speaks for lines that stand before it and that a program may survive. Another memory's is another failure.
+    """
+    return rank <= other_rank or (rank in _LINES and not _agree(told.platform, other.platform))
 
 
 def joined(told: Sequence[OomFacts]) -> OomFacts:
@@ -71,12 +92,34 @@ def joined(told: Sequence[OomFacts]) -> OomFacts:
 
 def first_failure(groups: Sequence[Sequence[Statement]]) -> Sequence[Statement] | None:
     """The first failure that a program met; where no status is told, the first that a log tells."""
-    return min(groups, key=lambda group: min(item.rank for item in group), default=None)
+    told = [(rank_of(group), told_by(group), group) for group in groups]
+    return (
+        functools.reduce(lambda one, other: one if is_met_before(*one[:2], *other[:2]) else other, told)[2]
+        if told
+        else None
+    )
 
 
-def facts_of(text: str, failure: Sequence[Statement]) -> OomFacts:
+def rank_of(group: Sequence[Statement]) -> int:
+    """How surely a program failed by what is said of one failure: 0 for a status that it met."""
+    return min(item.rank for item in group)
+
+
+def told_by(group: Sequence[Statement]) -> OomFacts:
+    """What its statements tell, those of the surest first."""
+    return joined([item.facts for item in _surest_first(group)])
+
+
+def _surest_first(group: Sequence[Statement]) -> list[Statement]:
+    return sorted(group, key=lambda item: (item.rank, item.start))
+
+
+Groups = Sequence[Sequence[Statement]]
+
+
+def facts_of(text: str, groups: Groups, failure: Sequence[Statement]) -> OomFacts:
     """A failure's statements, joined with what stands around them."""
-    order, around = _surroundings(text, failure)
+    order, around = _surroundings(text, groups, failure)
     facts = joined([*(item.facts for item in order), around.facts])
     phase = facts.phase
     if around.facts.phase == "compile":
@@ -90,9 +133,9 @@ def facts_of(text: str, failure: Sequence[Statement]) -> OomFacts:
     return dataclasses.replace(facts, fragmentation=_fragmented(facts, around))
 
 
-def places_of(text: str, failure: Sequence[Statement]) -> dict[str, int]:
+def places_of(text: str, groups: Groups, failure: Sequence[Statement]) -> dict[str, int]:
     """Name of a fact to where in the text it stands; what follows from other facts stands nowhere."""
-    order, around = _surroundings(text, failure)
+    order, around = _surroundings(text, groups, failure)
     places = dict(around.places)
     for item in reversed(order):
         places |= {
@@ -103,12 +146,17 @@ def places_of(text: str, failure: Sequence[Statement]) -> dict[str, int]:
     return places
 
 
-def _surroundings(text: str, failure: Sequence[Statement]) -> tuple[list[Statement], Around]:
-    """The statements, the surest first, and what stands around them, with its places in the whole text."""
-    order = sorted(failure, key=lambda item: (item.rank, item.start))
-    low = max(0, failure[0].start - _AROUND_BEFORE)
-    told = joined([item.facts for item in order])
-    around = details(text[low : failure[-1].end + _AROUND_AFTER], platform=told.platform)
+def _surroundings(text: str, groups: Groups, failure: Sequence[Statement]) -> tuple[list[Statement], Around]:
+    """The statements, the surest first, and what stands around them, with its places in the whole text.
+
+    A failure of another memory has surroundings of its own.
+    """
+    order, told = _surest_first(failure), told_by(failure)
+    first, last = failure[0].start, failure[-1].end
+    others = [group for group in groups if not _agree(told_by(group).platform, told.platform)]
+    low = max([first - _AROUND_BEFORE, 0, *(group[-1].end for group in others if group[-1].end <= first)])
+    high = min([last + _AROUND_AFTER, *(group[0].start for group in others if group[0].start >= last)])
+    around = details(text[low:high], platform=told.platform)
     return order, dataclasses.replace(around, places={name: low + place for name, place in around.places.items()})
 
 
