@@ -69,6 +69,25 @@ MISTAKES = {
     "a log": (["oom", "nothing.log"], "nothing.log"),
     "runs to compare": (["compare", "a.json", "b.json"], "a.json"),
     "a run": (["report", "nothing"], "nothing"),
+    "a run's empty name": (["report", ""], "got ''. Is a variable of the shell not set?"),
+    "a page's empty name": (
+        ["report", "runs", "-o", ""],
+        "argument -o/--output: expected the path of a file or folder",
+    ),
+    "an empty name to compare": (["compare", "", "b.json"], "argument A: expected the path of a file or folder"),
+    "a log's empty name": (["oom", ""], "argument LOG: expected the path of a file or folder"),
+    "a trace's empty name": (["simulate", " "], "argument TRACE: expected the path of a file or folder"),
+    "a plan's empty name": (
+        ["plan", "train.py", "--save", ""],
+        "argument --save: expected the path of a file or folder",
+    ),
+    "a script's empty name": (["inspect", ""], "argument SCRIPT: expected the path of a file or folder"),
+    "buffers in wide digits": (["inspect", "train.py", "--top", "\uff12"], "expected a whole number of buffers"),
+    "a step in wide digits": (["simulate", "x", "--defragment-at", "\uff12"], "expected a whole number of steps"),
+    "axes in wide digits": (["plan", "train.py", "--target", "h100_sxm:8", "--mesh", "data=\uff18"], "expected axes"),
+    "rows in wide digits": (["plan", "train.py", "--search", "batch.at_most=\uff12"], "batch.at_most"),
+    "GPUs in wide digits": (["plan", "train.py", "--target", "h100_sxm:\uff12"], "expected a number of GPUs"),
+    "a share in wide digits": (["plan", "train.py", "--budget", "0.\uff15"], "expected a size with its unit"),
 }
 
 

@@ -135,6 +135,42 @@ def test_what_cannot_be_recovered_is_refused_with_what_to_type(tmp_path):
         jm.Recovery(train_step, checkpoints=tmp_path).restore(new_state(), 4)
 
 
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [*((wrong, TypeError) for wrong in ("x", None, True, 1.5, [0], b"1", jnp.ones(3))), (-1, ValueError)],
+    ids=str,
+)
+def test_a_step_number_that_is_none_is_refused_before_the_state_is_given_away(step, error, tmp_path):
+    recovery, state = jm.Recovery(train_step, "donate", checkpoints=tmp_path), new_state()
+    with pytest.raises(error, match=r"recovery\.step: step=.* Expected a whole number of at least 0"):
+        recovery.step(step, state, BATCH)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+    with pytest.raises(error, match=r"recovery\.save_before_oom: step=.* Expected a whole number"):
+        recovery.save_before_oom(step, state)
+    if step is not None:
+        with pytest.raises(error, match=r"recovery\.restore: step=.* Expected a whole number"):
+            recovery.restore(state, step)
+    after, _ = recovery.step(np.int64(0), state, BATCH)
+    assert recovery.save_before_oom(np.int64(1), after) == tmp_path / "saved" / "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoints": 3}, r"jm\.Recovery: checkpoints=3 is of type int\. Expected a path"),
+        ({"checkpoints": b"x"}, r"checkpoints=b'x' is of type bytes"),
+        ({"checkpoints": "a\0b"}, r"checkpoints='a\\x00b' is no path\. Expected one such as checkpoints='runs/a"),
+        ({"checkpoints": ""}, r"checkpoints='' is no path"),
+        ({"batch_at": 3}, r"batch_at=3 is of type int\. Expected a function from a step's number"),
+        ({"monitor": 3}, r"monitor=3 is of type int\. Expected a jm\.MemoryMonitor"),
+    ],
+    ids=str,
+)
+def test_what_recovery_cannot_use_is_refused_when_it_is_made(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        jm.Recovery(train_step, **given)
+
+
 def test_checkpoints_are_compared_at_restore(tmp_path):
     first = jm.Recovery(train_step, jm.StepPolicy(remat="full"), checkpoints=tmp_path)
     assert first.latest is None

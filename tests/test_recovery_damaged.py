@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
+import operator
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -86,6 +91,93 @@ def test_a_damaged_note_of_an_old_one_hides_no_other(damage, recovery):
         step, found = run.restore(state(0))
     assert (step, float(found["w"][0, 0])) == (3, 3.0)
     assert run.latest == 3
+
+
+NO_NOTES = ("", "{", "null", "[]", "3", "\0\0\0", "[" * 100_000, '{"form": 1}', '{"form": NaN}')
+OTHER_VALUES = (None, True, 3, -1, 10**400, "x", "\x1b[31m", [], {}, [[[[1]]]], float("nan"), [3], {"a": {"b": 1}})
+
+
+def mutated(note):
+    """The note with each of its values, two levels deep, as something else."""
+    paths = [(key,) for key in note] + [
+        (key, inner) for key in note if isinstance(note[key], dict) for inner in note[key]
+    ]
+    for path, value in itertools.product(paths, OTHER_VALUES):
+        changed = json.loads(json.dumps(note))
+        functools.reduce(operator.getitem, path[:-1], changed)[path[-1]] = value
+        yield path, json.dumps(changed)
+
+
+def restored_or_told(run):
+    """The step that comes back, what was said of it, and why none did."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            return run.restore(state(0))[0], "".join(str(each.message) for each in said), ""
+        except RecoveryError as error:
+            return None, "", str(error)
+
+
+def test_no_change_to_the_newest_note_restores_an_older_one_silently(recovery):
+    run, folder = recovery
+    path = folder / "3" / "jaxmem" / "metadata"
+    note = json.loads(path.read_text())
+    tried = [((), text) for text in NO_NOTES] + list(mutated(note))[::3]
+    tried += [change for change in mutated(note) if change[0] == ("save",)]
+    for where, text in tried:
+        path.write_text(text)
+        step, said, refused = restored_or_told(run)
+        assert step == 3 or "step 3" in refused, (where, text[:60])
+        assert "\x1b" not in said + refused
+        if where in ((), ("save",)) and not (where and json.loads(text)["save"] in (3, 10**400)):
+            assert "of step 3 was written under other conditions" in said, (where, text[:60])
+
+
+@pytest.mark.parametrize("lost", ["metadata", "."])
+def test_a_missing_note_of_the_newest_is_said_and_its_step_restored(lost, recovery):
+    run, folder = recovery
+    gone = folder / "3" / "jaxmem" / lost
+    gone.unlink() if gone.is_file() else shutil.rmtree(gone)
+    step, said, _ = restored_or_told(run)
+    assert (step, run.latest) == (3, 3)
+    assert "policy, plan, mesh and versions are unknown" in said
+
+
+def test_one_that_was_saved_after_a_return_stays_the_newest_beside_a_higher_one_without_a_note(recovery):
+    run, folder = recovery
+    run.restore(state(0), step=1)
+    run.save_before_oom(2, state(22))
+    cut(folder / "3" / "jaxmem")
+    step, said, _ = restored_or_told(run)
+    assert (step, run.latest) == (2, 2)
+    assert re.search(r"The note of step 3 in .* cannot be read; by the clock it is older than step 2", said)
+
+
+def test_without_notes_and_clocks_the_highest_step_is_the_newest(recovery):
+    run, folder = recovery
+    for step in (1, 2, 3):
+        cut(folder / str(step) / "jaxmem")
+        (folder / str(step) / "_CHECKPOINT_METADATA").write_text("{")
+    assert restored_or_told(run)[0] == 3
+
+
+@pytest.mark.parametrize("snapshots", ["host", "orbax"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: jnp.arange(6.0).reshape(2, 3), lambda: jax.random.key(7), lambda: 3],
+    ids=["array", "key", "number"],
+)
+def test_a_state_that_is_one_bare_array_comes_back_as_it_was(make, snapshots, tmp_path, capfd):
+    preset = jm.load_preset("recover", recovery={"snapshots": snapshots})
+    run = jm.Recovery(lambda s, x: (s, {"loss": x}), preset, checkpoints=tmp_path)
+    after, _ = run.step(0, make(), jnp.float32(1))
+    assert run.save_before_oom(1, after) == tmp_path / "saved" / "1"
+    step, back = run.restore(make())
+    assert step == 1
+    assert type(back) is type(after)
+    assert (back.dtype, back.shape, back.sharding) == (after.dtype, after.shape, after.sharding)
+    assert jnp.array_equal(*(jax.random.key_data(each) if "key" in str(each.dtype) else each for each in (back, after)))
+    assert "could not be saved" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE.values(), shutil.rmtree], ids=lambda each: each.__name__)

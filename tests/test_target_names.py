@@ -120,6 +120,9 @@ def test_every_name_resolves_and_knows_its_memory():
         ("h100_sxm:12", r"'h100_sxm:12': expected a number of GPUs, at most 8 or a multiple of it .*'h100_sxm:8'"),
         ("h100_sxm:many", r"expected a number of GPUs"),
         ("h100_sxm:0", r"expected a number of GPUs"),
+        ("h100_sxm:\uff12", r"expected a number of GPUs"),
+        ("h100_sxm:\u0668", r"expected a number of GPUs"),
+        ("v5e:\uff12x\uff12", r"a v5e topology has 2 dimensions of chips"),
     ],
 )
 def test_wrong_names_say_what_to_type(text, message):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from jaxmem_callbacks.analysis.comparing import growth, parse_share
 from jaxmem_callbacks.cli.exits import GREW, OK
+from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.accounts import read_account
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.writers.growth_text import growth_json, growth_text
@@ -15,9 +15,9 @@ from jaxmem_callbacks.writers.growth_text import growth_json, growth_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "before", metavar="A", type=Path, help="a logdir, a plan's JSON, or `jaxmem inspect --json` output"
+        "before", metavar="A", type=place, help="a logdir, a plan's JSON, or `jaxmem inspect --json` output"
     )
-    parser.add_argument("after", metavar="B", type=Path, help="the same of today")
+    parser.add_argument("after", metavar="B", type=place, help="the same of today")
     parser.add_argument(
         "--max-regress", metavar="N%", help="exit with 1 where judged bytes grew by more; without it nothing is judged"
     )

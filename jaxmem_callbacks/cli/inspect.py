@@ -11,6 +11,7 @@ from typing import Any
 from jaxmem_callbacks.cli.exits import FAILED
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step, show_start
 from jaxmem_callbacks.cli.source import source_of
+from jaxmem_callbacks.cli.typed import whole
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Peak
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="T", help="compile for hardware that is not here, such as h100_sxm or v5e:2x2"
     )
-    parser.add_argument("--top", type=_count, default=10, metavar="N", help="buffers of the peak to show (10; 0: none)")
+    parser.add_argument(
+        "--top", type=whole("buffers"), default=10, metavar="N", help="buffers of the peak to show (10; 0: none)"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables, which jaxmem compare reads"
     )
@@ -67,13 +70,6 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
     put((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n", as_json=args.json)
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        msg = f"expected a whole number of buffers, got {text!r}"
-        raise argparse.ArgumentTypeError(msg)
-    return int(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxmem_callbacks.cli.exits import NOTHING_FOUND, OK
+from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
 from jaxmem_callbacks.records.terminal import put
@@ -35,7 +36,9 @@ _WIDTH = 110
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("log", metavar="LOG", help="a file of what a program printed, or - for standard input")
+    parser.add_argument(
+        "log", metavar="LOG", type=named, help="a file of what a program printed, or - for standard input"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.epilog = (
         "Exit code: 0 where the log tells of a failure, 1 where it tells of none, 2 where it cannot be read."

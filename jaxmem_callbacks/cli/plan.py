@@ -27,6 +27,7 @@ from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
+from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.planning.budget import parse_budget, size_meant
 from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
@@ -74,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save",
         metavar="FILE",
-        type=Path,
+        type=place,
         help="write the plan: FILE.yaml, the chosen policy as a preset for jm.load_preset, or FILE.json, the whole of it for "
         "jm.load_plan and jm.MemoryMonitor(plan=...), which then says where the run is not what was planned",
     )
-    parser.add_argument("--figure", metavar="FILE", type=Path, help="write the frontier as a picture, FILE.png")
+    parser.add_argument("--figure", metavar="FILE", type=place, help="write the frontier as a picture, FILE.png")
     parser.add_argument("--logdir", metavar="DIR", help="write the plan for TensorBoard, as a run of its own")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_script_arguments(parser)
@@ -340,7 +341,7 @@ def _budget(text: str) -> str | int | float:
     """
     number = None
     with contextlib.suppress(ValueError):
-        number = float(text)
+        number = float(text) if text.isascii() else None
     is_bytes = number is not None and 1 < number < math.inf
     given = text if number is None else int(number) if is_bytes else number
     with contextlib.suppress(PlanError):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import jaxmem_callbacks
 from jaxmem_callbacks.cli.exits import OK
+from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.files import write_file
@@ -19,9 +19,9 @@ _NAME = "report.html"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "place", metavar="RUN", type=Path, help="a monitor's logdir, a folder of them, or a memory.jsonl"
+        "place", metavar="RUN", type=place, help="a monitor's logdir, a folder of them, or a memory.jsonl"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=f"where to write; RUN/{_NAME} unless said")
+    parser.add_argument("-o", "--output", metavar="FILE", type=place, help=f"where to write; RUN/{_NAME} unless said")
 
 
 def run(args: argparse.Namespace) -> int:

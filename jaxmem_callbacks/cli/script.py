@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from jaxmem_callbacks.cli.other_steps import other_steps, steps_written_in
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
+from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.cli.undisturbed import InMain, Streams, opened, own_streams, undisturbed
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.advice import advise
@@ -54,6 +55,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "script",
         nargs="?",
+        type=named,
         metavar="SCRIPT",
         help="your training script or notebook, which needs no edit, run up to the first call of its step; or SCRIPT.py:name, "
         "where name() returns (train_step, args)",

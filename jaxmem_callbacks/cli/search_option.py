@@ -115,5 +115,5 @@ def _read(texts: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """One value, or several with commas between: numbers and switches as such."""
     parts = [part.strip() for part in text.split(",")]
-    values = [int(part) if re.fullmatch(r"-?\d+", part) else _WORDS.get(part.lower(), part) for part in parts]
+    values = [int(part) if re.fullmatch(r"-?[0-9]+", part) else _WORDS.get(part.lower(), part) for part in parts]
     return values[0] if len(values) == 1 else values

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, size_of, trace_of
 from jaxmem_callbacks.cli.exits import NONE_SURVIVES, OK
+from jaxmem_callbacks.cli.typed import named, place, whole
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.errors import SimulationError
@@ -19,7 +19,11 @@ from jaxmem_callbacks.writers.simulation_text import simulation_json, simulation
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "trace", metavar="TRACE", nargs="?", help="a trace's file, a monitor's logdir with one, or a name from --list"
+        "trace",
+        metavar="TRACE",
+        type=named,
+        nargs="?",
+        help="a trace's file, a monitor's logdir with one, or a name from --list",
     )
     parser.add_argument("--list", action="store_true", help="name the traces that come with the package")
     memory = parser.add_mutually_exclusive_group()
@@ -29,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--defragment-at",
         metavar="STEP",
-        type=int,
+        type=whole("steps"),
         action="append",
         default=[],
         help="also move arrays after this step",
     )
     parser.add_argument("--before-0.11", dest="old", action="store_true", help="the pool as in jaxlib 0.10")
-    parser.add_argument("--figure", metavar="FILE", type=Path, help="draw the largest block over the steps")
+    parser.add_argument("--figure", metavar="FILE", type=place, help="draw the largest block over the steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.epilog = "Exit code: 0 where a way survives, 1 where none does, 2 for what cannot be simulated."
 

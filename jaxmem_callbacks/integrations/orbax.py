@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from jaxmem_callbacks.recovery.snapshots import own_copy
 
-_STATE, _NOTE = "state", "jaxmem"
+_STATE, _NOTE, _ONE = "state", "jaxmem", "array"
 
 
 def checkpoints_in(folder: Path, *, keep: int | None = None, alone: bool = False) -> OrbaxCheckpoints:
@@ -62,7 +62,10 @@ class OrbaxCheckpoints:
         """Write one; a step that is there already is written anew."""
         if step in self._manager.all_steps():
             self._manager.delete(step)
-        items = {_STATE: ocp.args.StandardSave(jax.tree.map(_plain, state)), _NOTE: ocp.args.JsonSave(dict(note))}
+        items = {
+            _STATE: ocp.args.StandardSave(jax.tree.map(_plain, _in_tree(state))),
+            _NOTE: ocp.args.JsonSave(dict(note)),
+        }
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._manager.wait_until_finished()
         return self._folder / str(step)
@@ -79,10 +82,22 @@ class OrbaxCheckpoints:
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of one, its arrays placed as those of ``like``, in memory that XLA owns."""
-        wanted = jax.tree.map(_abstract, like)
-        arguments = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(wanted)})
-        found = self._manager.restore(step, args=arguments)[_STATE]
-        return jax.tree.map(_as_wanted, found, like)
+        tree = _in_tree(like)
+        arguments = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(jax.tree.map(_abstract, tree))})
+        found = jax.tree.map(_as_wanted, self._manager.restore(step, args=arguments)[_STATE], tree)
+        return found if tree is like else found[_ONE]
+
+    def written(self, step: int) -> int | None:
+        """When one was begun, by the clock of then; what Orbax notes of it is in a file of its own."""
+        try:
+            return self._manager.metadata(step).init_timestamp_nsecs
+        except Exception:  # noqa: BLE001 - Orbax raises what it likes of a file that was cut
+            return None
+
+
+def _in_tree(state: Any) -> Any:
+    """The state itself, or in a tree of one where it is a bare array, which Orbax does not write."""
+    return {_ONE: state} if jax.tree_util.treedef_is_leaf(jax.tree.structure(state)) else state
 
 
 def _plain(leaf: Any) -> Any:

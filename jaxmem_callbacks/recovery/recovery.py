@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.config.named import Name, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.records.arguments import require_callable, require_path, require_whole
 from jaxmem_callbacks.records.errors import JaxmemError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
@@ -77,6 +78,17 @@ class Recovery:
         gradients: Gradients = "own",
     ) -> None:
         require_function(train_step, "jm.Recovery")
+        if batch_at is not None:
+            require_callable(
+                "jm.Recovery", "batch_at", batch_at, "a function from a step's number to its batch, or None"
+            )
+        if monitor is not None:
+            require_callable("jm.Recovery", "monitor", getattr(monitor, "tell", monitor), "a jm.MemoryMonitor, or None")
+        place = (
+            None
+            if checkpoints is None
+            else require_path("jm.Recovery", "checkpoints", checkpoints, "runs/a/checkpoints")
+        )
         given = None if policy is None else resolve_policy(policy)
         require_applied(given)
         self.settings = settings_wanted(given)
@@ -91,7 +103,7 @@ class Recovery:
         self._telling = Telling(monitor)
         self._agreement = Agreement(f"recovery/{next(_serial)}", self.settings.agree_s)
         self._running = Running(maker, asked, self._agreement, self._telling, self._plan)
-        self._saving = Saving(None if checkpoints is None else Path(checkpoints), asked, self._plan)
+        self._saving = Saving(place, asked, self._plan)
         on_disk = self._saving.on_disk(lambda: self.policy) if self.settings.snapshots == "orbax" else None
         self._keeper = Keeper(self.settings.every_steps, on_disk, self._agreement, self._telling.say)
         self._batches = Batches(batch_at, self.settings.buffer_bytes, self._telling.say)
@@ -111,10 +123,13 @@ class Recovery:
             The new state and the step's metrics, complete.
 
         Raises:
+            TypeError, ValueError: a step that is no whole number from 0 on; the state is untouched.
             RecoveryError: there is nothing to go back to, a repeated step gave other metrics, or another process ended.
             Exception: the failure itself where the ladder is exhausted, as it was raised; and every other error of the step.
         """
         try:
+            if type(step) is not int or step < 0:
+                step = require_whole("recovery.step", "step", step, least=0)
             inputs = self._batches.given(step, inputs)
             if self._keeper.before(step, state):
                 self._batches.begin(step)
@@ -168,6 +183,7 @@ class Recovery:
         Raises:
             RecoveryError: no ``checkpoints`` folder, or objects that are updated in place.
         """
+        step = require_whole("recovery.save_before_oom", "step", step, least=0)
         try:
             where = self._saving.save(step, state, self.policy)
         except JaxmemError:
@@ -199,6 +215,7 @@ class Recovery:
         Raises:
             RecoveryError: there is none, or it is another state's.
         """
+        step = None if step is None else require_whole("recovery.restore", "step", step, least=0)
         number, restored, policy = self._saving.restore(state, step)
         if policy is not None and policy != self.policy:
             self._telling.say(f"goes on at step {number} with {policy_words(policy)}, as the run that saved it.")

@@ -82,6 +82,10 @@ class Checkpoints(Protocol):
         """What stands beside one."""
         ...
 
+    def written(self, step: int) -> int | None:
+        """When one was written, by the clock of then, in nanoseconds; None where that cannot be read."""
+        ...
+
     def restore(self, step: int, like: Any) -> Any:
         """The state of one, its arrays placed as those of ``like``, which may be shapes."""
         ...

@@ -340,7 +340,7 @@ def _slice_meant(word: str) -> str:
     """The topology that an accelerator type of Google Cloud stands for, such as ``v5p_64``; empty for other words."""
     kind, _, said = _unbranded(word).rpartition("_")
     kind = _ALIASES.get(kind, kind)
-    if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9]\d{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
+    if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9][0-9]{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
         return ""
     chips = int(said) // _TYPES_COUNT[kind]
     name = _slice_of(kind, chips)
@@ -351,7 +351,7 @@ def _tpu(kind: str, shape: str, text: str) -> Target:
     facts = _TPUS[kind]
     shape = shape or facts.smallest
     dimensions = facts.smallest.count("x") + 1
-    if not re.fullmatch("x".join([r"[1-9]\d{0,8}"] * dimensions), shape):
+    if not re.fullmatch("x".join([r"[1-9][0-9]{0,8}"] * dimensions), shape):
         example = f"{kind}:{'x'.join('2' * dimensions)}"
         msg = f"Target {text!r}: a {kind} topology has {dimensions} dimensions of chips. Type for example {example!r}."
         raise TargetError(msg)
@@ -398,8 +398,8 @@ def _sides_near(side: int, *, in_hosts: bool, longest: int | None) -> list[int]:
 
 
 def _gpu(kind: str, shape: str, text: str) -> Target:
-    count = int(shape) if re.fullmatch(r"[1-9]\d{0,6}", shape or "1") and shape else 1
-    if (shape and not shape.isdecimal()) or (count > _GPUS_PER_HOST and count % _GPUS_PER_HOST) or shape == "0":
+    count = int(shape or "1") if re.fullmatch(r"[1-9][0-9]{0,6}", shape or "1") else 0
+    if not count or (count > _GPUS_PER_HOST and count % _GPUS_PER_HOST):
         msg = (
             f"Target {text!r}: expected a number of GPUs, at most {_GPUS_PER_HOST} or a multiple of it "
             f"(whole hosts). Type for example '{kind}:{_GPUS_PER_HOST}'."

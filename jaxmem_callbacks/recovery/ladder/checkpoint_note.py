@@ -13,6 +13,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 
 FORM = 1
+SAVE = "save"  # its number among the saves of the folder, from 1: a clock may be set back between two of them
 _SHOWN = 8
 
 
@@ -55,6 +56,10 @@ def require_readable(note: Any) -> dict[str, Any]:
     except (TypeError, ValueError, AttributeError) as error:
         msg = f"it is none of this version's: {error}"
         raise ValueError(msg) from error
+    number = saved.get(SAVE, 1)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        msg = f"`{SAVE}` is {number!r:.40}, expected a whole number from 1 on"
+        raise ValueError(msg)
     return saved
 
 

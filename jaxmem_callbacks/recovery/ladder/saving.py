@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.recovery.ladder.checkpoint_note import (
+    SAVE,
     differences,
     note_of,
     policy_in,
@@ -26,7 +27,6 @@ from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects
 from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
 
-_SAVE = "save"  # its number among the saves of the folder, from 1: a clock may be set back between two of them
 _SAVED, _SNAPSHOTS, _KEPT_SNAPSHOTS = "saved", "snapshots", 2
 
 
@@ -84,13 +84,14 @@ class Saving:
         if not known or (step is not None and step not in known):
             msg = (
                 f"No checkpoint{'' if step is None else f' of step {step}'} in {self.folder}; there are: "
-                f"{', '.join(map(str, known)) or 'none'}. Begin without: recovery.latest is None there."
+                f"{', '.join(map(str, sorted(known))) or 'none'}. Begin without: recovery.latest is None there."
             )
             raise RecoveryError(msg)
         if step is not None:
             return self._restored(known[step], step, like)
         damaged: list[str] = []
-        for number in _newest_first(known):
+        newest_first = list(reversed(known))
+        for number in newest_first:
             try:
                 found = self._restored(known[number], number, like)
             except _DamagedError as error:
@@ -101,8 +102,16 @@ class Saving:
             if damaged:
                 text = f"{' '.join(damaged)} Step {number}, the newest one before it that is whole, is restored in its place."
                 warnings.warn(shown(text), RecoveryWarning, stacklevel=3)
+            older = newest_first[newest_first.index(number) + 1 :]
+            unsure = sorted(step for step in older if step > number and _save_of(known[step], step) is None)
+            if unsure:
+                text = (
+                    f"The note of step {', '.join(map(str, unsure))} in {self.folder} cannot be read; by the clock it is older "
+                    f"than step {number}, which is restored. Is it the newest all the same? Give its step to recovery.restore."
+                )
+                warnings.warn(shown(text), RecoveryWarning, stacklevel=3)
             return found
-        others = [number for number in _newest_first(known)[1:] if jax.process_count() > 1]
+        others = newest_first[1:] if jax.process_count() > 1 else []
         instead = (
             f" Restore an earlier one on every process: recovery.restore(state, step={others[0]})." if others else ""
         )
@@ -136,29 +145,33 @@ class Saving:
     def latest(self) -> int | None:
         """The step of what was saved last, or None. After a return to an earlier step that is not the highest one."""
         known = {} if self.folder is None else self._known()
-        return _newest_first(known)[0] if known else None
+        return next(reversed(known), None)
 
     def _note(self, step: int, state: Any, policy: StepPolicy, *, alone: bool = False) -> dict[str, Any]:
         if self._saves is None:  # what an earlier run has saved counts on
-            self._saves = max((_save_of(store, at) for at, store in self._known(alone=alone).items()), default=0)
+            known = self._known(alone=alone).items()
+            self._saves = max((_save_of(store, at) or 0 for at, store in known), default=0)
         self._saves += 1
-        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {_SAVE: self._saves}
+        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {SAVE: self._saves}
 
     def _known(self, *, alone: bool = False) -> dict[int, Checkpoints]:
-        """Each step that was saved, with where; of one that is also a snapshot what was written last."""
+        """Each step that was saved, with where, that which was saved last at the end; of one that is also a snapshot the later.
+
+        Nothing is deleted when a run goes on from an earlier one: higher steps can be there still.
+        """
         folder = self._needed("restoring needs")
-        found: dict[int, Checkpoints] = {}
+        saves: list[tuple[int, Checkpoints]] = []
         for name in (_SNAPSHOTS, _SAVED):
             if (folder / name).is_dir():
                 keep = _KEPT_SNAPSHOTS if name == _SNAPSHOTS else None
                 shared = self._store() if name == _SAVED and not alone else None
                 store = shared or checkpoints_in(folder / name, keep=keep, alone=alone and jax.process_count() > 1)
-                found |= {
-                    step: store
-                    for step in store.steps()
-                    if step not in found or _save_of(store, step) >= _save_of(found[step], step)
-                }
-        return dict(sorted(found.items()))
+                saves += [(step, store) for step in store.steps()]
+        found: dict[int, Checkpoints] = {}
+        for step, store in _in_order(saves):
+            found.pop(step, None)
+            found[step] = store
+        return found
 
     def _store(self) -> Checkpoints:
         if self._saved is None:
@@ -176,12 +189,27 @@ class _DamagedError(RecoveryError):
     """A checkpoint that its own store cannot read."""
 
 
-def _newest_first(known: Mapping[int, Checkpoints]) -> list[int]:
-    """The steps, that which was saved last first.
+def _in_order(saves: Sequence[tuple[int, Checkpoints]]) -> list[tuple[int, Checkpoints]]:
+    """Saves as they were written, by their numbers.
 
-    Nothing is deleted when a run goes on from an earlier one: higher ones can be there still.
+    One whose note tells none comes behind the last numbered one that is no younger by the clock, or of a lower step where the
+    clock is not known either. What it holds may be whole, so it must not sink below all others.
     """
-    return sorted(known, key=lambda step: (_save_of(known[step], step), step), reverse=True)
+    numbers = {save: _save_of(save[1], save[0]) for save in saves}
+    if all(numbers.values()):
+        return sorted(saves, key=lambda save: (numbers[save] or 0, save[0]))
+    times = {save: save[1].written(save[0]) for save in saves}
+
+    def is_before(one: tuple[int, Checkpoints], other: tuple[int, Checkpoints]) -> bool:
+        first, second = times[one], times[other]
+        return one[0] < other[0] if first is None or second is None else first <= second
+
+    def place(save: tuple[int, Checkpoints]) -> tuple[int, bool, int, int]:
+        number = numbers[save]
+        behind = [known for other in saves if (known := numbers[other]) and is_before(other, save)]
+        return number or max(behind, default=0), number is None, 0 if number else times[save] or 0, save[0]
+
+    return sorted(saves, key=place)
 
 
 def _note_in(store: Checkpoints, step: int) -> tuple[dict[str, Any], str]:
@@ -192,7 +220,6 @@ def _note_in(store: Checkpoints, step: int) -> tuple[dict[str, Any], str]:
         return {}, f"its note cannot be read ({first_line(error)}), so policy, plan, mesh and versions are unknown"
 
 
-def _save_of(store: Checkpoints, step: int) -> int:
-    """The number of the save that wrote it; 0 where its note does not say, and a damaged one hides no other."""
-    number = _note_in(store, step)[0].get(_SAVE, 0)
-    return number if isinstance(number, int) else 0
+def _save_of(store: Checkpoints, step: int) -> int | None:
+    """The number of the save that wrote it; None where its note cannot be read or says none."""
+    return _note_in(store, step)[0].get(SAVE)

@@ -17,7 +17,7 @@ from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules
 
 Axes = Mapping[str, int] | str
 EXAMPLE = 'type for example {"data": 2, "fsdp": -1} or "data=2,fsdp=-1"'
-_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?\d+)\s*")
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*[=:]\s*(-?[0-9]+)\s*")
 
 # Names of mesh axes by what they are for, in the order in which they are looked for.
 STATE_AXES = ("fsdp", "zero", "shard", "data", "dp", "batch", "devices", "device", "replica")

@@ -1,0 +1,40 @@
+"""What is typed for an option enters; a place or a number leaves, or argparse's words of what was expected."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+
+def place(text: str) -> Path:
+    """A path; see `named`."""
+    return Path(named(text))
+
+
+def named(text: str) -> str:
+    """A path or a name. An empty one would mean the folder that one is in, and comes of a variable that is not set.
+
+    Raises:
+        argparse.ArgumentTypeError: neither.
+    """
+    if not text.strip() or "\0" in text:
+        msg = f"expected the path of a file or folder, got {text!r}. Is a variable of the shell not set?"
+        raise argparse.ArgumentTypeError(msg)
+    return text
+
+
+def whole(of: str) -> Callable[[str], int]:
+    """What reads a whole number in plain digits.
+
+    Args:
+        of: What is counted.
+    """
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()):
+            msg = f"expected a whole number of {of}, got {text!r}"
+            raise argparse.ArgumentTypeError(msg)
+        return int(text)
+
+    return read

@@ -1,0 +1,99 @@
+"""An argument of a public call enters; it leaves as it was, or an error that names the call, the argument and what was expected.
+
+Each check is one line where the argument is taken, before anything is traced, donated or written.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+_SHOWN = 60  # characters of what was given
+
+
+def refuse(call: str, name: str, given: object, expected: str) -> NoReturn:
+    """Refuse an argument of another type.
+
+    Args:
+        call: What it was given to, such as ``jm.oom_guard``.
+        name: The argument.
+        given: Its value.
+        expected: What belongs there, with an example.
+
+    Raises:
+        TypeError: always.
+    """
+    msg = f"{call}: {name}={_words(given)} is {_kind(given)}. Expected {expected}."
+    raise TypeError(msg)
+
+
+def require(call: str, name: str, given: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Refuse what is of none of the kinds; a switch is no number.
+
+    Raises:
+        TypeError: as `refuse` words it.
+    """
+    if not isinstance(given, kinds) or (
+        isinstance(given, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
+    ):
+        refuse(call, name, given, expected)
+
+
+def require_callable(call: str, name: str, given: object, expected: str) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        TypeError: as `refuse` words it.
+    """
+    if not callable(given):
+        refuse(call, name, given, expected)
+
+
+def require_whole(call: str, name: str, given: Any, *, least: int) -> int:
+    """A whole number, NumPy's included, as Python's own.
+
+    Raises:
+        TypeError: no whole number, or a switch.
+        ValueError: one that is too small.
+    """
+    expected = f"a whole number of at least {least}"
+    try:
+        number = operator.index(given)
+    except TypeError:
+        number = None
+    if number is None or isinstance(given, bool):
+        refuse(call, name, given, expected)
+    if number < least:
+        msg = f"{call}: {name}={number}. Expected {expected}."
+        raise ValueError(msg)
+    return number
+
+
+def require_path(call: str, name: str, given: Any, example: str) -> Path:
+    """A path of text.
+
+    Raises:
+        TypeError: bytes, or no path.
+        ValueError: nothing, or a character that no path can have.
+    """
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        refuse(call, name, given, f"a path as text or pathlib.Path, such as {name}={example!r}")
+    if not text or "\0" in text:
+        msg = f"{call}: {name}={text!r} is no path. Expected one such as {name}={example!r}."
+        raise ValueError(msg)
+    return Path(text)
+
+
+def _words(given: object) -> str:
+    """The value as Python writes it, cut; arrays and the like by their kind alone."""
+    if not isinstance(given, str | bytes | int | float | list | tuple | dict | type(None)):
+        return "..."
+    text = repr(given)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _kind(given: object) -> str:
+    return "None" if given is None else f"of type {type(given).__name__}"
