@@ -193,7 +193,7 @@ def _in_order(saves: Sequence[tuple[int, Checkpoints]]) -> list[tuple[int, Check
     """Saves as they were written, by their numbers.
 
     One whose note tells none comes behind the last numbered one that is no younger by the clock, or of a lower step where the
-    clock is not known either. What it holds may be whole, so it must not sink below all others.
+    clock is not known either; several there by their steps. What it holds may be whole, so it must not sink below all others.
     """
     numbers = {save: _save_of(save[1], save[0]) for save in saves}
     if all(numbers.values()):
@@ -204,10 +204,10 @@ def _in_order(saves: Sequence[tuple[int, Checkpoints]]) -> list[tuple[int, Check
         first, second = times[one], times[other]
         return one[0] < other[0] if first is None or second is None else first <= second
 
-    def place(save: tuple[int, Checkpoints]) -> tuple[int, bool, int, int]:
+    def place(save: tuple[int, Checkpoints]) -> tuple[int, bool, int]:
         number = numbers[save]
         behind = [known for other in saves if (known := numbers[other]) and is_before(other, save)]
-        return number or max(behind, default=0), number is None, 0 if number else times[save] or 0, save[0]
+        return number or max(behind, default=0), number is None, save[0]
 
     return sorted(saves, key=place)
 
