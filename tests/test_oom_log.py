@@ -345,6 +345,19 @@ def test_where_the_device_had_no_more_it_is_asked_who_holds_it():
     assert not any("defragment" in line or "apply_environment" in line for _, line in tries(one(text)))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,589,934,592 bytes (allocated so far: 512 bytes).",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ],
+)
+def test_where_another_librarys_request_was_refused_it_is_asked_who_holds_the_rest(text):
+    found = one(text)
+    assert why(found)[0] == "refused"
+    assert tries(found)[0][0].startswith("Does something else hold memory of the GPU")
+
+
 def test_fifty_megabytes_take_seconds_and_little_memory():
     def pieces() -> Iterator[str]:
         for _ in range(300):

@@ -28,6 +28,35 @@ STATUSES: tuple[Rule, ...] = (
         platform="gpu",
         unless=_UNTUNED,
     ),
+    # CuPy's memory.pyx: its own pool beside JAX's, with a limit where one was set, else refused by the driver.
+    rule(
+        "CuPy",
+        r"Out of memory allocating <requested> \(allocated so far: <used>, limit set to: <limit>\)",
+        phase="run",
+        platform="gpu",
+    ),
+    rule(
+        "CuPy",
+        r"Out of memory allocating <requested> \(allocated so far: <used>",
+        phase="run",
+        platform="gpu",
+        driver=True,
+    ),
+    rule(
+        "CuPy",
+        r"\bcupy\.[\w.]{1,60}OutOfMemoryError: [Oo]ut of memory (?:to allocate|allocating) <requested>",
+        phase="run",
+        platform="gpu",
+        driver=True,
+    ),
+    # The driver's calls as Python names them: Numba, PyCUDA, RMM.
+    rule(
+        "driver call",
+        rf"(?:\b[Cc]all to (?:cu|hip)[A-Z]\w{{1,40}} results in {_REFUSED}|\bcu(?:Mem|Array)\w{{1,40}} failed: out of memory"
+        rf"|\bout_of_memory: CUDA error at:?.{{0,300}}?{_REFUSED})",
+        platform="gpu",
+        driver=True,
+    ),
     # The same with is_host_mem: pinned memory beside the GPU.
     rule("host allocation", r"Out of host memory while trying to allocate <requested>", phase="run", platform="host"),
     # stream_executor_memory_allocator / device_address_allocator: the platform allocator.
@@ -150,6 +179,7 @@ STATUSES: tuple[Rule, ...] = (
         r"(?:.{0,80}?; <free> free)?",
         phase="run",
         platform="gpu",
+        driver=True,
     ),
     rule(
         "PyTorch",
@@ -157,6 +187,7 @@ STATUSES: tuple[Rule, ...] = (
         r"(?:.{0,40}?total capaci?ty of <limit> of which <free> is free)?",
         phase="run",
         platform="gpu",
+        driver=True,
     ),
     # The same with the driver's pool (backend:cudaMallocAsync), a figure a line.
     rule(
@@ -257,7 +288,8 @@ FALLBACKS: tuple[Rule, ...] = (
     # The driver's error by name, whatever asked for memory.
     rule(
         "CUDA error",
-        r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA (?:driver |runtime )?error: out of memory)",
+        r"(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        r"|\bC(?:UDA|uda) (?:[Dd]river |[Rr]untime )?(?:(?:error|failure)(?: \d{1,4})?: out of memory|\(out of memory\)))",
         platform="gpu",
         strength="log",
         vague=True,
