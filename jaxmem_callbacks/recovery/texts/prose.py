@@ -69,6 +69,38 @@ _CODE = re.compile(
     r"|#:|//|enum\s)"
     r"|\A[^\n#]{0,300}[\w)\]}:,\"']\s{2,4}#\s|\A[ \t]{1,80}#\s"
 )
+# A command that searches for the words or says them, in a script or as a shell tells what it does.
+_COMMAND = re.compile(
+    r"(?:\A\s{0,40}|[|;&(`!+$#%>][ \t]{0,4}|\b(?:if|while|until|then|do)\s)(?:sudo\s|command\s|exec\s)?"
+    r"(?:[ezp]{0,2}grep|rg|ag|ack|sed|[gm]?awk|perl|echo|printf|jq|findstr|Select-String|git\s(?:log|grep|commit))\s[^\n]{0,300}[\"'/]"
+)
+# What looks for the words: a name that says so with its value or values, a call, a comparison, a verb.
+_SOUGHT = re.compile(
+    r"(?:(?i:\b\w{0,40}(?:retr[iy]|pattern|match|ignore|regex|expect|known|alert|filter|trigger|needle|contain|signature|allow|deny"
+    r"|expr|substr|marker)\w{0,20})[\"']?(?:\s?=\s?[\"'/]?|\s?[:=]\s?(?:[\[({][^\n]{0,200})?[rfb]{0,2}[\"'/])"
+    r"|(?:\.(?:includes|[Cc]ontains|find|search|match|fullmatch|compile|[Ss]tarts[Ww]ith|[Ee]nds[Ww]ith|split|count|index|replace|sub"
+    r"|test)|\b(?:assert\w{1,30}|print(?:ln|f)?|strstr))\([^\n]{0,200}[\"'/]"
+    r"|(?:[=!]=|=~|\|[=~]|!~)\s{0,4}[*(]{0,2}[\"'/]"
+    r"|\b(?:contains|matches|like|LIKE|(?:search|look|watch|wait|scan|check|grep)\w{0,5}\s(?:\w{1,20}\s){0,3}for)\s[\"'/*%]{1,3})\Z"
+)
+# Titles: of an issue, of a commit, of a part of a document, of a page; and what is to be done about the words.
+_TITLE = re.compile(
+    r"(?:\b(?:[Ii]ssue|PR|[Bb]ug|[Tt]icket|[Pp]ull [Rr]equest)\s#?\d{1,7}[:)]?\s{1,3}|\A\s{0,8}\[?#\d{1,7}\]?:?\s{1,3}"
+    r"|\[(?i:bug|question|issue|feature)\]:?\s{1,3}"
+    r"|\A\s{0,8}(?:[-*]\s|[0-9a-f]{7,40}\s)?(?:(?:fix|docs?|feat|chore|perf|refactor)(?:\([^()\n]{1,40}\))?!?:\s)?"
+    r"(?:(?:[Ff]ix(?:e[sd])?|[Hh]andle[sd]?|[Cc]atch|[Rr]etry\son|[Ww]ork\saround|[Dd]ocument|[Ee]xplain|[Mm]itigate|[Rr]esolve[sd]?"
+    r"|[Cc]lose[sd]?|[Ii]gnore|[Dd]etect|[Rr]ecover\sfrom|[Tt]reat|[Rr]eproduce|[Dd]ebug|[Dd]iagnose)\s(?:\w{1,20}\s){0,5}"
+    r"|(?<=:\s)))\Z"
+)
+_TO_DO = re.compile(r"\b(?:TODO|FIXME|XXX)(?:\([^()\n]{1,40}\))?:")
+_PAGE_OR_LINK = re.compile(r"[^\n]{0,200}(?:\s·\s[\w.-]{1,40}/[\w.-]{1,80}|\]\(https?:)")
+_HEADING = re.compile(r"\A\s{0,3}#{2,6}\s{1,3}")
+_PARAGRAPH = re.compile(r"[ \t\r]{0,8}\n\s{0,8}[A-Za-z]")
+_ITEM = re.compile(r"\A\s{0,40}-\s{1,3}[\"']\Z")
+_TAG = re.compile(r"<(code|tt|kbd|samp|em|i|b|strong|q|li|td|h[1-6]|title)\b[^<>\n]{0,80}>\s{0,4}\Z")
+_TICKS = re.compile(r"`{1,40}")
+# Quotes that no program writes; where a word stands at one, a sentence goes on.
+_FOREIGN = (("„", "“”"), ("«", "»"), ("»", "«"), ("「", "」"), ("『", "』"), ("《", "》"))
 # The line of code that a traceback quotes stands under the line that names its place, further to the right.
 _FRAME = re.compile(r"\A\s{0,200}File \"[^\"\n]{1,500}\", line \d{1,9}, in ")
 _TABLE = re.compile(r"\A\s{0,20}\|[^\n|]{0,120}\Z")
@@ -79,15 +111,17 @@ def is_prose(text: str, start: int, end: int) -> bool:
     line = max(text.rfind("\n", max(0, start - _BEFORE), start) + 1, start - _BEFORE, 0)
     before, after = text[line:start], text[end : end + _AFTER]
     rest = after.partition("\n")[0]
-    if _in_code_span(before, rest) or _CODE.match(before) or _is_quoted_by_a_frame(text, line):
-        return True
-    if _PASSED_OVER.search(before):
-        return True
-    if _TABLE.match(before) and "|" in rest:
-        return True
     head = _HEAD.search(before)
     begins = start - len(head[0] if head else "")
-    told = text[max(0, begins - _NEAR) : begins]
+    lead, told = text[line:begins], text[max(0, begins - _NEAR) : begins]
+    if _in_code_span(before, rest) or _CODE.match(before) or _is_quoted_by_a_frame(text, line):
+        return True
+    if _COMMAND.search(lead) or _SOUGHT.search(lead) or _TITLE.search(lead) or _TO_DO.search(before):
+        return True
+    if _is_part_of_a_document(lead, after) or _is_quoted_abroad(lead, rest):
+        return True
+    if _PASSED_OVER.search(before) or (_TABLE.match(before) and "|" in rest):
+        return True
     quoting = before[: _opening(before, rest)]
     if _FOLLOWS.match(after) or _LEADS.search(told) or _LEADS.search(quoting) or _is_within(quoting):
         return True
@@ -100,8 +134,33 @@ def _is_within(told: str) -> bool:
 
 
 def _in_code_span(before: str, rest: str) -> bool:
-    """Whether the words stand in Markdown's single backticks."""
-    return before.replace("```", "").count("`") % 2 == 1 and "`" in rest
+    """Whether the words stand in backticks within a line: one each, as in Markdown, or two."""
+    opened = ""
+    for ticks in _TICKS.findall(before):
+        if len(ticks) < len("```"):
+            opened = "" if ticks == opened else opened or ticks
+    return bool(opened) and opened in rest
+
+
+def _is_part_of_a_document(lead: str, after: str) -> bool:
+    """Whether the words are a heading, an item of a list of texts, a link or part of marked-up text."""
+    rest, _, below = after.partition("\n")
+    tag = _TAG.search(lead)
+    if tag is not None and f"</{tag[1]}" in rest and "<pre" not in lead:
+        return True
+    if _HEADING.match(lead) and _PARAGRAPH.match(below):
+        return True
+    return bool(_PAGE_OR_LINK.match(rest)) or bool(_ITEM.match(lead) and rest.rstrip().endswith(('"', "'")))
+
+
+def _is_quoted_abroad(before: str, rest: str) -> bool:
+    """Whether the words stand in quotes of another language, in a sentence that goes on before or behind them."""
+    for opens, closes in _FOREIGN:
+        at = before.rfind(opens)
+        end = next((place for place, sign in enumerate(rest) if sign in closes), None)
+        if at >= 0 and end is not None and not any(sign in before[at + 1 :] for sign in closes):
+            return rest[end + 1 :].lstrip()[:1].isalpha() or before[:at].rstrip()[-1:].isalpha()
+    return False
 
 
 def _opening(before: str, rest: str) -> int:
