@@ -200,6 +200,19 @@ def test_what_holds_no_plan_is_told_with_what_to_type(name: str, text: str | Non
 
 
 @pytest.mark.core
+def test_the_text_of_a_plan_in_the_place_of_its_file_is_told(tmp_path: Path) -> None:
+    text = jm.Plan(samples.six()).to_json()
+    for ask in (jm.load_plan, lambda plan: jm.MemoryMonitor(plan=plan)):
+        with pytest.raises(
+            RunFileError, match=r"A plan is read by the path of its file, and this is a text\."
+        ) as caught:
+            ask(text)
+        assert len(str(caught.value)) < 400
+    (tmp_path / "plan.json").write_text(text)
+    assert jm.load_plan(tmp_path / "plan.json").record == samples.six()
+
+
+@pytest.mark.core
 def test_what_a_newer_version_added_to_a_plan_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(changed(a_later_field={"a": 1}))
     assert jm.load_plan(tmp_path / "plan.json").record == samples.six()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -14,7 +18,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.terminal import printable, put
+from jaxmem_callbacks.records.terminal import printable, put, read_json
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.trace_file import write_trace
@@ -22,6 +26,7 @@ from tests import sample_plans
 from tests.sample_runs import write_run
 
 ATTACK = "\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eevil\u2066\x08\x7f\r\u2028\U000e0041"
+OWN_WORDS = {"kind", "run", "source", "cause", "form", "known_by", "remat", "own_checkpoints", "sharding", "donate"}
 SOURCES = Path(jm.__file__).parent
 
 
@@ -35,7 +40,7 @@ def unsafe(text: str) -> list[str]:
 def planted(value: object, key: str = "") -> object:
     """JSON with the attack at the end of each text that is not one of the form's own words."""
     if isinstance(value, str):
-        return value + ATTACK if key not in ("kind", "run", "source", "cause", "form", "known_by") else value
+        return value if key in OWN_WORDS else value + ATTACK
     if isinstance(value, dict):
         return {name: planted(each, name) for name, each in value.items()}
     return [planted(each, key) for each in value] if isinstance(value, list) else value
@@ -149,3 +154,121 @@ def test_commands_print_through_one_door():
         if direct.search(re.sub(r"\"[^\"]*\"|'[^']*'", "", line)) and not line.lstrip().startswith(("#", "print(jm."))
     ]
     assert found == []
+
+
+WITHOUT_JAX = {
+    "doctor": ["doctor"],
+    "presets": ["presets"],
+    "a preset": ["presets", "donate"],
+    "oom": ["oom", "train.log"],
+    "oom as JSON": ["oom", "train.log", "--json"],
+    "report": ["report", "run", "-o", "page.html"],
+    "compare": ["compare", "run", "run"],
+    "simulate": ["simulate", "trace.jsonl", "--device-memory", "80GiB"],
+    "targets": ["targets"],
+    "help": ["--help"],
+    "a command's help": ["plan", "--help"],
+    "version": ["--version"],
+    "nothing": [],
+}
+STREAMS = {
+    "full": (">/dev/full", 2),
+    "closed": (">&-", 2),
+    "both closed": (">&- 2>&-", 2),
+    "stderr closed": ("2>&-", None),
+}
+
+
+@pytest.mark.parametrize("buffering", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("command", WITHOUT_JAX)
+def test_a_stream_that_takes_nothing_is_one_line_and_an_exit_code(command, streams, buffering, hostile):
+    redirected, code = STREAMS[streams]
+    typed = shlex.join([sys.executable, "-m", "jaxmem_callbacks", *WITHOUT_JAX[command]])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{typed} {redirected}"],
+        cwd=hostile,
+        env={**os.environ, "PYTHONUNBUFFERED": buffering, "PYTHONPATH": str(SOURCES.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if code is None:
+        assert done.returncode in (0, 1)
+        assert done.stdout
+        return
+    assert done.returncode == code
+    said = done.stderr.splitlines()
+    if "2>" in redirected:
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert re.search(r"stdout.*(No space left on device|is closed).*\?", said[0])
+
+
+TRAIN = """
+import jax, jax.numpy as jnp
+import jaxmem_callbacks as jm
+
+def train_step(w, x):
+    loss, grad = jm.value_and_grad(lambda w, x: ((x @ w) ** 2).mean())(w, x)
+    return w - grad, loss
+
+if __name__ == "__main__":
+    jm.jit_step(train_step)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+"""
+
+
+@pytest.mark.parametrize(("command", "saved"), [("plan", ["--save", "plan.json"]), ("inspect", [])])
+def test_what_was_to_be_saved_is_saved_where_stdout_is_full(command, saved, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxmem_callbacks", command, "train.py", *saved],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(SOURCES.parent)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "could not be written to stdout: No space left on device" in done.stderr
+    if saved:
+        assert jm.load_plan(tmp_path / "plan.json").candidates
+
+
+def test_a_text_of_a_plans_file_moves_no_console(hostile):
+    plan = jm.load_plan(hostile / "plan.json")
+    texts = [str(plan), repr(plan), plan._repr_html_(), str(plan.peak), str(plan.policy), *plan.record.notes]
+    assert "\\x1b]0;title" in str(plan)
+    assert all("\\x1b]0;title" in note for note in plan.record.notes)
+    assert [unsafe(text) for text in texts] == [[]] * len(texts)
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["escaped", "raw"])
+def test_json_of_the_outside_has_no_text_that_moves_a_console(raw):
+    def texts(value):
+        if isinstance(value, dict):
+            return [*value, *(text for each in value.values() for text in texts(each))]
+        return [text for each in value for text in texts(each)] if isinstance(value, list) else [value]
+
+    given = {f"name{ATTACK}": [ATTACK, {"inner": f"tab\t{ATTACK}"}], "plain \\u path": 'C:\\users "quoted" \\x1b'}
+    text = json.dumps(given, ensure_ascii=not raw)
+    read = read_json(text)
+    assert not any(unsafe(each) for each in texts(read))
+    assert read["plain \\u path"] == given["plain \\u path"]
+    assert read_json(json.dumps({"a": [1, 2.5, None, True, "caf\u00e9"]})) == {"a": [1, 2.5, None, True, "caf\u00e9"]}
+
+
+@pytest.mark.parametrize("name", ["plan.json", "broken.json", "trace.jsonl", "preset.yaml"])
+def test_an_error_that_quotes_a_file_moves_no_console(name, hostile):
+    said: list[str] = []
+    for read in (jm.load_plan, jm.load_preset, lambda path: jm.simulate_allocator(path, "gpu_growth")):
+        try:
+            read(hostile / name)
+        except jm.JaxmemError as error:
+            said.append(str(error))
+    assert said
+    assert not any(map(unsafe, said))

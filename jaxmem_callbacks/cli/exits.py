@@ -17,7 +17,7 @@ NONE_SURVIVES = 1
 """``jaxmem simulate`` found no settings under which the run survives."""
 REFUSED = 2
 """Wrong arguments, a wrong preset, a script that never reaches a step, a plan in which nothing fits, a log
-that cannot be read, or things that cannot be compared."""
+that cannot be read, output that cannot be written, or things that cannot be compared."""
 INTERRUPTED = 130
 """Ctrl-C; what a shell reports for SIGINT."""
 TERMINATED = 143

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any
 
 import jaxmem_callbacks
 from jaxmem_callbacks.cli.exits import BROKEN_PIPE, OK, REFUSED, exit_of, signal_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
-from jaxmem_callbacks.records.terminal import put, shown
+from jaxmem_callbacks.records.terminal import OutputError, flush, put
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -56,13 +58,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 1 where a script or an installation failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem
-        oom` nothing or no settings survive a trace; 2 where the library refused, with the reason on stderr and no traceback; 130
-        at Ctrl-C; 143 at SIGTERM while a step is planned or inspected; 141 where the output's reader went away.
+        oom` nothing or no settings survive a trace; 2 where the library refused or stdout takes nothing, with the reason on
+        stderr and no traceback; 130 at Ctrl-C; 143 at SIGTERM while a step is planned or inspected; 141 where the output's
+        reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed before Python began: a file that is opened now would be taken for it
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
+    if sys.stdout is None:
+        return _refuse("stdout is closed, so nothing could be shown. Is the output not wanted? Send it to /dev/null.")
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # of --help and --version too
+            flush()
+            raise
+        flush()
+    except OutputError as error:
+        _let_go_of_stdout()
+        return _refuse(f"what it found could not be written to stdout: {error}. Is its disk full, or was it closed?")
+    except BrokenPipeError:
+        _let_go_of_stdout()
+        return BROKEN_PIPE
+    return code
+
+
+def _let_go_of_stdout() -> None:
+    """Python would fail once more when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(given: list[str]) -> int:
+    """Run the command that was typed."""
     command = next((word for word in given if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
         return _refuse(
@@ -83,25 +113,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return OK
     try:
-        code = int(args.run(args))
-        sys.stdout.flush()
+        return int(args.run(args))
     except JaxmemError as error:
         return _refuse(str(error))
     except KeyboardInterrupt as error:
         put(f"jaxmem: stopped by {signal_of(type(error))}.\n", sys.stderr)
         return exit_of(type(error))
-    except BrokenPipeError:
-        # Python would fail once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, which says nothing of what was typed that a terminal should not show."""
+    """argparse's, which says nothing of what was typed that a terminal should not show, and of what stdout does not take."""
 
-    def error(self, message: str) -> NoReturn:
-        super().error(shown(message))
+    def _print_message(self, message: str, file: Any = None) -> None:
+        put(message, sys.stderr if file is None else file)
 
 
 def _apart(given: Sequence[str]) -> tuple[list[str], list[str] | None]:

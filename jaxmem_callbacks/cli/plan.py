@@ -36,7 +36,7 @@ from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import OutputError, flush, put
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 
@@ -126,8 +126,13 @@ def run(args: argparse.Namespace) -> int:
         how = signal_of(type(error))
         put(f"jaxmem: stopped by {how} before the first compile ended, so there is no plan.\n", sys.stderr)
         return exit_of(type(error))
-    put(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n", as_json=args.json)
     unfit = made.chosen.fits is False
+    lost: OutputError | BrokenPipeError | None = None
+    try:
+        put(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n", as_json=args.json)
+        flush()
+    except (OutputError, BrokenPipeError) as error:  # the compiles are done, and what was to be saved is saved
+        lost = error
     try:
         _write(made, places, unfit=unfit)
     except OSError as error:  # it could be written when the command began
@@ -136,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr,
         )
         return FAILED
+    if lost is not None:
+        raise lost
     if interrupt is not None:
         return exit_of(interrupt)
     return REFUSED if unfit else OK

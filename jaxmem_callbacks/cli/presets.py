@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -58,10 +59,12 @@ def _list() -> None:
     table.add_column()
     for name in shipped_names():
         table.add_row(name, load_preset(name).description)
-    console = Console(color_system=None)  # what is printed passes through `put`, which shows no control sequence
-    with console.capture() as captured:
-        console.print(table)
-    put("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    captured = io.StringIO()
+    console = Console(
+        color_system=None, file=captured
+    )  # what is printed passes through `put`, which shows no control sequence
+    console.print(table)
+    put("".join(f"{line.rstrip()}\n" for line in captured.getvalue().splitlines()))
     put(f"\nThey compose, later keys win: `{advise('command.typed', typed='presets donate full_remat')}` shows how,\n")
     put(f"and {advise('preset.load', names=_BOTH)} loads it.\n")
 

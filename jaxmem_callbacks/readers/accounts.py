@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.records.terminal import read_json
 from jaxmem_callbacks.transforms.kinds import batch_of
 
 _EXPECTED = (
@@ -39,7 +39,7 @@ def read_account(path: Path) -> Account:
     if path.is_dir() or path.suffix == ".jsonl":
         return _of_runs(path)
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path.read_text("utf-8"))
     except OSError as error:
         msg = f"{path} cannot be read: {error.strerror or error}. {_EXPECTED}"
         raise RunFileError(msg) from error

@@ -10,8 +10,11 @@ from typing import Any, cast
 from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.terminal import read_json
 
-_EXPECTED = "Expected a whole plan, as jaxmem plan saves it in a file that ends in .json, or the text of plan.to_json()"
+_EXPECTED = (
+    "Expected a whole plan, as jaxmem plan saves it in a file that ends in .json, or the text of plan.to_json() in one"
+)
 _SHOWN = 3
 
 
@@ -21,8 +24,13 @@ def read_plan(path: Path) -> PlanRecord:
     Raises:
         RunFileError: nothing there, or no plan; the message says what it is instead, as far as that shows.
     """
+    if str(path).lstrip().startswith("{"):
+        msg = (
+            f"A plan is read by the path of its file, and this is a text. {_EXPECTED}. Is it that text? Save it first."
+        )
+        raise RunFileError(msg)
     try:
-        return plan_from(json.loads(path.read_text("utf-8")))
+        return plan_from(read_json(path.read_text("utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         msg = f"{path} {_why(path, error)}."
         raise RunFileError(msg) from error

@@ -26,9 +26,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from jaxmem_callbacks.records.terminal import printable
+
 
 class JaxmemError(Exception):
-    """Base of the library's own errors."""
+    """Base of the library's own errors. What a message quotes of a file moves no console that shows it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class LossRefusedError(JaxmemError, ValueError):

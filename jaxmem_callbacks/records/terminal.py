@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
-from typing import TextIO
+from collections.abc import Generator
+from typing import Any, TextIO, cast
 
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _LINES = (0x2028, 0x2029)
 _CONTROLS = (*range(0x09), 0x0B, 0x0C, *range(0x0D, 0x20), *range(0x7F, 0xA0))
+# JSON that has nothing invisible in it: letters that show, and no escape that can stand for one that does not.
+_PLAIN_JSON = re.compile(r"(?:[\t\r\n\x20-\x5b\x5d-\x7e]++|\\[^bfru])*+", re.DOTALL)
 _INVISIBLE = (*_CONTROLS, *_DIRECTIONS, *_LINES, *range(0xD800, 0xE000), *range(0xE0000, 0xE0080))
 
 
-def _written(code: int) -> str:
+def _escape_of(code: int) -> str:
     if code < 0x100:  # noqa: PLR2004 - as Python writes them
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
 
 
-_SHOWN = {code: _written(code) for code in _INVISIBLE}
+_SHOWN = {code: _escape_of(code) for code in _INVISIBLE}
 
 
 def printable(text: str) -> str:
@@ -38,6 +42,30 @@ def shown(text: str) -> str:
     return printable(without_secrets(text))
 
 
+class OutputError(Exception):
+    """What is printed cannot be written; the message says why."""
+
+
+def read_json(text: str) -> Any:
+    """What JSON of the outside says, each text in it, names too, as `printable` gives it.
+
+    Raises:
+        ValueError, RecursionError: as `json.loads`.
+    """
+    read = json.loads(text)
+    return read if _PLAIN_JSON.fullmatch(text) else _printable_in(read)
+
+
+def _printable_in(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_printable_in(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {printable(name): _printable_in(each) for name, each in cast("dict[str, Any]", value).items()}
+    return value
+
+
 def put(text: str, stream: TextIO | None = None, *, as_json: bool = False) -> None:
     """Write a text to a terminal's stream, whatever its encoding holds.
 
@@ -45,11 +73,38 @@ def put(text: str, stream: TextIO | None = None, *, as_json: bool = False) -> No
         text: Lines with their ends.
         stream: None for stdout.
         as_json: The text is one JSON value, which stays one.
+
+    Raises:
+        OutputError: the stream does not take it, such as a file on a full disk; never of stderr.
+        BrokenPipeError: its reader went away.
     """
-    where = stream or sys.stdout
+    where = sys.stdout if stream is None else stream
     encoding = getattr(where, "encoding", None) or "utf-8"
     clean = _json_shown(text) if as_json else shown(text)
-    where.write(clean.encode(encoding, "backslashreplace").decode(encoding))
+    with _written(where):
+        where.write(clean.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def flush() -> None:
+    """Have everything that was put written to stdout.
+
+    Raises:
+        OutputError: it cannot be.
+    """
+    with _written(sys.stdout):
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _written(where: TextIO) -> Generator[None]:
+    """Around writing: what stdout does not take is an error of its own, since it is no fault of the work; stderr's is no news."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # a full disk, a stream that was closed
+        if where is not sys.stderr:
+            raise OutputError(getattr(error, "strerror", None) or str(error)) from error
 
 
 def _json_shown(text: str) -> str:
@@ -61,5 +116,5 @@ def _json_shown(text: str) -> str:
 
 def say(message: str) -> None:
     """One line of the library's own on stderr; a closed stderr is no reason to disturb a run."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed before Python began
         put(f"jaxmem: {' '.join(message.split())}\n", sys.stderr)
