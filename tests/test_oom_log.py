@@ -151,13 +151,65 @@ def test_where_a_log_is_cut_makes_no_difference(piece):
     assert read(text, piece) == one(text)
 
 
-@pytest.mark.parametrize(
-    "head", ["[rank3]: ", "(TrainWorker pid=917, ip=10.0.0.1) ", "\x1b[36m2026-01-11 00:02:21\x1b[0m "]
-)
+HEADS = {
+    "a launcher": "[rank3]: ",
+    "Ray": "(TrainWorker pid=917, ip=10.0.0.1) ",
+    "a clock in colour": "\x1b[36m2026-01-11 00:02:21\x1b[0m ",
+    "colours with colons": "\x1b[38:2::255:0:0mtrain:\x1b[0m ",
+    "kubectl": "[pod/train-0-abcde/main-1] ",
+    "stern": "train-0 main ",
+    "stern's other form": "train-0 \u203a main | ",
+    "journald": "Jan 02 03:04:05 node17 train.sh[4242]: ",
+    "syslog": "<13>1 2026-01-11T00:02:21Z host app 12 - - ",
+    "loguru": "2026-01-11 00:02:21.123 | ERROR    | __main__:f:10 - ",
+    "logging": "ERROR:root:",
+    "Hydra": "[2026-01-11 00:02:21,123][__main__][ERROR] - ",
+    "absl": "I0111 00:02:21.123456 140000 train.py:10] ",
+    "glog with a year": "E0000 00:00:1700000000.123 77 a.cc:1] ",
+    "W&B": "wandb: ",
+    "torchrun": "[default0]:",
+    "Slurm": "[node17:rank3] ",
+    "a platform": "app[web.1]: ",
+    "a letter": "> ",
+    "a form that nobody knows": "@7 {train} ~~> ",
+    "a progress bar": " 30%|███       | 3/10 [00:01<00:02]\r",
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("piece", [37, 2**20])
 def test_what_stands_at_the_head_of_every_line_changes_nothing(head, piece):
     text = "".join(head + line for line in GPU_LOG.splitlines(keepends=True))
     assert read(text, piece) == one(GPU_LOG)
+
+
+@pytest.mark.parametrize("piece", [37, 2**20])
+@pytest.mark.parametrize(
+    "more", [{}, {"stream": "stderr", "time": "2026-01-11T00:02:21Z", "rank": 3}], ids=["alone", "more"]
+)
+def test_one_json_object_a_line_is_read_like_its_messages(more, piece):
+    text = "".join(json.dumps({"level": "error", "msg": line, **more}) + "\n" for line in GPU_LOG.splitlines())
+    assert read(text, piece) == one(GPU_LOG)
+
+
+def test_numbers_of_a_head_may_differ_and_lines_of_others_may_stand_between():
+    lines = [
+        f"Jan 02 03:04:{second % 60:02} node17 train.sh[42]: {line}\n" + "one line of its own\n" * (second % 3 == 0)
+        for second, line in enumerate(GPU_LOG.splitlines())
+    ]
+    found = one("".join(lines))
+    assert (found.facts.requested_bytes, found.facts.program) == (4 * GIB, "jit_train_step")
+
+
+def test_what_is_said_many_times_is_no_head():
+    status = "RESOURCE_EXHAUSTED: OOM in worker 3: out of memory\n"
+    assert one(status * 50).line == 1
+    killed = "kernel: Out of memory: Killed process 7 (python3)\n"
+    assert one(killed * 50).facts == OomFacts(platform="host")
+    table = "| CUDA_ERROR_OUT_OF_MEMORY | the driver has no memory left |\n| CUDA_ERROR_INVALID_VALUE | an argument |\n"
+    assert read(table * 20) is None
+    patterns = '  - "RESOURCE_EXHAUSTED: Out of memory"\n  - "CUDA_ERROR_OUT_OF_MEMORY"\n'
+    assert read(patterns * 20) is None
 
 
 def test_several_failures_are_counted_and_the_first_that_a_program_met_is_told():

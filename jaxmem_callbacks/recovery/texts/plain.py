@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_COLOUR = re.compile(r"\x1b\[[0-9;?]{0,24}[A-Za-z]")
+from jaxmem_callbacks.recovery.texts.heads import without_heads
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]{0,24}[A-Za-z]")
+_BAR = re.compile(r"(?:(?<=\n)|\A)(?:[^\n\r]{0,200}\d%[^\n\r]{0,200}\r){1,200}(?!\r*\n)")
 # `\n` of JSON and of Python's repr is white space that is no line of the log; `\"` and `\'` are quotes.
 # Each run of backslashes is looked at once, from its beginning.
 _BREAK = re.compile(r"(?<!\\)\\++[nrt]")
@@ -30,14 +33,15 @@ _LONGEST_LINE = 2**16
 
 def plain(text: str) -> str:
     """A text without what stands around its message; it has as many lines as before."""
-    text = _COLOUR.sub("", text) if "\x1b" in text else text
-    if "\\" in text:
-        text = _QUOTE.sub("", _BREAK.sub("\v", text))
-    return _HEAD.sub("\n", f"\n{text}")[1:]
+    return "".join(without_heads(_lines(_without_known(text))))
 
 
 def plain_pieces(pieces: Iterable[str]) -> Iterator[str]:
     """The same of a log in pieces, cut anywhere; what leaves is cut at line ends, but in a line of many thousand characters."""
+    return without_heads(line for piece in _whole_lines(pieces) for line in _lines(_without_known(piece)))
+
+
+def _whole_lines(pieces: Iterable[str]) -> Iterator[str]:
     rest = ""
     for piece in pieces:
         rest += piece
@@ -45,7 +49,23 @@ def plain_pieces(pieces: Iterable[str]) -> Iterator[str]:
         if not end and len(rest) > _LONGEST_LINE:
             end = len(rest)
         if end:
-            yield plain(rest[:end])
+            yield rest[:end]
             rest = rest[end:]
     if rest:
-        yield plain(rest)
+        yield rest
+
+
+def _lines(text: str) -> list[str]:
+    """A text's lines with their ends; no other white space ends one."""
+    lines = [f"{line}\n" for line in text.split("\n")]
+    lines[-1] = lines[-1][:-1]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _without_known(text: str) -> str:
+    """A text without colours, escapes, what a progress bar overwrote, and the heads of known forms, which one line may show."""
+    text = _COLOUR.sub("", text) if "\x1b" in text else text
+    text = _BAR.sub("", text) if "\r" in text else text
+    if "\\" in text:
+        text = _QUOTE.sub("", _BREAK.sub("\v", text))
+    return _HEAD.sub("\n", f"\n{text}")[1:]
