@@ -14,6 +14,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
@@ -96,6 +98,54 @@ FORMS = {
     "a quote that was cut off": ("password='otter7", "otter7"),
     "a value with its quote": (r'password="ot\"ter7"', "ter7"),
     "bytes": ("password=b'otter7'", "otter7"),
+    "an item": ("passwords=['lynx', 'otter7']", "otter7"),
+    "an item in JSON in JSON": (r'{"body": "{\"secrets\": [\"lynx\", \"otter7\"], \"n\": 1}"}', "otter7"),
+    "a name in braces": ("{user: app, api_keys: {a: lynx, b: otter7}, n: 1}", "otter7"),
+    "an item of an item": ('{"credentials": {"user": "app", "more": [1, {"value": "otter7"}]}, "n": 3}', "otter7"),
+    "lines of JSON": ('{\n  "passwords": [\n    "lynx",\n    "otter7"\n  ],\n  "n": 1\n}', "otter7"),
+    "lines of Python": ("passwords = [\n    'lynx',  # the first\n    'otter7',\n]\nn = 1", "otter7"),
+    "a later item of YAML": ("api_keys:\n  - lynx\n\n  - otter7\nport: 1", "otter7"),
+    "items of YAML at its own indent": ("x:\n  secrets:\n  - lynx\n  - otter7\n  port: 1", "otter7"),
+    "a mapping of YAML": ("credentials:\n  user: app\n  value: otter7\nport: 1", "otter7"),
+    "tokens that are no text's": ("tokens: [tokA9x, ot9ter7]", "ot9ter7"),
+    "a pair that logs in": ("auth=('app', 'otter7')", "otter7"),
+    "a call": ("db_password=SecretStr('otter7')", "otter7"),
+    "a call by itself": ("(SecretStr('otter7'), 3)", "otter7"),
+    "a call under a weak name": ("token=Secret(value='otter7')", "otter7"),
+    "a class that logs in": ("HTTPDigestAuth('app', 'otter7')", "otter7"),
+    "a login": ("wandb.login(key='otter7')", "otter7"),
+    "a login without a name": ("huggingface_hub.login('otter7')", "otter7"),
+    "braces": ("Driver={x};Server=h;PWD={lynx;otter7};Database=d", "otter7"),
+    "braces with a brace": ("jdbc:sqlserver://h;password={ly}}nx;otter7};user=app", "otter7"),
+    "ODBC": ("Server=h;UID=app;PWD=otter7;Database=d", "otter7"),
+    "the value first": ('{"value": "otter7", "name": "DB_PASSWORD"}', "otter7"),
+    "the value first in YAML": ("- value: otter7\n  name: DB_PASSWORD", "otter7"),
+    "the value first in XML": ('<add value="otter7" key="Password"/>', "otter7"),
+    "a continued line": ("--password \\\n  otter7 --steps 5", "otter7"),
+    "an option's second word": ("run.py --api-keys lynx otter7 --steps 5", "otter7"),
+    "an option's second argument": ("['run.py', '--passwords', 'lynx', 'otter7', '--steps', '5']", "otter7"),
+    "curl in one word": ("curl -sSuapp:otter7 https://h", "otter7"),
+    "curl's options together": ("curl -su app:otter7 https://h", "otter7"),
+    "docker": ("docker login -u app -p otter7 registry", "otter7"),
+    "docker's arguments": ("['docker', 'login', '-u', 'app', '-p', 'otter7']", "otter7"),
+    "docker on lines": ("docker login \\\n  -u app \\\n  -p otter7", "otter7"),
+    "Azure's command": ("az login --service-principal -u app -p otter7 --tenant t", "otter7"),
+    "Redis' command": ("redis-cli -h cache -a otter7 ping", "otter7"),
+    "openssl": ("openssl rsa -in k -passin pass:otter7", "otter7"),
+    "zip": ("sudo /usr/bin/zip -P otter7 a.zip b", "otter7"),
+    "7z": ("7z x -potter7 a.7z", "otter7"),
+    "htpasswd": ("htpasswd -bc users app otter7", "otter7"),
+    "LDAP": ("ldapsearch -x -D cn=app -w otter7 -b dc=x", "otter7"),
+    "Samba": ("smbclient //h/share -U app%otter7", "otter7"),
+    "a quoted address in a query": ("next=https%3A%2F%2Fapp%3Aotter7%40h", "otter7"),
+    "a quoted query": ("x=password%3Dotter7%26n%3D1", "otter7"),
+    "a client's key": ("client-key-data: otter7", "otter7"),
+    "a key of TLS": ("tls_key: otter7", "otter7"),
+    "SSH2": ("---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\notter7", "otter7"),
+    "conda": ("https://conda.anaconda.org/t/tk-1234-otter7/main", "otter7"),
+    "a table of commas": ("name,password,n\napp,lynx,1\nweb,otter7,2\n", "otter7"),
+    "a quoted cell": ('name,password\napp,"lynx,otter7"\n', "otter7"),
+    "a table of lines": ("| user | password |\n|---|---|\n| app | otter7 |", "otter7"),
 }
 HARMLESS = (
     "tokens: int32[8,1024], token_embedding/kernel: bf16[50304,768], num_tokens=4096, next token: 12",
@@ -111,6 +161,14 @@ HARMLESS = (
     "task-0123456, disk-usage, mask-12345678, wandb_project=mine, key-value-store, npm_config_cache",
     "https://github.com/jax-ml/jax/blob/jax-v0.10.2/README.md and pkg@v1.2, http://localhost:8080/@vite/client",
     "step = jm.jit_step(step, policy)  # signature: (state, batch), auth: none, password=None, author: Jane",
+    "tokens per second: [1, 2], num_tokens=512, max_token_len: 12, keys: [params, opt_state], key=jax.random.key(0)",
+    "tokens: [int32[8,1024], float8_e4m3fn, layer_0], tokens=ShapeDtypeStruct(shape=(8, 1024), dtype=int32)",
+    "tokens:\n  - int32[8]\n  - f32[3]\ntoken=Array([[50256, 1]], dtype=int32) rng_key_data: uint32[2]",
+    "password.yaml:3: unknown key, y/secret.yaml:3:5: x, nope_secret.log:12, train_secret.py:12:in step",
+    "PWD=/data/x OLDPWD=~/a; docker run -p 8080:80 image; unzip -p a.zip; mysql -p main; ssh -p 22 h; 7z l a.7z",
+    "login() user.login(request) def check_password(user, password): TokenEmbedding('x', 3) password=getpass.getpass()",
+    "step,token,loss\n1,512,0.3\n2,513,0.2\n",
+    '{"name": "layer_1", "value": "kernel"}, value="abc", key="params", https://discuss.x.org/t/topic-name/123',
     "XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true --xla_dump_to=/tmp/x TOKENIZERS_PARALLELISM=false",
     "9" * 400,
 )
@@ -128,6 +186,54 @@ def test_every_form_of_a_secret_is_hidden_and_once_is_enough(text, secret):
 @pytest.mark.parametrize("text", HARMLESS, ids=range(len(HARMLESS)))
 def test_what_reports_are_about_stays(text):
     assert without_secrets(text, ()) == text
+
+
+WRITTEN = st.recursive(
+    st.sampled_from(("'otter7'", '"otter7"', "b'otter7'", "SecretStr('otter7')", 'os.path("otter7")')),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda items: "[" + ", ".join(items) + "]"),
+        st.lists(inner, min_size=1, max_size=3).map(lambda items: "(" + ",\n    ".join(items) + ",)"),
+        st.tuples(inner, inner).map(lambda two: "{'a]': " + two[0] + ', "b}": ' + two[1] + "}"),
+        inner.map(lambda item: f"dict(user='app', value={item})"),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(("password", "db_passwords", "API_KEYS", "client-secret", '"credentials"', "'auth_token'")),
+    mark=st.sampled_from(("=", " = ", ": ", ":", " => ")),
+    value=WRITTEN,
+    after=st.sampled_from((", lr=0.1)", "}, 'n': 3}", "\nport: 1", " and more", "")),
+)
+def test_a_value_is_hidden_whole_however_it_is_written_and_what_is_around_it_stays(name, mark, value, after):
+    before = "\nConfig(steps=5, "
+    hidden = without_secrets(f"{before}{name}{mark}{value}{after}", ())
+    assert "otter7" not in hidden
+    assert hidden.startswith(f"{before}{name}{mark}")
+    assert hidden.endswith(after)
+    assert without_secrets(hidden, ()) == hidden
+
+
+def _nested(leaf: object) -> st.SearchStrategy[object]:
+    return st.recursive(
+        st.just(leaf),
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=1, max_size=3),
+            st.tuples(inner, st.integers(0, 9)),
+            st.dictionaries(st.sampled_from(("a", "value", "user")), inner, min_size=1),
+        ),
+        max_leaves=5,
+    )
+
+
+@settings(deadline=None)
+@given(value=st.sampled_from(("otter7", b"otter7", 70_707_070)).flatmap(_nested))
+def test_whatever_a_secrets_key_holds_is_hidden(value):
+    made = scrubbed({"db": {"password": value}, "n": 70_707, "passing": "lynx"}, ())
+    assert not any(secret in repr(made) for secret in ("otter7", "70707070"))
+    assert (made["n"], made["passing"]) == (70_707, "lynx")
 
 
 def test_this_projects_own_documents_and_recordings_hold_no_secret():
@@ -149,8 +255,18 @@ def test_this_projects_own_documents_and_recordings_hold_no_secret():
         "\\" * 100_000,
         "a:b@c" * 20_000,
         "aB1" * 33_000,
+        "password=[\n" * 10_000,
+        "token=(" * 14_000 + ")" * 1000,
+        "value=" * 16_000,
+        "SecretStr(login(" * 6_000,
+        "login mysql -p " * 6_000,
+        "password:\n  - x\n" * 6_000,
+        "name,password," * 7_000,
     ],
-    ids=["a word", "addresses", "names", "quotes", "escapes", "logins", "mixed"],
+    ids=[
+        *("a word", "addresses", "names", "quotes", "escapes", "logins", "mixed"),
+        *("brackets", "weak names", "values", "calls", "commands", "YAML", "columns"),
+    ],
 )
 def test_time_grows_with_the_text_alone(text):
     began = time.process_time()
@@ -185,6 +301,24 @@ def test_names_and_neighbours_in_records_hide_their_values():
         "argv": ["train.py", "--token", HIDDEN],
         "db_password": HIDDEN,
         "rows": [("api_key", HIDDEN), ("x", "f32[8]")],
+    }
+    more = {
+        "argv": ["run.py", "--passwords", "otter7", "lynx9", "--steps", "5"],
+        "called": ("docker", "login", "-u", "app", "-p", "puma3"),
+        "env": [{"name": "DB_PASSWORD", "value": "otter7"}],
+        "auth": ["app", "lynx9"],
+        "tokens": ["the", "cat", 12],
+        "password": None,
+        "api_key": 12345678,
+    }
+    assert scrubbed(more, ()) == {
+        "argv": ["run.py", "--passwords", HIDDEN, HIDDEN, "--steps", "5"],
+        "called": ("docker", "login", "-u", "app", "-p", HIDDEN),
+        "env": [{"name": "DB_PASSWORD", "value": HIDDEN}],
+        "auth": [HIDDEN, HIDDEN],
+        "tokens": ["the", "cat", 12],
+        "password": None,
+        "api_key": HIDDEN,
     }
     two = scrubbed({"hf_0a1b2c3d4e": 1.0, "hf_9z8y7x6w5v": 2.0}, ())
     assert sorted(two.values()) == [1.0, 2.0]
@@ -271,6 +405,14 @@ def test_json_that_hides_something_is_still_json(capsys):
     read = json.loads(capsys.readouterr().out)
     assert "otter7" not in repr(read)
     assert len(read) == 2
+
+
+@pytest.mark.parametrize("name", ["y_secret.yaml", "password.yaml"])
+def test_a_file_that_is_named_like_a_secret_is_told_with_its_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("monitor:\n  bogus: 1\n")
+    assert main(["presets", name]) == 2
+    assert f"{name}:2" in capsys.readouterr().err
 
 
 def test_no_secret_of_the_arguments_is_printed(capsys):

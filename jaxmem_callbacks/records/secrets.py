@@ -4,7 +4,8 @@ Every text of the outside (environment, arguments, exceptions, logs, names of me
 file or a stream. Hidden are: tokens by their makers' prefixes, values of names that mean a secret, passwords and queries of
 addresses, keys in PEM form, long texts that look random, and the values of the environment's own secrets wherever they stand.
 
-Time grows with the text alone: names are found one after the other, and each pattern begins at a fixed mark.
+Time grows with the text alone: names are found one after the other, what was hidden is not read again, and each pattern begins
+at a fixed mark.
 """
 
 from __future__ import annotations
@@ -16,241 +17,33 @@ import os
 import re
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from jaxmem_callbacks.records.secret_names import (
+    HARMLESS,
+    HIDDEN,
+    LONGEST_NAME,
+    NO,
+    SLASHES,
+    STRONG,
+    WEAK,
+    is_folder,
+    is_hidden,
+    is_odd,
+    level_of,
+)
+from jaxmem_callbacks.records.secret_values import (
+    NAME,
+    OPENERS,
+    QUOTED,
+    after_commands,
+    columns,
+    passwords_among,
+    values,
+)
+
 _Record = TypeVar("_Record")
-HIDDEN = "[hidden]"
-
-# --- Names that mean a secret ---
-
-_NO, _OPAQUE, _WEAK, _STRONG = range(4)  # what is hidden behind a name: nothing; what looks random; no figures; all
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_SECRET_WORDS = _words(
-    "password passwords passwd passphrase passcode passwort pwd pwds psw secret secrets credential credentials cred creds "
-    "apikey apikeys dsn webhook webhooks connectionstring connstr htpasswd netrc"
-)
-_SECRET_ENDS = (
-    *("password", "passwd", "passphrase", "secret", "apikey", "secretkey", "accesskey", "privatekey", "accountkey"),
-    *("authtoken", "accesstoken", "apitoken", "pwd", "creds", "sshpass", "dbpass", "userpass", "smtppass", "pgpass"),
-)
-_INSIDE = ("password", "passwd", "passphrase", "secret", "credential")
-# The last word of a name that is about a secret and holds none, or about tokens of text.
-_ABOUT = _words(
-    "file files path paths dir folder name names count counts len length size sizes shape type dtype index idx embedding "
-    "embeddings embed embedder embedded loss acc accuracy rate per dim axis mask masks limit ttl expiry expires age policy "
-    "manager provider helper field sock socket ring error errors required step steps bytes position positions ratio mean max "
-    "min sec second seconds logits probs weights kernel bias ids usage format version pass"
-)
-_WHICH = _words("prod production dev test staging live main new old default value str text plain b64 base64 env raw id")
-_KEYS_OF = _words(
-    "api access secret private auth account storage shared service encryption encrypt signing sign signature master client "
-    "license subscription server webhook ssh deploy app application consumer admin root project write read ingest "
-    "wandb openai anthropic hf huggingface aws gcp azure google gemini groq mistral cohere together replicate comet neptune "
-    "mlflow datadog sentry stripe twilio sendgrid github gitlab slack discord"
-)
-_TOKENS_OF = _words("access refresh auth api bearer")
-_TOKENS_OF_TEXT = _words(
-    "next last first per each eos bos pad unk mask masked cls sep special end start stop image text num max min n padding prefix "
-    "decoder encoder input output target prev previous current byte bytes word patch"
-)
-_PASSES = _words(
-    "forward backward fwd bwd first second third single one two multi compiler hlo xla opt optimization optimizer remat "
-    "pipeline by low high next last each per gradient grad training eval layer memory scheduling fusion no"
-)
-_HEADERS = _words("authorization cookie cookies setcookie proxyauthorization")
-_VENDORS = _words(
-    "adafruit adobe airtable algolia alibaba aliyun asana atlassian confluence jira beamer bitbucket bittrex meraki cloudflare "
-    "codecov cohere coinbase confluent contentful datadog discord droneci dropbox etsy facebook fastly finicity finnhub flickr "
-    "freshbooks gitter gocardless heroku hubspot intercom jfrog artifactory bintray kraken kucoin launchdarkly linear linkedin "
-    "lob looker mailchimp mailgun mapbox mattermost messagebird netlify newrelic nytimes okta plaid privateai rapidapi sendbird "
-    "sentry snyk sonar sourcegraph squarespace sumo telegram travis twitch twitter typeform yandex zendesk wandb comet neptune "
-    "twilio stripe tencent"
-)
-_OPAQUE_WORDS = _words("pat sig sas signature session sessionid csrf xsrf otp nonce salt jwt bearer license auth")
-_FOLDERS = frozenset(("PWD", "OLDPWD"))
-_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_LONGEST_NAME = 200
-
-
-@functools.lru_cache(maxsize=4096)
-def _level(name: str) -> int:
-    """What is hidden behind a name."""
-    words = [part.lower() for part in _PARTS.findall(name[-_LONGEST_NAME:])]
-    while len(words) > 1 and words[-1] in _WHICH:
-        words.pop()
-    if not words or name in _FOLDERS:
-        return _NO
-    joined = "".join(words[-2:])
-    if joined in _HEADERS or joined in ("connectionstring", "connstr", "databaseurl") or "webhook" in words:
-        return _STRONG
-    level = _level_of(words[-1], words[:-1], name)
-    if level is not None:
-        return level
-    return _OPAQUE if words[-1] in _OPAQUE_WORDS or not _VENDORS.isdisjoint(words) else _NO
-
-
-def _level_of(last: str, before: list[str], name: str) -> int | None:
-    """By a name's last word and those before it; None where that decides nothing."""
-    nearest = before[-1] if before else ""
-    if last in ("pass", "pw"):
-        return _WEAK if not before else _NO if nearest in _PASSES else _STRONG
-    if last in _ABOUT:
-        return _NO
-    if last in _SECRET_WORDS or last.endswith(_SECRET_ENDS) or any(part in word for word in before for part in _INSIDE):
-        return _STRONG
-    if last in ("key", "keys"):
-        is_setting = bool(before) and name.isupper()
-        return _STRONG if is_setting or not _KEYS_OF.isdisjoint(before) else _NO
-    if last == "token" or (last == "tokens" and not _TOKENS_OF.isdisjoint(before)):
-        return _NO if nearest in _TOKENS_OF_TEXT else _STRONG if before else _WEAK
-    return _WEAK if last in ("auth", "pat") and before else None
-
-
-# What is no secret, whatever its name: nothing, a switch, a type or a shape, a reference to somewhere else.
-_HARMLESS = re.compile(
-    r"(?:none|null|nil|true|false|yes|no|on|off|unset|empty|str|int|bytes|bool|\*+|x{3,}|"
-    r"\W+|[a-z_][\w.]*[([{]+|[a-z]\w{0,12}\[[^\]]*\]\S{0,60}|\$\w+|\$\{[^}]*\}|\$\([^)]*\)|<[\w -]*>|"
-    r"\(?not shown\)?|set; its value is not shown)",
-    re.IGNORECASE,
-)
-_FIGURE = re.compile(r"[-+]?[\d.,_]+(?:e[-+]?\d+)?%?(?:[kmgtp]?i?b|s|ms|us)?", re.IGNORECASE)
-_OPAQUE_TEXT = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_+/=.~:|%-]{12,}")
-
-
-def _is_hidden(level: int, value: str) -> bool:
-    value = value.strip()
-    if not value or value.startswith(HIDDEN) or _HARMLESS.fullmatch(value):
-        return False
-    if level == _STRONG:
-        return True
-    if level == _WEAK:
-        return not _FIGURE.fullmatch(value) and not _is_code(value)
-    return _OPAQUE_TEXT.fullmatch(value) is not None and not _FIGURE.fullmatch(value) and value.count("/") <= _SLASHES
-
-
-def _is_code(value: str) -> bool:
-    """A call or a container, such as ``ShapedArray(uint32[2])`` or ``(state, batch)``."""
-    return value[0] in "([{<" or re.match(r"[A-Za-z_][\w.]*\(", value) is not None
-
-
-# --- A name, a mark and a value ---
-
-_NAME = re.compile(r"[A-Za-z][\w.$-]*")
-_QUOTE = r"(?:\\{0,15}[\"'`]|&quot;|&#0?39;|&#x27;|%22)"
-_JOINT = re.compile(
-    rf"(?P<close>{_QUOTE})?\]?(?:(?:\s*,)?\s*{_QUOTE}?(?:value|Value|VALUE){_QUOTE}?\s*[:=]\s*|"
-    r"\s*(?P<mark>=>|:=|\?=|::?=|={1,3}|->|:|,|>|\|)\s*|(?P<gap>[ \t]+|\s+(?=[\"'])))"
-)
-_OPEN = re.compile(rf"(?P<prefix>[bBrRuUfF]{{0,2}})(?P<quote>\"\"\"|'''|{_QUOTE})")
-_SCHEME = r"(?:(?:Bearer|Basic|Token|Digest|Negotiate|Bot|ApiKey|AWS4-HMAC-SHA256)\s+)?"
-_TO_SPACE = re.compile(rf"{_SCHEME}[^\s\"'`<|]+")
-_TO_MARK = re.compile(rf"{_SCHEME}[^\s\"'`<|,;&)\]}}]+")
-_TO_SEMICOLON = re.compile(r"[^;\n\"'`]+")
-_TO_END = {quote: re.compile(rf"[^\n{quote}]+") for quote in ("", '"', "'", "`")}
-_BLOCK = re.compile(r"[|>][+-]?\d?[ \t]*\n(?:[ \t]+[^\n]*(?:\n|\Z))+")
-_TRIPLE = 3
-_CLOSERS = ",;)]}>."
-_WORD = re.compile(r"[a-z]+[.,:;]?")
-_BEGINS = re.compile(r"(?:^|[\n,;{(\[&?/|-])[ \t]*\Z")
-_LINE_START = re.compile(r"(?:^|\n)[ \t]*(?:-[ \t]+)?(?:export[ \t]+)?[\"'`]?\Z")
-
-
-def _values(text: str) -> Iterator[tuple[int, int]]:
-    """Where values of names that mean a secret stand."""
-    done = 0
-    for name in _NAME.finditer(text):
-        if name.start() < done:
-            continue
-        level = _level(name[0].rstrip(".-"))
-        if level == _NO:
-            continue
-        joint = _JOINT.match(text, name.end())
-        span = None if joint is None else _value(text, name, joint, level)
-        if span is not None:
-            done = span[1]
-            yield span
-
-
-def _value(text: str, name: re.Match[str], joint: re.Match[str], level: int) -> tuple[int, int] | None:
-    start = joint.end()
-    is_option = text[max(name.start() - 1, 0) : name.start()] == "-"
-    opened = _OPEN.match(text, start)
-    if joint["gap"] is not None and not _may_follow_a_gap(text, name, start, is_option=is_option):
-        return None
-    if text.startswith(HIDDEN, start):
-        return None
-    if (
-        level == _WEAK
-        and joint["mark"] in (":", "|")
-        and not joint["close"]
-        and not _BEGINS.search(text[: name.start()][-40:])
-    ):
-        return None  # "the next token: ", "the second pass: "
-    if joint["mark"] == "," and not (joint["close"] and opened and (is_option or level == _STRONG)):
-        return None
-    if opened:
-        begin, end = opened.end(), _closing(text, opened)
-    else:
-        begin, end = start, _unquoted_end(text, name, joint, level)
-    return (begin, end) if end > begin and _is_hidden(level, text[begin:end]) else None
-
-
-def _may_follow_a_gap(text: str, name: re.Match[str], start: int, *, is_option: bool) -> bool:
-    """Whether a name and a value stand next to each other: ``--token x``, and ``DB_PASS x1`` as tables have it."""
-    if is_option:
-        return text[start : start + 1] != "-"
-    word = _TO_SPACE.match(text, start)
-    return word is not None and name[0].isupper() and "_" in name[0] and not _WORD.fullmatch(word[0])
-
-
-def _closing(text: str, opened: re.Match[str]) -> int:
-    """The end of a quoted value; where its quote was cut off, the end of the line."""
-    quote, at = opened["quote"], opened.end()
-    escapes = len(quote) - len(quote.lstrip("\\"))
-    line = text.find("\n", at)
-    last = len(text) if line < 0 or len(quote) == _TRIPLE else line
-    while (found := text.find(quote, at, last)) >= 0:
-        ahead = text[max(found - 20, 0) : found]
-        before = len(ahead) - len(ahead.rstrip("\\"))
-        if before == 0 or (escapes == 0 and before % 2 == 0):
-            return found
-        at = found + len(quote)
-    return last
-
-
-def _unquoted_end(text: str, name: re.Match[str], joint: re.Match[str], level: int) -> int:
-    start = joint.end()
-    block = _BLOCK.match(text, start)
-    if block is not None:
-        return block.end()
-    head = text[max(name.start() - 40, 0) : name.start()]
-    to_end = _TO_END.get(head[-1:], _TO_END[""])  # a line that is quoted ends with its quote
-    words = "".join(part.lower() for part in _PARTS.findall(name[0])[-2:])
-    if words in _HEADERS:
-        pattern = to_end
-    elif head.rstrip(" ").endswith(";") or (
-        joint["mark"] == "=" and ";" in text[start : start + 200] and level == _STRONG
-    ):
-        pattern = _TO_SEMICOLON
-    elif level == _STRONG and joint["mark"] == ":" and _LINE_START.search(head):
-        pattern = to_end
-    else:
-        pattern = _TO_SPACE if level == _STRONG else _TO_MARK
-    found = pattern.match(text, start)
-    if found is None:
-        return start
-    end = found.end()
-    while end > start and text[end - 1] in _CLOSERS and pattern is _TO_SPACE:
-        end -= 1
-    return end
-
-
 # --- Secrets by their own form ---
 
 _B = r"(?<![A-Za-z0-9])"  # not in the middle of a word
@@ -281,8 +74,8 @@ _SCHEMED = r"(?<![\w+.-])(?P<scheme>[a-zA-Z][\w+.-]{0,40}:)//"
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
-            r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
-            r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)",
+            r"----[- ]BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?[- ]----.*?"
+            r"(?:----[- ]END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?[- ]----|\Z)",
             re.DOTALL,
         ),
         HIDDEN,
@@ -304,10 +97,18 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"((?<![\w-])(?:-u|--user|--proxy-user|-U)[\"']?[\s,=]{1,4}[\"']?[^\s:\"',=]{1,64}:)[^\s\"']+"),
         rf"\1{HIDDEN}",
     ),
-    (re.compile(r"(\bsshpass\s+-p\s*)\S+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(\bmysql\w{0,10}\b[^\n]{0,200}?\s-p)[^\s-]\S*"), rf"\1{HIDDEN}"),
     (
-        re.compile(r"(\b(?:login|machine|default|user)\s+(?:\S{1,200}\s+){0,5}?(?:password|passwd|account)\s+)\S+"),
+        re.compile(r"(\bcurl\b[^\n]{0,300}?\s[\"']?-[a-zA-Z#]{0,10}[uU][\"',\s]{0,5}[^\s:\"']{1,64}:)[^\s\"']+"),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"((?<![\w-])(?:-U|--user)[\"',\s=]{1,5}[^\s:%\"',=]{1,64}%)[^\s\"']+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(-pass(?:in|out)?[\"',\s=]{1,5}pass:)[^\s\"']+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(%2F%2F)(?:(?!%2F|%40|%3F)[^\s\"'&]){1,300}%40", re.IGNORECASE), rf"\1{HIDDEN}%40"),
+    (re.compile(r"(/t/)tk-[\w-]+|(conda[\w.-]{0,60}(?::\d{1,5})?/t/)[^\s/\"']+"), rf"\1\2{HIDDEN}"),
+    (
+        re.compile(
+            r"(\b(?:login|machine|default|user)\s+(?:\S{1,200}\s+){0,5}?(?:password|passwd|account)\s+)(?!\|)\S+"
+        ),
         rf"\1{HIDDEN}",
     ),
     (
@@ -328,7 +129,7 @@ _HASH_OF = re.compile(
     re.IGNORECASE,
 )
 _HASHED_FILE = re.compile(r"-[0-9a-f]{16}\.zip|\.(?:zip|hlo|pb|txt|bin|json)\b")
-_LONG_PART, _DIGITS, _SLASHES = 20, 2, 2  # shorter parts, and those with one digit, are words of paths and names
+_LONG_PART, _DIGITS = 20, 2  # shorter parts, and those with one digit, are words of paths and names
 _LONG = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
 _MANGLED = re.compile(r"_{1,3}Z(?:N|T|S|L|\d)")
 _TURNS, _TURNING_PART = 8, 24
@@ -366,7 +167,7 @@ def _is_random(text: str) -> bool:
     if _MANGLED.match(text):
         return False
     bare = text.rstrip("=")
-    whole = [re.sub(r"[/+]", "", bare)] if bare.count("/") <= _SLASHES and "=" not in bare else []
+    whole = [re.sub(r"[/+]", "", bare)] if bare.count("/") <= SLASHES and "=" not in bare else []
     return any(_mixes(part) for part in [*re.split(r"[/_=-]", text), *whole])
 
 
@@ -392,8 +193,9 @@ def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
     """Values that environment variables with a secret's name hold, and passwords in addresses, the longest first."""
     found: set[str] = set()
     for name, value in variables.items():
-        if _level(name) >= _WEAK and not _HARMLESS.fullmatch(value):
+        if level_of(name) >= WEAK and not HARMLESS.fullmatch(value) and not is_folder(name, value):
             found.add(value.strip())
+            found |= set(QUOTED.findall(value)) if value[:1] in OPENERS else set()
         if "://" in value:
             found |= set(_passwords_in(value))
     forms = {form for value in found for form in _forms(value) if len(form) >= _LEAST}
@@ -422,7 +224,7 @@ def without_secrets(text: str, known: tuple[str, ...] | None = None) -> str:
         known: Values to hide wherever they stand; None for those of the process's environment.
     """
     known = secret_values(os.environ) if known is None else known
-    if len(text) < _LONGEST_NAME:
+    if len(text) < LONGEST_NAME:
         return _hidden_again(text, known)
     return _long_again(text, known) if len(text) < _LONG_TEXT else _hidden(text, known)
 
@@ -458,15 +260,20 @@ def _hidden(text: str, known: tuple[str, ...]) -> str:
         text = _ADDRESS.sub(_address, text)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
-    parts: list[str] = []
-    end = 0
-    for start, stop in _values(text):
-        parts += (text[end:start], HIDDEN)
-        end = stop
-    text = "".join((*parts, text[end:]))
+    for found in (columns, after_commands, values):
+        text = _without_spans(text, found(text))
     text = _TOKENS.sub(HIDDEN, text)
     text = _HEXADECIMAL.sub(_without_hexadecimal, text)
     return _LONG.sub(lambda match: HIDDEN if _is_random(match[0]) else match[0], text)
+
+
+def _without_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    parts: list[str] = []
+    end = 0
+    for start, stop in spans:
+        parts += (text[end:start], HIDDEN)
+        end = stop
+    return "".join((*parts, text[end:]))
 
 
 def _without(text: str, value: str) -> str:
@@ -480,8 +287,8 @@ def scrubbed(
 ) -> _Record:
     """Any records, mappings and lists with every text in them, however deep, passed through `without_secrets`.
 
-    A value whose key, or whose neighbour in a list of arguments, names a secret is hidden whole. What identifies a program,
-    and a policy, which a step is made by, stay.
+    What a secret's key, or its neighbour in a list of arguments, holds is hidden, in whatever collection; each keeps its form.
+    Numbers in records stay, which have figures there. What identifies a program, and a policy, which a step is made by, stay.
 
     Args:
         record: Of any kind.
@@ -493,50 +300,103 @@ def scrubbed(
     def clean(text: str) -> str:
         return without_secrets(text, secrets) if then is None else then(without_secrets(text, secrets))
 
-    return cast("_Record", _scrubbed(record, clean))
+    return cast("_Record", _Scrubber(clean).scrubbed(record))
 
 
 _KEPT = frozenset(("fingerprint", "operations", "policy"))
 
 
-def _scrubbed(value: Any, clean: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return clean(value)
-    if value is None or isinstance(value, int | float | bytes):
+@dataclasses.dataclass(frozen=True)
+class _Scrubber:
+    """Removes secrets from values of any kind.
+
+    Attributes:
+        clean: What is done to each text.
+        numbers: Whether a number may be a secret; in records it is a figure.
+    """
+
+    clean: Callable[[str], str]
+    numbers: bool = True
+
+    def scrubbed(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.clean(value)
+        if value is None or isinstance(value, int | float | bytes):
+            return value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = dataclasses.replace(self, numbers=False)
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            changed = {
+                name: new
+                for name, old in fields.items()
+                if name not in _KEPT and (new := inner.scrubbed(old)) is not old and new != old
+            }
+            return dataclasses.replace(value, **changed) if changed else value
+        if isinstance(value, Mapping):
+            return self._mapping(cast("Mapping[Any, Any]", value))
+        if isinstance(value, tuple | list):
+            made = self._items(cast("Sequence[Any]", value))
+            return made if isinstance(value, list) else tuple(made)
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = {
-            name: new
-            for name, old in fields.items()
-            if name not in _KEPT and (new := _scrubbed(old, clean)) is not old and new != old
+
+    def _mapping(self, pairs: Mapping[Any, Any]) -> dict[Any, Any]:
+        named = next((pairs[key] for key in ("name", "Name", "key", "Key") if key in pairs), None)
+        values = {
+            key: each if key in _KEPT else self._beside(named if key in ("value", "Value") else key, each)
+            for key, each in pairs.items()
         }
-        return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, Mapping):
-        return _mapping(cast("Mapping[Any, Any]", value), clean)
-    if isinstance(value, tuple | list):
-        items = cast("tuple[Any, ...]", value)
-        made = [_scrubbed_beside(before, each, clean) for before, each in zip((None, *items), items, strict=False)]
-        return made if isinstance(value, list) else tuple(made)
-    return value
+        return _renamed((self.scrubbed(key), each) for key, each in values.items())
+
+    def _items(self, items: Sequence[Any]) -> list[Any]:
+        texts = [each if isinstance(each, str) else "" for each in items]
+        passwords = dict(passwords_among(texts))
+        made: list[Any] = []
+        name: Any = None
+        for number, each in enumerate(items):
+            if number in passwords:
+                made.append(each[: passwords[number]] + HIDDEN)
+            else:
+                made.append(self._beside(name, each))
+            is_option = (
+                isinstance(name, str) and name.startswith("-") and name.endswith("s") and not name.endswith("ss")
+            )
+            name = name if is_option and isinstance(each, str) and not each.startswith("-") else each
+        return made
+
+    def _beside(self, name: Any, value: Any) -> Any:
+        if not isinstance(name, str) or (isinstance(value, str) and value.startswith("--")):
+            return self.scrubbed(value)
+        bare = name.lstrip("-")
+        is_name = NAME.fullmatch(bare) and not is_folder(bare, value if isinstance(value, str) else "")
+        collected = isinstance(value, Mapping | tuple | list | set | frozenset)
+        level = level_of(bare, collection=collected) if is_name else NO
+        return self.scrubbed(value) if level == NO else self._hidden(level, value, inside=False)
+
+    def _hidden(self, level: int, value: Any, *, inside: bool) -> Any:
+        """A value of a secret's name: all texts, bytes and numbers in it hidden; where the name is weak, those that look it."""
+        if isinstance(value, str):
+            is_secret = is_hidden(level, value) and (level == STRONG or not inside or is_odd(value))
+            return HIDDEN if is_secret else self.clean(value)
+        if isinstance(value, bytes | bytearray):
+            return HIDDEN.encode() if is_hidden(level, value.decode("latin-1")) else value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return HIDDEN if self.numbers and is_hidden(level, str(value)) else value
+        if isinstance(value, Mapping):
+            pairs = cast("Mapping[Any, Any]", value).items()
+            return _renamed((self.scrubbed(key), self._hidden(level, each, inside=True)) for key, each in pairs)
+        if isinstance(value, list | tuple | set | frozenset):
+            items = [self._hidden(level, each, inside=True) for each in cast("Iterable[Any]", value)]
+            return items if isinstance(value, list) else tuple(items) if isinstance(value, tuple) else frozenset(items)
+        return self.scrubbed(value)
 
 
-def _mapping(pairs: Mapping[Any, Any], clean: Callable[[str], str]) -> dict[Any, Any]:
+def _renamed(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """Two names that are the same once their secrets are hidden stay two."""
     made: dict[Any, Any] = {}
-    for key, each in pairs.items():
-        name = new = _scrubbed(key, clean)
-        number = 1
+    for name, each in pairs:
+        new, number = name, 1
         while new in made:
             number += 1
             new = f"{name} ({number})"
-        made[new] = each if key in _KEPT else _scrubbed_beside(key, each, clean)
+        made[new] = each
     return made
-
-
-def _scrubbed_beside(name: Any, value: Any, clean: Callable[[str], str]) -> Any:
-    if isinstance(name, str) and isinstance(value, str) and _NAME.fullmatch(bare := name.lstrip("-")):
-        level = _level(bare)
-        if level > _NO and not value.startswith("--") and _is_hidden(level, value):
-            return HIDDEN
-    return _scrubbed(value, clean)
