@@ -485,6 +485,16 @@ def test_a_hint_ends_in_a_point_or_in_its_question_mark(tmp_path, capsys):
     assert {end[-1] for end in ends} == {"?", "."}
 
 
+def test_a_log_that_powershell_wrote_is_read(tmp_path, capsys):
+    path = tmp_path / "train.log"
+    told = []
+    for encoding in ("utf-8", "utf-16"):
+        path.write_bytes(GPU_LOG.replace("\n", "\r\n").encode(encoding))
+        assert main(["oom", "--json", str(path)]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1]
+
+
 @pytest.mark.core
 def test_the_command_starts_no_jax(tmp_path):
     path = tmp_path / "train.log"

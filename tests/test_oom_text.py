@@ -231,6 +231,18 @@ def test_an_exception_is_read_with_its_causes_notes_and_members():
     )
 
 
+@pytest.mark.parametrize("head", ["O", "", "E RESOURCE_EXHAUSTED: O", "xhausted: O"])
+def test_a_text_that_is_cut_at_its_beginning_is_read(head):
+    facts = jm.parse_oom(f"{head}ut of memory while trying to allocate 8.00GiB.\nTraceback (most recent call last):")
+    assert facts == OomFacts(phase="run", platform="gpu", requested_bytes=2**33)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8", "utf-8-sig"])
+def test_bytes_of_any_encoding_of_letters_are_read(encoding):
+    for row in (*SEEN, *MADE):
+        assert jm.parse_oom(row["text"].encode(encoding)) == jm.parse_oom(row["text"]), row["id"]
+
+
 def test_exceptions_that_cannot_speak_or_go_round_in_circles():
     class Mute(Exception):  # noqa: N818 - its name is not the point
         def __str__(self) -> str:

@@ -19,6 +19,7 @@ from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
 from jaxmem_callbacks.recovery.texts.log_words import sentence, tries, why
+from jaxmem_callbacks.recovery.texts.text import encoding_of
 
 _PIECE = 2**20
 _FIGURES = {
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pieces(name: str) -> Iterator[str]:
-    """The log's text, a piece at a time. Bytes that are no UTF-8 stand for one character each."""
+    """The log's text, a piece at a time. Bytes that are no text stand for one character each."""
     if name == "-":
         yield from _decoded(sys.stdin.buffer)
         return
@@ -82,9 +83,11 @@ def _pieces(name: str) -> Iterator[str]:
 
 
 def _decoded(file: BinaryIO) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    while piece := file.read(_PIECE):
+    piece = file.read(_PIECE)
+    decoder = codecs.getincrementaldecoder(encoding_of(piece))(errors="replace")
+    while piece:
         yield decoder.decode(piece)
+        piece = file.read(_PIECE)
     yield decoder.decode(b"", final=True)
 
 

@@ -22,7 +22,7 @@ STATUSES: tuple[Rule, ...] = (
     # tf_allocator_adapter.cc, MemoryAllocationError: bytes until 2025-12, human sizes since, the allocator since 2026-07.
     rule(
         "client allocation",
-        r"Out of memory while trying to allocate <requested>"
+        r"(?:O|\A)ut of memory while trying to allocate <requested>"  # a log may be cut at its beginning
         r"(?:\.? with allocator (?P<allocator>[\w./-]{1,80}?)(?: on device \d{1,5})?(?=[.,;:]?(?:\s|$)))?",
         phase="run",
         platform="gpu",
@@ -175,7 +175,7 @@ STATUSES: tuple[Rule, ...] = (
     # PyTorch's allocator, where its programs and JAX's share a log: three wordings of what was free. 2.0 and 2.1 misspell one.
     rule(
         "PyTorch",
-        r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested> \(GPU \d{1,4}; <limit> total capacity;"
+        r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate <requested> \(GPU \d{1,4}; <limit> total capacity;"
         r"(?:.{0,80}?; <free> free)?",
         phase="run",
         platform="gpu",
@@ -183,11 +183,19 @@ STATUSES: tuple[Rule, ...] = (
     ),
     rule(
         "PyTorch",
-        r"(?:CUDA|HIP) out of memory\. Tried to allocate <requested>\.?"
+        r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate <requested>\.?"
         r"(?:.{0,40}?total capaci?ty of <limit> of which <free> is free)?",
         phase="run",
         platform="gpu",
         driver=True,
+    ),
+    # Apple's GPUs, whose memory is the host's with a limit of its own.
+    rule(
+        "PyTorch",
+        r"MPS backend out of memory(?: \(MPS allocated: <used>, other allocations: [^,()]{1,30}, max allowed: <limit>\)\."
+        r" Tried to allocate <requested>)?",
+        phase="run",
+        platform="gpu",
     ),
     # The same with the driver's pool (backend:cudaMallocAsync), a figure a line.
     rule(
@@ -276,7 +284,7 @@ LINES: tuple[Rule, ...] = (
     rule(
         "library handle",
         r"(?:(?:CU|HIP|ROC)?(?:BLAS|SOLVER|DNN|FFT|SPARSE|RAND)\w{0,20}_ALLOC_FAILED"
-        r"|CUDNN_STATUS_\w{1,20}_DEVICE_ALLOCATION_FAILED|\bmiopenStatusAllocFailed\b|\brocblas_status_memory_error\b"
+        r"|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES|CUDNN_STATUS_\w{1,20}_DEVICE_ALLOCATION_FAILED|\bmiopenStatusAllocFailed\b|\brocblas_status_memory_error\b"
         r"|\b(?:cu|hip|roc)(?:Blas|BLAS|Solver|SOLVER|Sparse|SPARSE|Dnn|DNN|Fft|FFT|Rand|RAND) allocation failed"
         r"|(?:cublas|cusolver|cudnn|cufft|cusparse|rocblas|hipblas|handle).{0,160}?the resource allocation failed)",
         platform="gpu",
@@ -299,6 +307,15 @@ FALLBACKS: tuple[Rule, ...] = (
         "HIP error",
         r"(?:hipErrorOutOfMemory|hipErrorMemoryAllocation|HIP_ERROR_OutOfMemory|HIP error: out of memory"
         r"|HSA_STATUS_ERROR_OUT_OF_RESOURCES)",
+        platform="gpu",
+        strength="log",
+        vague=True,
+        driver=True,
+    ),
+    # Intel's: the layers of oneAPI.
+    rule(
+        "oneAPI error",
+        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
         platform="gpu",
         strength="log",
         vague=True,

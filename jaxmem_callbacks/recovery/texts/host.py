@@ -82,6 +82,9 @@ HOST: tuple[Rule, ...] = (
         phase="compile",
         platform="host",
     ),
+    rule("OpenBLAS", r"\bOpenBLAS error: Memory allocation still failed after", platform="host"),
+    rule("Go", r"\bruntime: out of memory\b", platform="host"),
+    rule("oneAPI", r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY\b", platform="host", strength="log"),
     # Other libraries of a data pipeline: Arrow's pools, Rust's allocator (polars, tokenizers), and pandas' reader.
     rule("Arrow", r"\b(?:m|re)alloc of size <requested> failed", platform="host"),
     rule("Rust", r"\bmemory allocation of <requested> failed", platform="host"),
@@ -145,6 +148,7 @@ HOST: tuple[Rule, ...] = (
         r" (?:OOM(?:-| )?[Kk]illed\b|killed by the (?:kernel )?(?:OOM|oom)(?:-| )[Kk]iller)",
         platform="host",
     ),
+    rule("evicted", r"\b[Tt]he node was low on resource: memory\b", platform="host"),
     rule("killed", r"\bFailed with result 'oom-kill'", platform="host"),
     rule("killed", r"\bcontainer oom [0-9a-f]{12,64}\b", platform="host"),  # of `docker events`
     # Slurm's srun and its tables, where states are cut to a column's width.

@@ -155,6 +155,8 @@ def _is_part_of_a_document(lead: str, after: str) -> bool:
 
 def _is_quoted_abroad(before: str, rest: str) -> bool:
     """Whether the words stand in quotes of another language, in a sentence that goes on before or behind them."""
+    if before.isascii():
+        return False
     for opens, closes in _FOREIGN:
         at = before.rfind(opens)
         end = next((place for place, sign in enumerate(rest) if sign in closes), None)

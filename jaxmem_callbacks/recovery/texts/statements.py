@@ -35,7 +35,10 @@ _ANNOUNCING = tuple(
     for words in (
         r"ut\s+of\s+(?:host\s+|device\s+)?memory",
         r"an\s+out\s+of\s+[mSVT]",
-        r"OUT_OF_(?:MEMORY|RESOURCES|ME\+)",
+        r"OUT_OF_(?:(?:DEVICE_|HOST_)?MEMORY|RESOURCES|ME\+)",
+        r"INSUFFICIENT_RESOURCES",
+        r"llocation\s+still\s+failed",
+        r"low\s+on\s+resource:",
         r"ut\s+Of\s+Memory",
         r"OutOfMemory",
         r"OOM\b",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 
 _DEEPEST = 64
+_LOOKED_AT, _MOST = 400, 0.6
 _LONGEST = 4 * 2**20
 """Characters of one text that are read, from its beginning: an exception that says more repeats itself."""
 
@@ -13,7 +15,7 @@ def text_of(source: object) -> str:
     """All that an exception or a text says, with the exception itself first.
 
     Args:
-        source: An exception, text, or bytes of text in any encoding near UTF-8.
+        source: An exception, text, or bytes of text in UTF-16 or any encoding near UTF-8.
 
     Returns:
         The texts, a line each; an empty one where nothing can be said. Never raises, whatever the object's own methods do.
@@ -21,10 +23,21 @@ def text_of(source: object) -> str:
     if isinstance(source, str):
         return source
     if isinstance(source, bytes | bytearray | memoryview):
-        return bytes(source).decode("utf-8", errors="replace")
+        return bytes(source).decode(encoding_of(bytes(source)), errors="replace")
     if isinstance(source, BaseException):
         return "\n".join(_texts(source))
     return _said(source)
+
+
+def encoding_of(beginning: bytes) -> str:
+    """The encoding of bytes that a text begins with: UTF-16 by its mark, or by the zero in every other byte of plain letters."""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    seen = beginning[:_LOOKED_AT]
+    for encoding, zeros, letters in (("utf-16-le", seen[1::2], seen[::2]), ("utf-16-be", seen[::2], seen[1::2])):
+        if zeros.count(0) > _MOST * len(zeros) and letters.count(0) < len(letters) / 10:
+            return encoding
+    return "utf-8-sig"
 
 
 def _texts(error: BaseException) -> Iterator[str]:
