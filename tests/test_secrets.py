@@ -162,6 +162,7 @@ HARMLESS = (
     "https://github.com/jax-ml/jax/blob/jax-v0.10.2/README.md and pkg@v1.2, http://localhost:8080/@vite/client",
     "step = jm.jit_step(step, policy)  # signature: (state, batch), auth: none, password=None, author: Jane",
     "tokens per second: [1, 2], num_tokens=512, max_token_len: 12, keys: [params, opt_state], key=jax.random.key(0)",
+    '_BATCH_KEYS = ("multiple_of", "at_most", "argnames")',
     "tokens: [int32[8,1024], float8_e4m3fn, layer_0], tokens=ShapeDtypeStruct(shape=(8, 1024), dtype=int32)",
     "tokens:\n  - int32[8]\n  - f32[3]\ntoken=Array([[50256, 1]], dtype=int32) rng_key_data: uint32[2]",
     "password.yaml:3: unknown key, y/secret.yaml:3:5: x, nope_secret.log:12, train_secret.py:12:in step",

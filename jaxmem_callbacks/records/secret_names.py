@@ -78,6 +78,8 @@ def level_of(name: str, *, collection: bool = False) -> int:
         "tokens",
     ):  # who logs in and how; tokens of text, among which none looks random
         return STRONG if words[-1] == "auth" else WEAK
+    if collection and words[-1] == "keys" and name.isupper() and _KEYS_OF.isdisjoint(words):
+        return WEAK  # keys of a mapping, in a constant of a program
     joined = "".join(words[-2:])
     if joined in HEADERS or joined in ("connectionstring", "connstr", "databaseurl") or "webhook" in words:
         return STRONG
