@@ -284,10 +284,12 @@ def test_values_of_the_environment_are_hidden_in_each_form_in_which_they_are_wri
             "NUM_TOKENS": "1048576",
             "FEATURE_TOKEN": "false",
             "PIN_PASS": "123456",
+            "DEBUG_PASSPHRASES": "['sable77', 'stoat88']",
         }
     )
     for form in ('ot"ter/7', r"ot\"ter/7", "ot%22ter%2F7", "lynx%2F9", "lynx/9"):
         assert without_secrets(f"it was {form}!", known) == f"it was {HIDDEN}!"
+    assert without_secrets("one was stoat88!", known) == f"one was {HIDDEN}!"
     for kept in ("/data/project/train.py", "1048576 bytes", "false", "91234567 bytes"):
         assert without_secrets(kept, known) == kept
 

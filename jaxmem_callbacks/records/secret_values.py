@@ -34,7 +34,7 @@ _JOINT = re.compile(
     rf"(?P<gap>[ \t]*\\\r?\n\s*|[ \t]+{_NEXT_LINE}|\s+(?=[\"'])))"
 )
 _OPEN = re.compile(rf"(?P<prefix>[bBrRuUfF]{{0,2}})(?P<quote>\"\"\"|'''|{_QUOTE})")
-QUOTED = re.compile(r"\"([^\"]+)\"|'([^']+)'")
+QUOTED = re.compile(r"[\"']([^\"']+)[\"']")
 _SCHEME = r"(?:(?:Bearer|Basic|Token|Digest|Negotiate|Bot|ApiKey|AWS4-HMAC-SHA256)\s+)?"
 _TO_SPACE = re.compile(rf"{_SCHEME}[^\s\"'`<|]+")
 _TO_MARK = re.compile(rf"{_SCHEME}[^\s\"'`<|,;&)\]}}]+")
