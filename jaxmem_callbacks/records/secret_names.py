@@ -21,7 +21,7 @@ _SECRET_WORDS = _words(
 _SECRET_ENDS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "secretkey", "accesskey", "privatekey", "accountkey"),
     *("authtoken", "accesstoken", "apitoken", "pwd", "creds", "sshpass", "dbpass", "userpass", "smtppass", "pgpass"),
-    *("storepass", "keypass"),
+    *("storepass", "keypass", "passcode"),
 )
 _INSIDE = ("password", "passwd", "passphrase", "secret", "credential")
 # The last word of a name that is about a secret and holds none, or about tokens of text.
@@ -92,11 +92,17 @@ def level_of(name: str, *, collection: bool = False) -> int:
 def _level_of(last: str, before: list[str], name: str) -> int | None:
     """By a name's last word and those before it; None where that decides nothing."""
     nearest = before[-1] if before else ""
+    one = last.removesuffix("s")
     if last in ("pass", "pw"):
         return WEAK if not before else NO if nearest in _PASSES else STRONG
     if last in _ABOUT:
         return NO
-    if last in _SECRET_WORDS or last.endswith(_SECRET_ENDS) or any(part in word for word in before for part in _INSIDE):
+    if (
+        last in _SECRET_WORDS
+        or last.endswith(_SECRET_ENDS)
+        or one.endswith(_SECRET_ENDS)
+        or any(part in word for word in before for part in _INSIDE)
+    ):
         return STRONG
     if last in ("key", "keys"):
         is_setting = bool(before) and name.isupper()
