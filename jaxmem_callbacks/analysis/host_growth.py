@@ -31,7 +31,7 @@ class HostGrowthDetector:
 
     Args:
         settings: Its thresholds.
-        largest: Names the largest Python containers of so many bytes and more, asked once an event; of a recorded run nobody.
+        largest: Names the largest Python containers of so many bytes and more; called once an event. Default: names none.
     """
 
     def __init__(self, settings: MonitorSettings, largest: Callable[[int], Sequence[str]] = lambda _: ()) -> None:
@@ -58,7 +58,7 @@ class HostGrowthDetector:
         if not self._episode.begins(0.0 if rise is None else rise.gain) or rise is None:
             return ()
         largest = self._largest(int(_WORTH * rise.gain))
-        held = f" The largest that Python holds: {'; '.join(largest)}." if largest else ""
+        held = f" Largest Python containers: {'; '.join(largest)}." if largest else ""
         return [
             MemoryEvent(
                 kind="growth",

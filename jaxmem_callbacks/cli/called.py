@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import Caller, caller_of, file_of
+from jaxmem_callbacks.cli.callers import caller_of
+from jaxmem_callbacks.records.source_files import Owner, short_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def called_as(step: Any) -> Called | None:
             continue
         if found is not None and "." not in found.name and name not in frame.f_locals:
             break  # an object that is passed on: its name in the outermost function holds for all of the loop
-        found = Called(name, f"above {file_of(frame)}:{_line_above(frame)}")
+        found = Called(name, f"above {short_path(frame.f_code.co_filename)}:{_line_above(frame)}")
     if found is None and (name := _name_in(caller.f_globals, step)) is not None:
         found = Called(name, _where_global(frames, name))
     return found
@@ -62,10 +63,11 @@ def _where_global(frames: Sequence[types.FrameType], name: str) -> str:
     caller = frames[0]
     own = [each for each in frames if each.f_code.co_name == "<module>" and each.f_globals is caller.f_globals]
     if own:
-        return f"above {file_of(own[0])}:{_line_above(own[0])}"
+        return f"above {short_path(own[0].f_code.co_filename)}:{_line_above(own[0])}"
     if caller.f_globals.get("__name__") == "__main__" and (line := _line_of_binding(caller, name)) is not None:
-        return f"below {file_of(caller)}:{line}"  # the script itself is in another thread, and has not ended
-    return f"at the end of {file_of(caller)}"
+        # The script itself is in another thread, and has not ended.
+        return f"below {short_path(caller.f_code.co_filename)}:{line}"
+    return f"at the end of {short_path(caller.f_code.co_filename)}"
 
 
 def _line_of_binding(frame: types.FrameType, name: str) -> int | None:
@@ -94,7 +96,7 @@ def _user_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     """The user's frames around a call that a file of the user's makes itself, innermost first."""
     is_first = True
     while frame is not None and frame.f_back is not None:
-        if caller_of(frame) is Caller.USER:
+        if caller_of(frame) is Owner.USER:
             if is_first and not _is_ours(frame):
                 return  # an installed package calls it, and knows it by a name of its own
             is_first = False

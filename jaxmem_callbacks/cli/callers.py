@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import enum
-import functools
 import linecache
-import os
-import pathlib
-import sysconfig
 import types
 
-_LIBRARY = str(pathlib.Path(__file__).parents[1]) + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = ("site-packages", "dist-packages")
+from jaxmem_callbacks.records.source_files import Owner, owner_of
+
 # Functions of JAX that trace to tell shapes, operations or costs, and run nothing: of 0.10 to 0.12.
 _ASKING = {"eval_shape", "make_jaxpr_f", "jit_trace", "jit_lower", "jit_eval_shape"}
 
 
-class Caller(enum.Enum):
-    """Whose file it is."""
-
-    USER = enum.auto()
-    PACKAGE = enum.auto()
-    LIBRARY = enum.auto()
-
-
-def caller_of(frame: types.FrameType | None) -> Caller:
+def caller_of(frame: types.FrameType | None) -> Owner:
     """Whose function called the function of a frame."""
     caller = None if frame is None else frame.f_back
-    return Caller.PACKAGE if caller is None else _owner(caller.f_code.co_filename)
+    return Owner.PACKAGE if caller is None else owner_of(caller.f_code.co_filename)
 
 
 def is_asked_for_shapes(frame: types.FrameType | None) -> bool:
     """Whether a frame is inside a trace that only tells what something would give, such as `jax.eval_shape`."""
     while frame is not None:
         code = frame.f_code
-        if code.co_name in _ASKING and _owner(code.co_filename) is Caller.PACKAGE:
+        if code.co_name in _ASKING and owner_of(code.co_filename) is Owner.PACKAGE:
             return True
         frame = frame.f_back
     return False
@@ -48,7 +33,7 @@ def call_of_user(frame: types.FrameType | None) -> str:
 
     Empty where the code is not to be read, or where what it calls has no name.
     """
-    while frame is not None and _owner(frame.f_code.co_filename) is not Caller.USER:
+    while frame is not None and owner_of(frame.f_code.co_filename) is not Owner.USER:
         frame = frame.f_back
     if frame is None:
         return ""
@@ -64,20 +49,3 @@ def call_of_user(frame: types.FrameType | None) -> str:
         None,
     )
     return ast.unparse(made) if isinstance(made, ast.Name | ast.Attribute) else ""
-
-
-def file_of(frame: types.FrameType) -> str:
-    """The file of a frame's code as people type it: from the working folder, or its name alone where it lies elsewhere."""
-    path = pathlib.Path(frame.f_code.co_filename)
-    with contextlib.suppress(FileNotFoundError):  # the working folder is gone
-        if path.is_relative_to(pathlib.Path.cwd()):
-            return str(path.relative_to(pathlib.Path.cwd()))
-    return path.name
-
-
-@functools.cache
-def _owner(file: str) -> Caller:
-    if file.startswith(_LIBRARY):
-        return Caller.LIBRARY
-    is_installed = any(each in pathlib.Path(file).parts for each in _INSTALLED)
-    return Caller.PACKAGE if is_installed or file.startswith(("<frozen", _STANDARD)) else Caller.USER

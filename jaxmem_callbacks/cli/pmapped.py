@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import jax
 
-from jaxmem_callbacks.cli.callers import Caller
 from jaxmem_callbacks.cli.watched import Watched, takes_gradient
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import ScriptError
+from jaxmem_callbacks.records.source_files import Owner
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -53,7 +53,7 @@ class Pmapped(Watched):
             f"{self._name} takes a gradient under jax.pmap, and no plan is made of it: policies and shardings need "
             "jax.jit. It was stopped before its first step."
         )
-        if self._whose is Caller.PACKAGE:
+        if self._whose is Owner.PACKAGE:
             code = getattr(inspect.unwrap(self._function), "__code__", None)
             where = "" if code is None else f", {code.co_filename}"
             return f"{why} It stands in an installed package{where}. Does that, or a newer version of it, train under jax.jit?"

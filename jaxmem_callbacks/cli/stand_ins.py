@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import Caller, caller_of, file_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.callers import caller_of, is_asked_for_shapes
 from jaxmem_callbacks.cli.seen import GRADIENTS, Edit, Seen, Word
+from jaxmem_callbacks.records.source_files import Owner, short_path
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.transforms import gradients
 
@@ -81,17 +82,17 @@ class StandIns:
         def made(*args: Any, **options: Any) -> Any:
             frame = inspect.currentframe()
             whose = caller_of(frame)
-            if whose is Caller.LIBRARY:
+            if whose is Owner.LIBRARY:
                 return real(*args, **options)
-            edit = _edit(word, frame) if whose is Caller.USER and word.new else None
+            edit = _edit(word, frame) if whose is Owner.USER and word.new else None
             try:
                 given = dict(signature.bind_partial(*args, **options).arguments)
             except TypeError:
                 return real(*args, **options)  # which says what is wrong
             given |= given.pop("gradkwargs", {}) | given.pop("options", {})
             if not callable(loss := given.pop(first, None)):
-                return functools.partial(made_of, given, edit) if whose is Caller.USER else real(*args, **options)
-            if whose is Caller.USER:
+                return functools.partial(made_of, given, edit) if whose is Owner.USER else real(*args, **options)
+            if whose is Owner.USER:
                 return made_of(given, edit, loss)
             return self._noting(real(loss, **given), loss, None, {})
 
@@ -105,7 +106,7 @@ class StandIns:
 
         @functools.wraps(real)
         def called(*args: Any, **options: Any) -> Any:
-            if caller_of(inspect.currentframe()) is not Caller.LIBRARY:
+            if caller_of(inspect.currentframe()) is not Owner.LIBRARY:
                 self._note({})
             return real(*args, **options)
 
@@ -156,7 +157,7 @@ def _edit(word: Word, frame: types.FrameType | None) -> Edit | None:
     """Where the caller of a frame's function writes a word."""
     if frame is None or frame.f_back is None:
         return None
-    return Edit(f"{file_of(frame.f_back)}:{frame.f_back.f_lineno}", word.old, word.new)
+    return Edit(f"{short_path(frame.f_back.f_code.co_filename)}:{frame.f_back.f_lineno}", word.old, word.new)
 
 
 def _counterpart(module: str, attribute: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.cli.callers import Caller, call_of_user, caller_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.callers import call_of_user, caller_of, is_asked_for_shapes
 from jaxmem_callbacks.cli.seen import LOOPS, Edit, Seen
 from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
@@ -29,6 +29,7 @@ from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.source_files import Owner
 from jaxmem_callbacks.transforms.policy import Gradients, active_policy
 
 # A function whose trace fails is traced again at its next call, so many times.
@@ -68,7 +69,7 @@ class Watching:
         def jit(*args: Any, **options: Any) -> Any:
             made = real(*args, **options)
             whose = caller_of(inspect.currentframe())
-            if not self.is_on or whose is Caller.LIBRARY:
+            if not self.is_on or whose is Owner.LIBRARY:
                 return made
             watched = functools.partial(
                 made_as, whose=whose, options=signature.bind_partial(*args, **options).arguments
@@ -86,7 +87,7 @@ class Watching:
         @functools.wraps(real)
         def loop(*args: Any, **options: Any) -> Any:
             frame = inspect.currentframe()
-            if not self.is_on or caller_of(frame) is not Caller.USER or is_asked_for_shapes(frame):
+            if not self.is_on or caller_of(frame) is not Owner.USER or is_asked_for_shapes(frame):
                 return real(*args, **options)
             try:
                 given = dict(signature.bind(*args, **options).arguments)
@@ -168,7 +169,7 @@ class Watched:
         watching: Watching,
         function: Any,
         *,
-        whose: Caller = Caller.USER,
+        whose: Owner = Owner.USER,
         options: Mapping[str, Any] | None = None,
         written: str | None = None,
     ) -> None:
@@ -233,7 +234,7 @@ class Watched:
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
                 seen.edits, seen.step = dict(self._edits) if self._gradients == "own" else {}, self._written
-                seen.trainer = call_of_user(inspect.currentframe()) if self._whose is Caller.PACKAGE else ""
+                seen.trainer = call_of_user(inspect.currentframe()) if self._whose is Owner.PACKAGE else ""
                 with gradients.within(is_own=False):  # what is called in there is the plan's
                     self._announce(args, kwargs)
         with gradients.within(is_own=is_own) as here:

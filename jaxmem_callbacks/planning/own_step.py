@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
@@ -24,6 +20,7 @@ from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import ShardingRules, gradient_words
+from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import Gradients
 
@@ -282,11 +279,10 @@ def _traced(title: str, instead: str) -> Generator[None]:
 
 def _place(error: Exception) -> str:
     """The innermost line of the user's own that an error passed through."""
-    own = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__ or "").parent, Path(__file__).parents[1]))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*own, "<")) and "site-packages" not in Path(frame.filename).parts
+        if owner_of(frame.filename) is Owner.USER and not frame.filename.startswith("<")
     ]
     return f" ({frames[-1].filename}:{frames[-1].lineno})." if frames else "."
 

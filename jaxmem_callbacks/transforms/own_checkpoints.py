@@ -8,7 +8,6 @@ inside it: in loops, branches, nested jits, the bodies of `shard_map` and in oth
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import linecache
 import re
@@ -20,12 +19,12 @@ from typing import Any
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs, with_equations, with_subjaxprs
 from jaxmem_callbacks.records.policies import OwnCheckpoint
+from jaxmem_callbacks.records.source_files import short_path
 from jaxmem_callbacks.transforms.equations import inlined, is_variable
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
 
 # Their functions make checkpoints for others (nn.remat, nnx.remat, eqx.filter_checkpoint, hk.remat, keras.remat, jm.remat).
 _FRAMEWORKS = ("jax", "flax", "equinox", "haiku", "keras", "jaxmem_callbacks")
-_INSTALLED = {"site-packages", "dist-packages"}
 _WRITTEN = re.compile("checkpoint|remat", re.IGNORECASE)
 _Line = tuple[str, int]
 # Names that the library gives inside checkpoints of its own, which mean nothing without them.
@@ -125,7 +124,7 @@ def _place(lines: Sequence[_Line]) -> str:
 
 def short_place(lines: Sequence[_Line]) -> str:
     """The first of some lines as ``file:line``; empty without any."""
-    return f"{_short(lines[0][0])}:{lines[0][1]}" if lines else ""
+    return f"{short_path(lines[0][0])}:{lines[0][1]}" if lines else ""
 
 
 def own_lines(eqn: Any) -> list[_Line]:
@@ -146,14 +145,3 @@ def _function(eqn: Any) -> tuple[str, list[_Line]]:
 def _is_framework(file: str) -> bool:
     folders = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
     return any(folder is not None and Path(file).is_relative_to(Path(folder).parent) for folder in folders)
-
-
-def _short(file: str) -> str:
-    """A path as people know it: from the working folder, or from the package that it was installed with."""
-    path = Path(file)
-    installed = [place for place, part in enumerate(path.parts) if part in _INSTALLED]
-    if installed:
-        return str(Path(*path.parts[installed[-1] + 1 :]))
-    with contextlib.suppress(FileNotFoundError):  # whoever works in a folder that is gone has no shorter name
-        return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
-    return file

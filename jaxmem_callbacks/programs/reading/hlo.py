@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from jaxmem_callbacks.records.source_files import is_installed
+
 # `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
 # An instruction that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
 _REMAT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = (?:\([^=]*?\)|\S+) [\w-]+\((?!\))", re.MULTILINE)
@@ -48,7 +50,6 @@ _OURS = str(pathlib.Path(__file__).parents[2])
 _COMMAND = str(pathlib.Path(_OURS) / "cli" / "_").removesuffix("_")
 # Where a program is compiled for a target. What another installation compiled is read from the same cache.
 _WORKER = "/jaxmem_callbacks/programs/targets/worker_main.py"
-_LIBRARIES = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +227,7 @@ def user_source(frames: Iterable[tuple[str, int]]) -> str | None:
             break
         if (file.startswith((_OURS, "<")) and not file.startswith(_CELL)) or file.endswith(_WORKER):
             continue
-        if not any(part in file for part in _LIBRARIES):
+        if not is_installed(file):
             return f"{file}:{line}"
         first = first or f"{file}:{line}"
     return first

@@ -11,14 +11,12 @@ import inspect
 import itertools
 import linecache
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jaxmem_callbacks.programs.steps.leaves import parameter_names
+from jaxmem_callbacks.records.source_files import Owner, owner_of
 
-_OWN = str(Path(__file__).resolve().parents[2])
 _STEP = "JitStep.__call__"
-_PACKAGES = ("site-packages", "dist-packages")
 
 
 def written_arguments(step: Callable[..., Any]) -> dict[str, str]:
@@ -42,7 +40,7 @@ def written_arguments(step: Callable[..., Any]) -> dict[str, str]:
 def _running_call() -> ast.Call | None:
     """The call of a step that the innermost function of the user's own is in; None where it is another, or has no source."""
     inner, frame = None, inspect.currentframe()
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and owner_of(frame.f_code.co_filename) is not Owner.USER:
         inner, frame = frame, frame.f_back
     if frame is None or inner is None or inner.f_code.co_qualname != _STEP:
         return None
@@ -62,13 +60,3 @@ def _running_call() -> ast.Call | None:
     except (SyntaxError, ValueError):  # the file is another one by now
         return None
     return found if isinstance(found, ast.Call) else None
-
-
-def _is_users(file: str) -> bool:
-    """Whether a file is the user's own: none of this library's, and no installed package's."""
-    return not file.startswith((_OWN, "<frozen")) and not is_of_package(file)
-
-
-def is_of_package(file: str) -> bool:
-    """Whether a file is an installed package's, and not this library's."""
-    return not file.startswith(_OWN) and any(part in Path(file).parts for part in _PACKAGES)

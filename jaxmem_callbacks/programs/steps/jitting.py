@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import jax
 
-from jaxmem_callbacks.programs.steps.call_site import is_of_package
 from jaxmem_callbacks.programs.steps.interception import unwatched
 from jaxmem_callbacks.programs.steps.leaves import Leaf, arrays_of, call_leaves, is_dynamic, parameter_names
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 # What a function has that stands for a loop of `jax.lax` without a jit: the loop as people write it, where they can.
@@ -71,7 +71,7 @@ class Jitted:
         first, and what is used again with them: `jm.jit_step` picks.
         """
         file = getattr(getattr(self.function, "__code__", None), "co_filename", "")
-        if is_of_package(file):
+        if owner_of(file) is Owner.PACKAGE:
             return f"{name} is jitted in an installed package, {file}: has that an option to donate {', '.join(names)}?"
         if self.is_equinox:
             return f"Write {advise('donation.equinox', step=name)}."

@@ -6,7 +6,6 @@ and would keep arrays alive with them. Functions that the exception has ended ar
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -14,11 +13,10 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.recovery.verdicts.failing import frames_of
 
 _MOST = 100_000  # entries of one variable, and of all: looking at them must not take long
-_LIBRARIES = ("site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}")
-_OWN = str(Path(__file__).resolve().parents[1])
 
 
 def array_variables(error: BaseException) -> dict[int, str]:
@@ -38,7 +36,7 @@ def array_variables(error: BaseException) -> dict[int, str]:
 
 def users_frames(error: BaseException) -> list[FrameType]:
     """The frames of the user's own code, outermost first."""
-    return [frame for frame in frames_of(error) if not _is_library(frame.f_code.co_filename)]
+    return [frame for frame in frames_of(error) if owner_of(frame.f_code.co_filename) is Owner.USER]
 
 
 def _scopes(error: BaseException) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -63,7 +61,3 @@ def _arrays(value: Any) -> list[jax.Array]:
     except (TypeError, ValueError):  # a dictionary whose keys have no order
         return []
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-
-def _is_library(name: str) -> bool:
-    return name.startswith((_OWN, "<frozen")) or any(part in _LIBRARIES for part in Path(name).parts)
