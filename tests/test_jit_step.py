@@ -271,3 +271,27 @@ def test_it_looks_like_the_users_step():
     assert (step.__name__, step.__wrapped__, step.policy.remat) == ("looks", train_step, "full")
     assert repr(step).startswith("jm.jit_step(looks, StepPolicy(remat='full'")
     assert "looks" in step.lower(*plain_data()).as_text()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("policy", "names", "again"),
+    [
+        (jm.StepPolicy(donate="auto"), (), None),
+        (jm.StepPolicy(donate=("state",)), (), None),
+        (jm.StepPolicy(donate="auto"), (), jm.StepPolicy(remat="full", donate="auto")),
+        (jm.StepPolicy(), (), jm.StepPolicy(remat="full")),
+    ],
+)
+def test_donation_that_was_named_stays_where_nothing_new_is_asked(policy, names, again):
+    """A step that must not donate still does not when it is wrapped once more."""
+
+    def loss(w, x):
+        return jnp.tanh(jnp.tanh(w * x) * w).sum()
+
+    step = jm.jit_step(lambda state, x: state - jm.grad(loss)(state, x), policy, donate_argnames=names)
+    state = jnp.ones(1024)
+    jm.jit_step(step, again)(state, 1.0)
+    assert not state.is_deleted()
+    jm.jit_step(step, jm.StepPolicy(donate=("state",) if policy.donate != ("state",) else "auto"))(state, 1.0)
+    assert state.is_deleted(), "another word of donation is asked anew"

@@ -142,11 +142,14 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
     large = [dataclasses.replace(each, **figures) for each in above.candidates]
     for least in (0, None, MIB):
         returning = replace(above, candidates=large, least_bytes=least)
-        told = (
-            "What the step is given and returns is 10.0 GiB alone. No policy makes that fit: try a smaller batch, more"
-        )
+        told = "The step's results alone are 10.0 GiB. No policy makes that fit: try a smaller batch, more"
         assert told in sentences(str(jm.Plan(returning)))
-        assert "(what the step is given and returns is 10.0 GiB alone)" in unfit_reason(returning)
+        assert "(the step's results alone are 10.0 GiB)" in unfit_reason(returning)
+    # A state that is given and returned, and could be donated.
+    figures = {"argument_bytes": 6 * GIB, "output_bytes": 6 * GIB, "alias_bytes": 0}
+    kept = [dataclasses.replace(each, **figures) for each in above.candidates]
+    undonated = replace(above, candidates=kept, least_bytes=5 * GIB)
+    assert "No policy makes that fit" not in sentences(str(jm.Plan(undonated)))
     # A budget beyond the hardware: what its compiler refused is within the budget, and above the limit.
     beyond = unfit(10 * 1024, 12 * GIB, 8 * GIB)
     assert "nothing fits, by 2.0 GiB; this comes nearest.\n" in str(jm.Plan(beyond))

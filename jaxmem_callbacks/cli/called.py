@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def called_as(step: Any) -> Called | None:
             continue
         if found is not None and "." not in found.name and name not in frame.f_locals:
             break  # an object that is passed on: its name in the outermost function holds for all of the loop
-        found = Called(name, f"above {short_path(frame.f_code.co_filename)}:{_line_above(frame)}")
+        found = Called(name, f"above {short_path(frame.f_code.co_filename)}:{line_above(frame)}")
     if found is None and (name := _name_in(caller.f_globals, step)) is not None:
         found = Called(name, _where_global(frames, name))
     return found
@@ -63,7 +64,7 @@ def _where_global(frames: Sequence[types.FrameType], name: str) -> str:
     caller = frames[0]
     own = [each for each in frames if each.f_code.co_name == "<module>" and each.f_globals is caller.f_globals]
     if own:
-        return f"above {short_path(own[0].f_code.co_filename)}:{_line_above(own[0])}"
+        return f"above {short_path(own[0].f_code.co_filename)}:{line_above(own[0])}"
     if caller.f_globals.get("__name__") == "__main__" and (line := _line_of_binding(caller, name)) is not None:
         # The script itself is in another thread, and has not ended.
         return f"below {short_path(caller.f_code.co_filename)}:{line}"
@@ -137,7 +138,7 @@ def _is(value: Any, step: Any) -> bool:
     return jitted is not None and jitted is getattr(step, "__wrapped__", None)
 
 
-def _line_above(frame: types.FrameType) -> int:
+def line_above(frame: types.FrameType) -> int:
     """The line of the outermost loop around what a frame does, or else of what it does."""
     code, at = frame.f_code, frame.f_lineno
     try:
@@ -169,3 +170,30 @@ def _of_scope(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _spans(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def is_read_from(frame: types.FrameType, name: str, line: int) -> bool:
+    """Whether a variable of a frame is read at a line or below it, or of a module in any function; True where unknown."""
+    try:
+        tree: ast.AST = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    except (SyntaxError, ValueError):
+        return True
+    is_module = frame.f_code.co_name == "<module>"
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    inside = {id(each) for node in ast.walk(tree) if isinstance(node, functions) for each in ast.walk(node)}
+    first, last = (0, math.inf) if is_module else _span_of_function(tree, frame.f_lineno)
+    return any(
+        isinstance(node, ast.Name)
+        and node.id == name
+        and isinstance(node.ctx, ast.Load)
+        and first <= node.lineno <= last
+        and (node.lineno >= line or (is_module and id(node) in inside))
+        for node in ast.walk(tree)
+    )
+
+
+def _span_of_function(tree: ast.AST, line: int) -> tuple[int, int]:
+    """First and last line of the innermost function around a line."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    around = max((node for node in functions if _spans(node, line)), key=lambda node: node.lineno, default=None)
+    return (line, line) if around is None else (around.lineno, around.end_lineno or around.lineno)

@@ -107,7 +107,7 @@ class _Report:
                 tell(f"compiling {step.name} once more, for what makes its peak")
             peak = memory.peak() if top else None
             causes = () if peak is None else memory.causes(peak)
-        beside = alive_words(reached.alive, reached.when, memory.step_bytes)
+        beside = alive_words(reached.alive, reached.when, memory.step_bytes, copies=reached.copies)
         return cls(
             policy=step.policy,
             memory=memory,

@@ -280,7 +280,7 @@ def _with_remarks(made: Plan, reached: Reached) -> Plan:
     from jaxmem_callbacks.cli.alive import alive_words
 
     best, record = made.chosen, made.record
-    beside = alive_words(reached.alive, reached.when, best.step_bytes, record.resident_bytes)
+    beside = alive_words(reached.alive, reached.when, best.step_bytes, record.resident_bytes, reached.copies)
     remarks = [words for words in (reached.others, *(each.words for each in reached.copies), beside) if words]
     return type(made)(dataclasses.replace(record, notes=(*record.notes, *remarks)))
 

@@ -54,9 +54,7 @@ class Pmapped(Watched):
             "jax.jit. It was stopped before its first step."
         )
         if self._whose is Owner.PACKAGE:
-            code = getattr(inspect.unwrap(self._function), "__code__", None)
-            where = "" if code is None else f", {code.co_filename}"
-            return f"{why} It stands in an installed package{where}. Does that, or a newer version of it, train under jax.jit?"
+            return f"{why} An installed package puts it under jax.pmap. Does that package, or a newer one, train under jax.jit?"
         function = self._expression(args)
         if not function:
             return (

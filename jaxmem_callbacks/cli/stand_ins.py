@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
+import linecache
 import sys
 import types
 import weakref
@@ -157,7 +158,9 @@ def _edit(word: Word, frame: types.FrameType | None) -> Edit | None:
     """Where the caller of a frame's function writes a word."""
     if frame is None or frame.f_back is None:
         return None
-    return Edit(f"{short_path(frame.f_back.f_code.co_filename)}:{frame.f_back.f_lineno}", word.old, word.new)
+    file, line = frame.f_back.f_code.co_filename, frame.f_back.f_lineno
+    is_written = word.old.rpartition(".")[2] in linecache.getline(file, line)  # else it has a name of the user's there
+    return Edit(f"{'' if is_written else 'called at '}{short_path(file)}:{line}", word.old, word.new)
 
 
 def _counterpart(module: str, attribute: str) -> Callable[..., Any]:

@@ -174,6 +174,11 @@ class Watched:
         written: str | None = None,
     ) -> None:
         functools.update_wrapper(self, made)  # its attributes too, which `functools.wraps` of this one hands on
+        for name in (
+            "lower",
+            "trace",
+        ):  # a pmap has them as attributes of its own, which would hide those of this class
+            self.__dict__.pop(name, None)
         self.watched_jit = made
         self.known: set[Hashable] = set()
         self._watching, self._function, self._options = watching, function, dict(options or {})

@@ -25,6 +25,10 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM came, from a scheduler or ``timeout``. It ends a plan as Ctrl-C does: with the best of what was compiled."""
 
 
+class _TakenBack(KeyboardInterrupt):
+    """Takes the place of what was sent too late."""
+
+
 @final
 class Interruption:
     """A handler of signals that ends what the thread does in which it was made.
@@ -50,13 +54,19 @@ class Interruption:
         _raise_in(self._thread, self.kind)
 
     def take_back(self) -> None:
-        """What was sent and has not been raised yet came too late.
+        """Drop what was sent and has not been raised yet: it came too late.
 
-        Where nothing was sent nothing is taken back: from then on Python 3.11 would look for such an exception at every call, and
-        never leave a function that is traced.
+        Another exception takes its place and is caught here. To clear it instead would leave CPython 3.11 looking for one at
+        every call, so that it never leaves a function that is traced.
         """
-        if self._sent:
-            _raise_in(self._thread, None)
+        if not self._sent:
+            return
+        try:
+            _raise_in(self._thread, _TakenBack)
+            while True:
+                time.sleep(0)  # it is raised at one of the next instructions
+        except _TakenBack:
+            pass
 
     def check(self) -> None:
         """Raise what came and was lost."""
@@ -133,7 +143,6 @@ def interruption_here() -> type[KeyboardInterrupt] | None:
     return None if command is None else command.kind
 
 
-def _raise_in(thread: int, kind: type[KeyboardInterrupt] | None) -> None:
-    """Have a thread raise an exception at its next line of Python; None takes one back that it has not raised yet."""
-    error = ctypes.c_void_p() if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+def _raise_in(thread: int, kind: type[KeyboardInterrupt]) -> None:
+    """Have a thread raise an exception at its next line of Python, in place of one that it has not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

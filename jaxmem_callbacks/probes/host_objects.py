@@ -96,7 +96,7 @@ def _variables(modules: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any]]:
         prefix = "" if module == "__main__" else f"{module}."
         yield from ((f"{prefix}{name}", value) for name, value in list(names.items()) if not name.startswith("__"))
     if _LOCALS_ARE_VIEWS:
-        for thread in sys._current_frames().values():  # noqa: SLF001 - documented, in spite of its name
+        for thread in sys._current_frames().values():  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - a documented function
             frame: FrameType | None = thread
             while frame is not None:
                 if owner_of(frame.f_code.co_filename) is Owner.USER and frame.f_locals is not frame.f_globals:

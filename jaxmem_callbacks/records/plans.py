@@ -202,14 +202,14 @@ class PlanRecord:
 
     @property
     def least(self) -> tuple[str, int | None]:
-        """What no remat makes smaller, in words, and its bytes: the state, or where more decides, all that comes and goes."""
-        chosen = self.candidates[self.chosen]
-        given, returned, reused = chosen.argument_bytes, chosen.output_bytes, chosen.alias_bytes
-        around = None if given is None or returned is None or reused is None else given + returned - reused
-        state = self.least_bytes
-        decides = not state or (not self.remedies and self._has_room(state) and not self._has_room(around or 0))
-        if around is not None and decides:
-            return f"what the step is given and returns is {format_bytes(around)} alone", around
+        """What no policy makes smaller, in words, and its bytes: the state, or where they decide all arguments or all results."""
+        chosen, state = self.candidates[self.chosen], self.least_bytes
+        given, returned = chosen.argument_bytes or 0, chosen.output_bytes or 0
+        most, what = max((given, "arguments"), (returned, "results"))
+        # One can take the memory of the other, if it is donated. So neither is added to the other.
+        decides = not state or (not self.remedies and self._has_room(state) and not self._has_room(most))
+        if most and decides:
+            return f"the step's {what} alone are {format_bytes(most)}", most
         return f"parameters and optimizer state alone are {format_bytes(state)}", state
 
     def _has_room(self, count: int) -> bool:

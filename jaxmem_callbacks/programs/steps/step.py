@@ -243,7 +243,7 @@ class JitStep(Generic[_Arguments, _Results]):
     ) -> JitStep:
         """The same step under another policy; what was said of donation, places and gradients stays unless it is said anew."""
         own = None if self._making.donate == self.policy.donate else self._making.donate
-        is_said = donate_argnames is not None or policy.donate is not None
+        is_said = donate_argnames is not None or policy.donate not in (None, self.policy.donate)
         names = own if isinstance(own, tuple) and not is_said else donate_argnames
         placed = self._making.state_shardings if state_shardings is None else state_shardings
         reach = self.gradients if gradients == "own" else gradients
