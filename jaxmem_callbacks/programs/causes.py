@@ -73,7 +73,8 @@ class Again:
         if self._target is not None:
             memory = compile_step_for(step, call.args, call.kwargs, self._target)[0].memory
         else:
-            compiled = step.lower(*call.args, **call.kwargs).compile(compiler_options=dict(options) or None)
+            step, args, kwargs = step.of_arrays(call.args, call.kwargs)
+            compiled = step.lower(*args, **kwargs).compile(compiler_options=dict(options) or None)
             memory = program_memory(compiled, name=step.name, platform=jax.default_backend(), target="attached")
         return None if memory is None else memory.step_bytes
 

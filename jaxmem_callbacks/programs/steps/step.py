@@ -284,18 +284,26 @@ class JitStep(Generic[_Arguments, _Results]):
         with self._lock:
             return self._judged(args, kwargs)
 
+    def of_arrays(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[JitStep, tuple[Any, ...], dict[str, Any]]:
+        """The step and the call that JAX itself can trace: of a step that Equinox jitted those of the arrays alone."""
+        apart = arrays_apart(self.__wrapped__, args, kwargs)
+        if apart is None:
+            return self, args, kwargs
+        function = apart.function
+        made = JitStep(function, self.policy, donate_argnames=function.donated, gradients=self.gradients)
+        return made, apart.args, apart.kwargs
+
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """Trace under the policy for these arguments, for a compiler elsewhere.
 
         Raises:
             PolicyError: the policy did nothing.
         """
-        apart = arrays_apart(self.__wrapped__, args, kwargs)
-        if apart is not None:
-            made = JitStep(
-                apart.function, self.policy, donate_argnames=apart.function.donated, gradients=self.gradients
-            )
-            return made.traced(apart.args, apart.kwargs)
+        step, args, kwargs = self.of_arrays(args, kwargs)
+        if step is not self:
+            return step.traced(args, kwargs)
         with self._lock:
             jitted = self._made(args, kwargs)
             traced = jax_traced(self.trace(*args, **kwargs))
@@ -427,7 +435,9 @@ class JitStep(Generic[_Arguments, _Results]):
             if self._own_jit is None:
                 require_accumulable(self.__wrapped__, args, kwargs, under)
             else:
-                require_accumulable(jitted.lowering, *jitted.full(args, kwargs), under)
+                # JAX refuses a jit with compiler options inside another trace, which the comparison is.
+                function = jitted.lowering.__wrapped__ if self.compiler_options else jitted.lowering
+                require_accumulable(function, *jitted.full(args, kwargs), under)
 
     @functools.cached_property
     def _traced_step(self) -> Callable[..., Any]:
