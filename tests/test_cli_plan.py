@@ -312,9 +312,12 @@ def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
         "# gan.py:31: jm.value_and_grad in place of jax.value_and_grad",
         "step = jm.jit_step(update, jm.StepPolicy(remat='full'))",
     ]
-    for written, step in (("jm.grad(loss)", "jm.grad(loss)"), ("", "train_step"), (None, "update")):
+    for written, step in (("jm.grad(loss)", "jm.grad(loss)"), (None, "update")):
         *_, line = lines_to_train(plan, None, Seen(step=written))
         assert line == f"step = jm.jit_step({step}, jm.StepPolicy(remat='full'))"
+    *_, policy, where = lines_to_train(plan, None, Seen(step=""))
+    assert policy == "policy = jm.StepPolicy(remat='full')"
+    assert where == "# Wrap the jit of update by jm.jit_step with this policy, where it is made", "no name is invented"
 
 
 def test_the_lines_to_paste_tell_the_rows_that_were_planned() -> None:

@@ -304,3 +304,84 @@ def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(line: str, why: 
     assert "name it behind the script: SCRIPT.py:function" in ran[0].stderr
     assert ran[1].returncode == 0, ran[1].stderr
     assert ran[1].stdout.startswith("Plan of step for attached")
+
+
+METHOD = """
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+class Model(eqx.Module):
+    layers: list
+    def __init__(self, key):
+        self.layers = [eqx.nn.MLP(64, 64, 256, 1, key=each) for each in jax.random.split(key, 6)]
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+class Trainer(eqx.Module):
+    rate: float
+    @staticmethod
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+    @eqx.filter_jit(donate="all-except-first")
+    def make_step(self, model, x):
+        loss, gradients = eqx.filter_value_and_grad(self.loss)(model, x)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -self.rate * g, gradients)), loss
+
+model, trainer = Model(jax.random.key(0)), Trainer(1e-3)
+for at in range(3):
+    model, loss = trainer.make_step(model, jnp.ones((512, 64)) * (at + 1) / 64)
+    print(float(loss))
+"""
+
+
+def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: Path, capsys: Any) -> None:
+    """Equinox hands the call on, so that its own frame lies between the script and the step."""
+    script = written(tmp_path, METHOD)
+    assert main(["plan", script, "--budget", "4MiB", "--search", "microbatches=4"]) in (0, 2)
+    told = capsys.readouterr().out
+    (place, line) = re.search(r"# above train\.py:(\d+)\n +(Trainer\.make_step = jm\.jit_step\(.*\))\n", told).groups()
+    lines = METHOD.replace("eqx.filter_value_and_grad", "jm.eqx.value_and_grad").splitlines()
+    lines[int(place) - 1 : int(place) - 1] = ["import jaxmem_callbacks as jm", line]
+    losses = []
+    for text in (METHOD, "\n".join(lines)):
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+        losses.append([float(each) for each in done.stdout.split()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+DECORATED = """
+import functools, jax, jax.numpy as jnp
+
+def timed(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        result = function(*args)
+        print("called")
+        return result
+    return wrapper
+
+def loss(params, batch):
+    for w in params:
+        batch = batch + jnp.tanh(batch @ w)
+    return jnp.mean(batch**2)
+
+@timed
+@jax.jit
+def train_step(params, batch):
+    return [p - 0.1 * g for p, g in zip(params, jax.grad(loss)(params, batch))]
+
+params = [jnp.eye(64) for _ in range(6)]
+for _ in range(3):
+    params = train_step(params, jnp.ones((1024, 64)))
+"""
+
+
+def test_a_decorator_above_a_jit_is_not_jitted(tmp_path: Path, capsys: Any) -> None:
+    """Around it, a line would run its own work once, in the trace."""
+    assert main(["plan", written(tmp_path, DECORATED), "--budget", "2MiB", "--search", "microbatches=4"]) in (0, 2)
+    told = capsys.readouterr().out
+    assert "jm.jit_step(" not in told.partition("To train so:")[2]
+    assert "# Wrap the jit of train_step by jm.jit_step with this policy, where it is made" in told

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import caller_of
+from jaxmem_callbacks.cli.callers import call_of_user, caller_of
 from jaxmem_callbacks.records.source_files import Owner, short_path
 
 
@@ -39,14 +39,31 @@ def called_as(step: Any) -> Called | None:
     Args:
         step: What was announced: a `JitStep` that the script made, or one around the jitted function that it calls.
     """
-    frames = list(_user_frames(inspect.currentframe()))
-    if not frames:
-        return None
+    calls = list(_calls_of_user(inspect.currentframe()))
+    frames = [each.f_back for each in calls if each.f_back is not None]
+    found = _called_in(frames, step) if frames else None
+    if found is None or _is_ours(calls[0]):
+        return found
+    # An installed package calls it. It may know it by a name of its own, or only hand on what the user calls, as Equinox does.
+    return found if _last(found.name) == _last(call_of_user(frames[0])) else None
+
+
+def _own_variables(frame: types.FrameType) -> dict[str, Any]:
+    """A frame's variables but those of the functions around it, to which a line inside gives no value."""
+    return {name: value for name, value in frame.f_locals.items() if name not in frame.f_code.co_freevars}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _called_in(frames: Sequence[types.FrameType], step: Any) -> Called | None:
+    """How the innermost of some frames writes the step, and where the outermost that knows it is to be edited."""
     caller, found = frames[0], None
     if _name_in(caller.f_locals, step) is None and (name := _variable(caller.f_globals, step)) is not None:
         return Called(name, _where_global(frames, name))
     for frame in frames:
-        name = _name_in(frame.f_locals, step)
+        name = _name_in(_own_variables(frame), step)
         if name is None:
             if found is not None:
                 break
@@ -93,15 +110,11 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
     return [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
 
 
-def _user_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """The user's frames around a call that a file of the user's makes itself, innermost first."""
-    is_first = True
+def _calls_of_user(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The frames that the user's own code called, innermost first."""
     while frame is not None and frame.f_back is not None:
         if caller_of(frame) is Owner.USER:
-            if is_first and not _is_ours(frame):
-                return  # an installed package calls it, and knows it by a name of its own
-            is_first = False
-            yield frame.f_back
+            yield frame
         frame = frame.f_back
 
 
@@ -132,10 +145,17 @@ def _variable(names: Mapping[str, Any], step: Any) -> str | None:
 
 
 def _is(value: Any, step: Any) -> bool:
+    """Whether a value is the step, or a method of it; a decorator's wrapper around it is not, whose work a line would jit."""
+    value = inspect.getattr_static(value, "method", value)  # as Equinox's modules hold their methods
     if value is step:
         return True
-    jitted = inspect.getattr_static(value, "watched_jit", None)  # no code of the value's own is run
+    # No code of the value's own is run. `functools.wraps` gives a wrapper the attributes of what it wraps.
+    jitted = inspect.getattr_static(value, "watched_jit", None) if _is_of_library(type(value)) else None
     return jitted is not None and jitted is getattr(step, "__wrapped__", None)
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def line_above(frame: types.FrameType) -> int:

@@ -36,8 +36,10 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> 
     if plan.chosen.batch_rows is not None:
         lines.append(f"# the batch has {plan.chosen.batch_rows} rows")
     step = plan.record.step if plan.record.step.isidentifier() else ""
-    step = (step if seen is None or seen.step is None else seen.step) or "train_step"
+    step = step if seen is None or seen.step is None else seen.step
     called = None if seen is None or _is_placed(plan) else seen.called
+    if not step and called is None:
+        return [*lines, *_without_name(plan, saved)]
     made = ("step", step) if called is None else (called.name, called.name)
     if called is not None:
         lines.append(f"# {called.where}")
@@ -55,6 +57,16 @@ def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
     line = advise("train.around", call=trainer, policy=policy)
     after = f"# and call trained in place of {trainer}"
     return ["import jaxmem_callbacks as jm", *_started(plan), *rows, *before, line, after]
+
+
+def _without_name(plan: Plan, saved: Path | None) -> list[str]:
+    """The policy alone: no line can say what the script calls."""
+    named = advise("train.named", policy=_policy(plan, saved))
+    return [
+        *_started(plan),
+        named,
+        f"# Wrap the jit of {plan.record.step} by jm.jit_step with this policy, where it is made",
+    ]
 
 
 def _loaded(saved: Path) -> str:

@@ -238,7 +238,7 @@ class Watched:
             seen.jitted[self._name] = None
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
-                seen.edits, seen.step = dict(self._edits) if self._gradients == "own" else {}, self._written
+                seen.edits, seen.step = dict(self._edits) if self._gradients == "own" else {}, self._known_as
                 seen.trainer = call_of_user(inspect.currentframe()) if self._whose is Owner.PACKAGE else ""
                 with gradients.within(is_own=False):  # what is called in there is the plan's
                     self._announce(args, kwargs)
@@ -253,6 +253,14 @@ class Watched:
     @property
     def _name(self) -> str:
         return getattr(self, "__name__", "a function without a name")
+
+    @property
+    def _known_as(self) -> str:
+        """How people write it; empty where its name means something else by now, such as a decorator's wrapper around it."""
+        names = getattr(self._function, "__globals__", {})
+        meant = names.get(self._written, self)
+        is_own = isinstance(meant, Watched) and meant.watched_jit is self.watched_jit
+        return self._written if is_own or meant is self._function else ""
 
     def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         around = active_policy()  # that of `jm.apply_policy`, where the script calls the trainer under one
