@@ -51,7 +51,7 @@ def test_a_step_is_found_and_planned_as_it_is_written(kind: str, tmp_path: Path,
     if "To train so:" in told:
         word = INSTEAD[kind].rpartition(" ")[2] if kind != "names from JAX" else "grad"
         line = next(at for at, text in enumerate(Path(script).read_text().splitlines(), 1) if f"{word}(" in text)
-        assert f"    import jaxmem_callbacks as jm\n    # train.py:{line}: {INSTEAD[kind]}\n    " in told
+        assert f"    import jaxmem_callbacks as jm\n    # {script}:{line}: {INSTEAD[kind]}\n    " in told
         assert re.search(r"\n    ([\w.]+) = jm\.jit_step\(\1, ", told) or kind == "NNX", "around what the script calls"
     assert jax_functions() == before
 
@@ -342,14 +342,16 @@ def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: 
     script = written(tmp_path, METHOD)
     assert main(["plan", script, "--budget", "4MiB", "--search", "microbatches=4"]) in (0, 2)
     told = capsys.readouterr().out
-    (place, line) = re.search(r"# above train\.py:(\d+)\n +(Trainer\.make_step = jm\.jit_step\(.*\))\n", told).groups()
+    (place, line) = re.search(
+        r"# above \S*train\.py:(\d+)\n +(Trainer\.make_step = jm\.jit_step\(.*\))\n", told
+    ).groups()
     lines = METHOD.replace("eqx.filter_value_and_grad", "jm.eqx.value_and_grad").splitlines()
     lines[int(place) - 1 : int(place) - 1] = ["import jaxmem_callbacks as jm", line]
     losses = []
     for text in (METHOD, "\n".join(lines)):
         done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
         losses.append([float(each) for each in done.stdout.split()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 DECORATED = """

@@ -44,7 +44,6 @@ _COUNTED_ONCE = (
     "The step has while loops, and no trace tells how often they run: operations and modelled time count their bodies once. A "
     "jax.lax.scan or fori_loop with fixed bounds is counted as often as it runs."
 )
-_SHOWN = 4  # buffers of each group that a candidate keeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +175,7 @@ class Compiler:
         self.notes |= dict.fromkeys(answer.note_of_reports)
         if answer.memory is not None:
             judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
-            return replace(judged, peak=answer.peak and answer.peak.largest(_SHOWN))
+            return replace(judged, peak=answer.peak)
         refused = self._refused(policy, facts, answer.needed_bytes, answer.refusal, answer.peak)
         return replace(refused, cached=answer.cached)
 
@@ -200,7 +199,7 @@ class Compiler:
             mesh=mesh_sizes(problem.mesh),
             operations=facts.operations,
             compiler_remat=None,
-            peak=peak and peak.largest(_SHOWN),
+            peak=peak,
             refusal=words,
         )
 
@@ -222,7 +221,7 @@ class Compiler:
             traced = step.traced(problem.args, dict(problem.kwargs))
             answer = lower_traced_for(traced, step.name, larger, want_buffers=True, need_lines=False)()
         told = answer.peak if answer.memory is not None else None
-        return told and told.largest(_SHOWN), larger.name, answer.cached
+        return told, larger.name, answer.cached
 
     def donating(
         self, policy: StepPolicy, names: Sequence[str], *, timeout_s: float | None = None
@@ -266,7 +265,7 @@ class Compiler:
                 return self._refused(step.policy, facts, needed, refusal.words, refused_peak(facts.traced, needed))
             hlo, platform = program.as_text() or "", jax.default_backend()
             memory = program_memory(program, name="step", platform=platform, target="attached", hlo_text=hlo)
-            told = peak and with_total(peak, memory.step_bytes, UNPLACED).largest(_SHOWN)
+            told = peak and with_total(peak, memory.step_bytes, UNPLACED)
             return replace(self._judged(step.policy, facts, memory, hlo), peak=told)
 
         return compiled

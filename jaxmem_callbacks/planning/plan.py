@@ -56,6 +56,7 @@ _MOST_MICROBATCHES = 64
 _CPU_KEEPS_REMAT = (0, 12)
 # Temporaries of a step whose checkpoints were undone are this part of the plain step's, or more.
 _MUCH = 0.9
+_SHOWN = 4  # buffers of each group that a record keeps
 _UNCHECKED = (
     "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
     "its first call, and refuses a loss whose gradient would be another one; jm.weighted needs no check."
@@ -172,8 +173,9 @@ def _share_of(best: Entry) -> float | None:
 def _note_choice(ledger: Ledger, best: Entry, traced: Traced) -> None:
     """What is to be said of the policy that is used."""
     if best.candidate.peak is not None:
+        note = ledger.note_obstacle if best.candidate.fits is False else ledger.note
         for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
-            ledger.note(words)
+            note(words)
     _note_share(ledger, best)
     _note_idle_devices(ledger, best)
     _note_undone(ledger, best)
@@ -270,6 +272,14 @@ def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool |
         return None
 
 
+def _shortened(candidate: Candidate) -> Candidate:
+    """With the largest buffers of each group alone, of what makes its peak and what makes it elsewhere."""
+    peak, elsewhere = candidate.peak, candidate.placed_elsewhere
+    return replace(
+        candidate, peak=peak and peak.largest(_SHOWN), placed_elsewhere=elsewhere and elsewhere.largest(_SHOWN)
+    )
+
+
 def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanRecord:
     compiler = best.compiler
     problem = compiler.problem
@@ -285,7 +295,7 @@ def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanR
         target="attached" if hardware is None else hardware.name,
         platform=platform,
         device_count=problem.device_count,
-        candidates=tuple(candidates),
+        candidates=tuple(map(_shortened, candidates)),
         chosen=next(index for index, each in enumerate(candidates) if each is best.candidate),
         reason=reason,
         limit_bytes=limits.limit_bytes,

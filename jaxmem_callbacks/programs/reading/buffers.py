@@ -157,7 +157,9 @@ class _Reader:
 
     def whole(self, allocation: Allocation) -> Buffer:
         """An allocation that is held throughout: an argument, an output or a constant."""
-        value, group = self._result(allocation) if allocation.kind == "output" else (_holder(allocation), CONSTANTS)
+        value, group = (
+            self._result(allocation) if allocation.kind == "output" else (self._holder(allocation), CONSTANTS)
+        )
         origin = self.module.origin(value.name, value.index) if value else None
         name = origin.op_name if origin else None
         if allocation.kind == "argument":
@@ -180,6 +182,13 @@ class _Reader:
             if origin is not None and origin.op_name and "/" in origin.op_name:
                 return origin.op_name + (f" ({origin.source})" if origin.source else "")
         return None
+
+    def _holder(self, allocation: Allocation) -> Value | None:
+        """The value that an argument's or a constant's memory is for; in that of a donated argument others lie too."""
+        own = self.module.parameters.get((self.module.entry or "", allocation.parameter or 0))
+        filling = [value for value in allocation.values if value.bytes == allocation.bytes]
+        arguments = [value for value in filling if allocation.kind == "argument" and value.name == own]
+        return next(iter(arguments or filling or allocation.values), None)
 
     def _result(self, allocation: Allocation) -> tuple[Value | None, str]:
         """What lies at the position in memory that is kept for a result, which may be lent to others until then."""
@@ -256,12 +265,6 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((first, last))
     return joined
-
-
-def _holder(allocation: Allocation) -> Value | None:
-    """The value that an argument's or a constant's memory is for: the first that fills it. In a donated one others follow."""
-    filling = [value for value in allocation.values if value.bytes == allocation.bytes]
-    return next(iter(filling or allocation.values), None)
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
