@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.oom import OomFacts
+from jaxmem_callbacks.recovery.texts.needles import needles
 from jaxmem_callbacks.recovery.texts.rule import size_of
 from jaxmem_callbacks.recovery.texts.statements import RULES, statements
 
@@ -152,6 +153,33 @@ def test_a_line_of_a_program_is_a_failure(line):
 def test_every_rule_has_a_text():
     met = {id(item.rule) for row in (*SEEN, *MADE) for item in statements(row["text"])}
     assert [rule.name for rule in RULES if id(rule) not in met] == []
+
+
+def test_every_match_of_a_rule_holds_a_word_that_it_is_tried_for():
+    assert [rule.name for rule in RULES if not rule.needles] == []
+    for row in (*SEEN, *MADE, *PROSE):
+        for rule in RULES:
+            for match in rule.pattern.finditer(row["text"]):
+                assert any(word in match[0] for word in rule.needles), (row["id"], rule.name)
+
+
+@pytest.mark.parametrize(
+    ("wording", "words"),
+    [
+        (r"\bOut of memory allocating <requested>", ("allocating",)),
+        (r"[Ff]ailed to (?:load|launch) it", ("ailed",)),
+        (r"(?:one|three (?:and )?)", ("one", "three")),
+        (r"(?:one|\d{1,3})", ()),
+        (r"(?:optional)?short", ("short",)),
+        (r"(?!looked)(?<=behind)(?:x|yz){0,3}seen", ("seen",)),
+        (r"lette?rs", ("lett",)),
+        (r"a{2,3}bc+d\(e\)", ("d(e)",)),
+        (r"[^abc\]]x(?P<name>[\w.-]{1,8}named)", ("named",)),
+        (r"\w+", ()),
+    ],
+)
+def test_words_that_every_match_of_a_wording_holds(wording, words):
+    assert needles(wording) == words
 
 
 @pytest.mark.parametrize("broken", ["\n    ", " \t "], ids=["lines", "tabs"])

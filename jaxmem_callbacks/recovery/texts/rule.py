@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxmem_callbacks.records.oom import OomPlatform, Phase
+from jaxmem_callbacks.recovery.texts.needles import needles
 
 # A size as XLA prints it: `123`, `1.5GiB`, `21.90G`, `176.00MiB`, `12 bytes`, `16.0 TiB`. Named by the field it belongs to.
 # Others write `1,073,741,824` and `1.5e10`. A number is taken whole, so that none is read in part that `size_of` does not know.
@@ -40,6 +41,7 @@ class Rule:
         over: Whether the use that it states must reach the stated limit, since the same words also tell of programs that fit.
         vague: Whether the wording only says that memory ran out, so that any other wording at the same place tells more.
         driver: Whether it is a GPU's driver that refuses in these words.
+        needles: Words one of which stands in every match; empty where none is known.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Rule:
     over: bool = False
     vague: bool = False
     driver: bool = False
+    needles: tuple[str, ...] = ()
 
 
 def rule(  # noqa: PLR0913 - a row of a table, with its fields by name
@@ -76,6 +79,7 @@ def rule(  # noqa: PLR0913 - a row of a table, with its fields by name
         over=over,
         vague=vague,
         driver=driver,
+        needles=needles(wording),
     )
 
 

@@ -149,7 +149,10 @@ def statements(text: str, start: int = 0, end: int | None = None, *, budget: Bud
         if budget.left <= 0:
             break
         budget.left -= high - low
+        reach = text[low : high + AFTER]
         for rule in RULES:
+            if rule.needles and not any(word in reach for word in rule.needles):
+                continue
             for match in rule.pattern.finditer(text, low, min(high + AFTER, len(text))):
                 if match.start() >= high:
                     break
