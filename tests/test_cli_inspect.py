@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
+from jaxmem_callbacks.planning.interrupts import command_interrupted
 from jaxmem_callbacks.records.errors import ScriptError
 from tests.pasting import pasted
 from tests.target_step import needs_compiler
@@ -280,10 +283,8 @@ def test_arguments_of_the_script_are_told_from_the_commands_own(command, capsys)
     assert f"jaxmem {command} train.py --target cpu -- --lr 3" in told
 
 
-def test_a_command_leaves_threads_that_can_be_traced(script, capsys):
-    """A debugger's or a coverage tool's trace in the same process, as in a notebook, goes on after a command."""
-    assert main(["inspect", "--top", "0", str(script), "--args", str(script.parent / "log")]) == 0
-    capsys.readouterr()
+def lines_of_a_traced_thread():
+    """The lines that a new thread runs under a trace of its own; fails where it does not end."""
     lines = []
 
     def trace(frame, *_):
@@ -298,4 +299,33 @@ def test_a_command_leaves_threads_that_can_be_traced(script, capsys):
     thread.start()
     thread.join(20.0)
     assert not thread.is_alive()
-    assert lines
+    return lines
+
+
+def test_a_command_leaves_threads_that_can_be_traced(script, capsys):
+    """A debugger's or a coverage tool's trace in the same process, as in a notebook, goes on after a command."""
+    assert main(["inspect", "--top", "0", str(script), "--args", str(script.parent / "log")]) == 0
+    capsys.readouterr()
+    assert lines_of_a_traced_thread()
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["while it works", "as it ends"])
+def test_an_interrupt_sent_to_a_thread_leaves_threads_that_can_be_traced(is_early):
+    raised = []
+
+    def work():
+        try:
+            with command_interrupted(lambda _: None) as interruption:
+                sender = threading.Thread(target=interruption, args=(signal.SIGINT,))
+                sender.start()
+                while is_early:
+                    time.sleep(0.001)
+        except KeyboardInterrupt as error:
+            raised.append(type(error))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join(20.0)
+    assert not worker.is_alive()
+    assert set(raised) <= {KeyboardInterrupt}, "nothing else comes out of it"
+    assert lines_of_a_traced_thread()
