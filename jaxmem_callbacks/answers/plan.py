@@ -18,6 +18,7 @@ from jaxmem_callbacks.planning.search import pareto
 from jaxmem_callbacks.planning.spending import Ask
 from jaxmem_callbacks.readers.plans import read_plan
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import require, require_path
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
@@ -86,6 +87,14 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         CompileError: the program cannot be exported, or the compiler failed, crashed or took too long.
         PolicyError, LossRefusedError: only where even the plain step cannot be traced.
     """
+    if not callable(progress):
+        require(
+            "jm.plan",
+            "progress",
+            progress,
+            (bool, type(None)),
+            "a function progress(what, done, at_most), True, False or None",
+        )
     ask = Ask(target=target, budget=budget, resident=resident, mesh=mesh, search=search, beside=beside)
     with _told(progress) as told:
         return Plan(make_plan(train_step, args, kwargs, ask, told))
@@ -108,7 +117,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         RunFileError: nothing there, or no plan, such as a preset.
     """
-    return Plan(read_plan(Path(path)))
+    return Plan(read_plan(require_path("jm.load_plan", "path", path, "plan.json")))
 
 
 @final
@@ -120,6 +129,7 @@ class Plan:
     """
 
     def __init__(self, record: PlanRecord) -> None:
+        require("jm.Plan", "record", record, PlanRecord, "the record of a plan; jm.plan and jm.load_plan make plans")
         self.record = scrubbed(record)
 
     @property

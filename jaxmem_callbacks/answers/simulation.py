@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import require, require_path, require_wholes
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import EnvironmentSettings
@@ -74,11 +74,13 @@ def simulate_allocator(  # noqa: PLR0913 - a trace, an allocator, and what may b
         TargetError: a device memory that is neither a size nor a GPU.
     """
     trace = trace_of(trace)
+    require("simulate_allocator", "defragment_steps", defragment_steps, (list, tuple, range), "a list of whole numbers")
+    require_wholes("simulate_allocator", "defragment_steps", defragment_steps)
     if not isinstance(settings, AllocatorSettings):
         settings = _settings_of(
             _environment_of(settings),
             device_bytes=device_bytes_of(device_memory, trace),
-            outside_bytes=size_of(outside),
+            outside_bytes=size_of(outside, "outside"),
             defragment=defragment,
             defragment_steps=tuple(defragment_steps),
         )
@@ -136,7 +138,7 @@ def trace_of(trace: Trace | str | os.PathLike[str]) -> Trace:
     """
     if isinstance(trace, Trace):
         return trace
-    path = Path(trace)
+    path = require_path("simulate_allocator", "trace", trace, "runs/a")
     if str(trace) in CASES and not path.exists():
         return CASES[str(trace)]()
     if not path.exists():
@@ -156,7 +158,7 @@ def device_bytes_of(said: int | str | None, trace: Trace) -> int:
         TargetError: a name that is no GPU's.
     """
     if said is not None and (not isinstance(said, str) or said[:1].isdigit()):
-        return size_of(said)
+        return size_of(said, "device_memory")
     if said is not None:
         known = resolve_target(said, require_installed=False)
         if known.platform == "cuda" and known.memory_bytes:
@@ -172,8 +174,12 @@ def device_bytes_of(said: int | str | None, trace: Trace) -> int:
     raise SimulationError(msg)
 
 
-def size_of(said: int | str) -> int:
+def size_of(said: int | str, name: str) -> int:
     """Bytes from an int or text with a unit.
+
+    Args:
+        said: The size.
+        name: What it is the size of.
 
     Raises:
         SimulationError: neither.
@@ -181,7 +187,8 @@ def size_of(said: int | str) -> int:
     try:
         return parse_bytes(said, unit_needed=True)
     except ValueError as error:
-        raise SimulationError(str(error)) from error
+        msg = f"{name}={said!r}: {error}"
+        raise SimulationError(msg) from error
 
 
 def _environment_of(settings: EnvironmentSettings | Preset | Name) -> EnvironmentSettings:

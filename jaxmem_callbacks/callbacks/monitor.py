@@ -32,6 +32,7 @@ from jaxmem_callbacks.callbacks.wanted import (
     folder_of,
     plan_of,
     preset_given,
+    probes_of,
     settings_of,
     split_of,
     versions_now,
@@ -81,7 +82,7 @@ class MemoryMonitor:
             which is read at every ``every_steps``-th call.
 
     Raises:
-        TypeError: a preset, plan or writer that is none.
+        TypeError: a preset, plan, writer, probe or folder that is none.
         ValueError: settings out of range, a ``logdir`` that is no local folder, or a path at which there is no plan.
 
     Example:
@@ -107,12 +108,13 @@ class MemoryMonitor:
         given = preset_given(preset)
         settings = settings_of(given)
         folder: Path | None = folder_of(logdir)
+        watched = probes_of(probes, (AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()))
         self._faults = Faults(settings.on_error)
         look_s = min(_LOOK_S, settings.scan_s, settings.window_s)
         self._programs, self._saves = ProgramsProbe(), SavesProbe()
         self._sampler = Sampler(
             settings,
-            probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()) if probes is None else probes,
+            probes=watched,
             programs=self._programs,
             faults=self._faults,
             look_s=look_s,

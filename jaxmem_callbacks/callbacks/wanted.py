@@ -10,8 +10,10 @@ from typing import Any, cast
 
 from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.readers.plans import read_plan
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import refuse, require_path
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
@@ -108,10 +110,12 @@ def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
     """The folder for the run's files.
 
     Raises:
+        TypeError: no path.
         ValueError: an address that is no local folder.
     """
     if logdir is None:
         return None
+    place = require_path("MemoryMonitor", "logdir", logdir, "runs/a")
     text = os.fspath(logdir)
     if "://" in text:
         msg = (
@@ -119,7 +123,27 @@ def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
             "pass the framework's own writer by writer=."
         )
         raise ValueError(msg)
-    return Path(text)
+    return place
+
+
+def probes_of(probes: Any, usual: Sequence[Probe]) -> Sequence[Probe]:
+    """The user's probes, or the usual ones for None.
+
+    Raises:
+        TypeError: no sequence of what can be read.
+    """
+    if probes is None:
+        return usual
+    if not isinstance(probes, list | tuple) or not all(
+        callable(getattr(each, "read", None)) for each in cast("Sequence[Any]", probes)
+    ):
+        refuse(
+            "MemoryMonitor",
+            "probes",
+            probes,
+            "a list of probes, objects with read(step), such as [jm.ScriptedProbe([])]",
+        )
+    return cast("Sequence[Probe]", probes)
 
 
 def writers_of(writer: Any) -> tuple[Writer, ...]:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     found = simulate_ways(
         trace,
         device_bytes_of(args.device_memory or args.target, trace),
-        outside_bytes=size_of(args.outside),
+        outside_bytes=size_of(args.outside, "outside"),
         partitioned=not args.old,
         defragment_steps=args.defragment_at,
     )

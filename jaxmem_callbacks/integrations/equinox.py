@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+from jaxmem_callbacks.records.errors import require_function
 from jaxmem_callbacks.transforms.accumulation.batch import Said
 from jaxmem_callbacks.transforms.gradients import gradient_function
 
@@ -70,6 +71,7 @@ def value_and_grad(
         return functools.partial(
             value_and_grad, has_aux=has_aux, batch_argnames=batch_argnames, batch_argnums=batch_argnums, **options
         )
+    require_function(loss, "jm.eqx.value_and_grad")
     said = Said(argnames=batch_argnames, argnums=batch_argnums)
     return gradient_function(loss, 0, said, options, has_aux=has_aux, inexact_only=True)
 
@@ -117,6 +119,7 @@ def grad(
         return functools.partial(
             grad, has_aux=has_aux, batch_argnames=batch_argnames, batch_argnums=batch_argnums, **options
         )
+    require_function(loss, "jm.eqx.grad")
     both = value_and_grad(loss, has_aux=has_aux, batch_argnames=batch_argnames, batch_argnums=batch_argnums, **options)
 
     @functools.wraps(loss)

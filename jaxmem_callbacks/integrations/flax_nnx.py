@@ -9,13 +9,15 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmem_callbacks.integrations.nnx_modules import remat
+from jaxmem_callbacks.records.arguments import require_wholes
+from jaxmem_callbacks.records.errors import require_function
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, take_apart
 from jaxmem_callbacks.transforms.accumulation.batch import Found, Said, find_batch
 from jaxmem_callbacks.transforms.accumulation.obey import accumulated, state_after, unseen
@@ -119,6 +121,10 @@ def value_and_grad(
     Raises:
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.
     """
+    require_function(loss, VALUE_AND_GRAD)
+    for each in cast("Sequence[Any]", argnums) if isinstance(argnums, list | tuple) else (argnums,):
+        if not isinstance(each, nnx.DiffState):
+            require_wholes(VALUE_AND_GRAD, "argnums", each)
     said = Said(argnames=batch_argnames, argnums=batch_argnums)
 
     @functools.wraps(loss)

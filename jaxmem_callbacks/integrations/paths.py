@@ -72,13 +72,16 @@ def _rule(pattern: Any, policy: str) -> Rule:
     if isinstance(pattern, type):
         return Rule(path=None, kind=pattern, policy=canonical)
     try:
-        return Rule(path=re.compile(pattern), kind=None, policy=canonical)
+        compiled = re.compile(pattern)
     except re.error as error:
         msg = f"pattern={pattern!r} is not a regular expression: {error}. Write one such as r'blocks/\\d+'."
         raise PatternError(msg) from None
     except TypeError:
+        compiled = None
+    if compiled is None or isinstance(compiled.pattern, bytes):
         msg = f"pattern={pattern!r}: expected a regular expression such as r'blocks/\\d+', a module class or a mapping."
-        raise PatternError(msg) from None
+        raise PatternError(msg)
+    return Rule(path=compiled, kind=None, policy=canonical)
 
 
 def rule_for(among: Sequence[Rule], paths: Iterable[str], kind: type) -> Rule | None:

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from jaxmem_callbacks.probes.protocol import Seen
+from jaxmem_callbacks.records.arguments import refuse, require
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+
+_SEEN = (Reading, Unavailable, ArrayCensus)
+_EXPECTED = "one entry a read, each a reading, a census or a list of these"
 
 
 @final
@@ -26,9 +30,12 @@ class ScriptedProbe:
     """
 
     def __init__(self, script: Iterable[Seen | Sequence[Seen]]) -> None:
-        self._script = iter(
-            [(entry,) if isinstance(entry, (Reading, Unavailable, ArrayCensus)) else tuple(entry) for entry in script]
-        )
+        require("ScriptedProbe", "script", script, Iterable, _EXPECTED)
+        groups = [(entry,) if isinstance(entry, _SEEN) else entry for entry in script]
+        for group in groups:
+            if not isinstance(group, list | tuple) or not all(isinstance(each, _SEEN) for each in group):
+                refuse("ScriptedProbe", "script", group, _EXPECTED)
+        self._script = iter([tuple(group) for group in groups])
 
     def read(self, step: int) -> Sequence[Seen]:  # noqa: ARG002 - the script says the steps itself
         """The next group of the script, as it was given."""

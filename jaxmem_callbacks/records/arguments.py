@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 _SHOWN = 60  # characters of what was given
 
@@ -51,21 +52,46 @@ def require_callable(call: str, name: str, given: object, expected: str) -> None
         refuse(call, name, given, expected)
 
 
-def require_whole(call: str, name: str, given: Any, *, least: int) -> int:
+def require_names(call: str, name: str, given: Any) -> tuple[str, ...] | None:
+    """Names, or None: one text is one name.
+
+    Raises:
+        TypeError: something else, or something else among them.
+    """
+    expected = f"a name, or a tuple of names such as {name}=('state',)"
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    require(call, name, given, (list, tuple, set, frozenset), expected)
+    if not all(isinstance(each, str) for each in given):
+        refuse(call, name, given, expected)
+    return tuple(given)
+
+
+def require_wholes(call: str, name: str, given: Any) -> None:
+    """Refuse what is neither a whole number nor a sequence of them.
+
+    Raises:
+        TypeError: as `refuse` words it.
+    """
+    for each in cast("Sequence[Any]", given) if isinstance(given, list | tuple | range) else (given,):
+        require_whole(call, name, each)
+
+
+def require_whole(call: str, name: str, given: Any, *, least: int | None = None) -> int:
     """A whole number, NumPy's included, as Python's own.
 
     Raises:
         TypeError: no whole number, or a switch.
         ValueError: one that is too small.
     """
-    expected = f"a whole number of at least {least}"
+    expected = "a whole number" if least is None else f"a whole number of at least {least}"
     try:
         number = operator.index(given)
     except TypeError:
         number = None
     if number is None or isinstance(given, bool):
         refuse(call, name, given, expected)
-    if number < least:
+    if least is not None and number < least:
         msg = f"{call}: {name}={number}. Expected {expected}."
         raise ValueError(msg)
     return number

@@ -71,7 +71,7 @@ def canonical_remat(name: str) -> str:
         PolicyError: no such policy; the message lists all and the nearest.
     """
     word = name.strip().lower() if isinstance(name, str) else name
-    if word in _CANONICAL:
+    if isinstance(word, str) and word in _CANONICAL:
         return _CANONICAL[word]
     hint = did_you_mean(word, _CANONICAL) if isinstance(word, str) else " A policy is given by its name."
     msg = f"Unknown remat policy {name!r}.{hint} Expected one of: {', '.join(REMAT_SYNONYMS)}."

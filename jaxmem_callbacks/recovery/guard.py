@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, final
 
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import require, require_path, require_whole
 from jaxmem_callbacks.recovery.ballast import Ballast
 from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
@@ -52,7 +53,7 @@ def oom_guard(
         The guard. It may be entered again, nested, and in several threads.
 
     Raises:
-        TypeError: a monitor that is none, or a decorated function that only begins when it is iterated.
+        TypeError: a monitor, a folder or a number that is none, or a decorated function that only begins when it is iterated.
         ValueError: ``plan_seconds`` or ``keep`` that make no sense.
     """
     if monitor is not None and not callable(getattr(monitor, "witnessed", None)):
@@ -61,13 +62,14 @@ def oom_guard(
             f"name: {advise('guard.call', arguments=_REPORTS)}."
         )
         raise TypeError(msg)
+    require("oom_guard", "plan_seconds", plan_seconds, numbers.Real, "seconds from 0 on, such as plan_seconds=60")
     if not 0 <= plan_seconds < math.inf:
         msg = f"oom_guard: plan_seconds={plan_seconds!r}. Expected seconds from 0 on, such as plan_seconds=60."
         raise ValueError(msg)
-    if isinstance(keep, bool) or keep < 1:
+    if isinstance(keep, bool) or require_whole("oom_guard", "keep", keep) < 1:
         msg = f"oom_guard: keep={keep!r}. Expected a number of reports of at least 1, such as keep=10."
         raise ValueError(msg)
-    place = None if outdir is None else Path(outdir)
+    place = None if outdir is None else require_path("oom_guard", "outdir", outdir, "reports")
     return OomGuard(monitor, ReportSettings(outdir=place, plan_seconds=plan_seconds, keep=keep))
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.config.named import Name, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
-from jaxmem_callbacks.records.arguments import require_callable, require_path, require_whole
+from jaxmem_callbacks.records.arguments import require_callable, require_names, require_path, require_whole
 from jaxmem_callbacks.records.errors import JaxmemError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset
@@ -29,6 +29,7 @@ from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
 from jaxmem_callbacks.recovery.ladder.walking import Failure, Walk
 from jaxmem_callbacks.recovery.ladder.wanted import frontier_below, policy_wanted, record_of, settings_wanted
 from jaxmem_callbacks.transforms.policy import Gradients
+from jaxmem_callbacks.transforms.sharding.given import require_shardings
 
 _State = TypeVar("_State")
 _serial = itertools.count()
@@ -89,6 +90,7 @@ class Recovery:
             if checkpoints is None
             else require_path("jm.Recovery", "checkpoints", checkpoints, "runs/a/checkpoints")
         )
+        require_shardings("jm.Recovery", "state_shardings", state_shardings)
         given = None if policy is None else resolve_policy(policy)
         require_applied(given)
         self.settings = settings_wanted(given)
@@ -96,7 +98,7 @@ class Recovery:
         asked = policy_wanted(given, plan)
         maker = Maker(
             train_step=train_step,
-            donate_argnames=donate_argnames,
+            donate_argnames=require_names("jm.Recovery", "donate_argnames", donate_argnames),
             state_shardings=state_shardings,
             gradients=gradients,
         )

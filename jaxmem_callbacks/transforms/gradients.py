@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem_callbacks.records.arguments import require_wholes
 from jaxmem_callbacks.records.errors import LossRefusedError, require_function
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.batch import Said, find_batch
@@ -53,6 +54,7 @@ def value_and_grad(
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.
     """
     require_function(loss, "jm.value_and_grad")
+    require_wholes("jm.value_and_grad", "argnums", argnums)
     said = Said(argnames=batch_argnames, argnums=batch_argnums)
     return gradient_function(loss, argnums, said, options, has_aux=has_aux)
 
@@ -151,6 +153,8 @@ def grad(
     Returns:
         A function to the gradients, or to ``(gradients, aux)`` with ``has_aux``.
     """
+    require_function(loss, "jm.grad")
+    require_wholes("jm.grad", "argnums", argnums)
     both = value_and_grad(loss, argnums, has_aux, batch_argnames=batch_argnames, batch_argnums=batch_argnums, **options)
 
     @functools.wraps(loss)

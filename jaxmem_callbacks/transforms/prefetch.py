@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -19,7 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import refuse, require_whole
 from jaxmem_callbacks.records.units import format_bytes, parse_bytes
+from jaxmem_callbacks.transforms.sharding.given import require_shardings
 
 _LEAST = 2  # one in use and one on its way
 _JOIN_S = 5.0  # an iterator that does not come back must not keep the process from going on
@@ -80,13 +82,25 @@ def prefetch(
         (or leaving it as a context manager, or dropping it) ends the thread.
 
     Raises:
+        TypeError: no iterable, a place that is none, or ``batches`` that is no whole number.
         ValueError: fewer than two batches; ``max_bytes`` that is no size; while iterating, a batch that alone exceeds it.
     """
-    if isinstance(batches, bool) or batches < _LEAST:
+    if isinstance(iterable, str | bytes | Mapping) or not (
+        hasattr(iterable, "__iter__") or hasattr(iterable, "__getitem__")
+    ):
+        refuse(
+            "jm.prefetch", "iterable", iterable, "an iterable of batches, each a tree of arrays, such as a data loader"
+        )
+    require_shardings("jm.prefetch", "sharding", sharding)
+    if isinstance(batches, bool) or require_whole("jm.prefetch", "batches", batches) < _LEAST:
         expected = f"Expected at least 2, one in use, one on its way: {advise('prefetch.least')}."
         msg = f"prefetch got batches={batches!r}. {expected}"
         raise ValueError(msg)
-    limit = None if max_bytes is None else parse_bytes(max_bytes)
+    try:
+        limit = None if max_bytes is None else parse_bytes(max_bytes)
+    except ValueError as error:
+        msg = f"jm.prefetch: max_bytes={max_bytes!r}: {error}"
+        raise ValueError(msg) from None
     channel = _Channel(iter(iterable), sharding, batches, limit)
     channel.start()
     return Prefetch(channel)

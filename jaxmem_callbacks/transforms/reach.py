@@ -17,7 +17,7 @@ import jax
 
 from jaxmem_callbacks._compat.gradient_calls import TakenGradient, handled_by
 from jaxmem_callbacks.config.named import Name, policy_of
-from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, take_apart
@@ -59,6 +59,7 @@ def apply_policy(
         PolicyError: at once, for another word than these. At the first call, when the policy should act on gradients and
             the step asked for none that it reaches; the message names the line to change.
     """
+    require_function(train_step, "jm.apply_policy")
     active = ActivePolicy(policy_of(policy), gradients=gradients)
 
     @functools.wraps(train_step)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import jax
 import numpy as np
@@ -117,8 +117,8 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         segments=segments,
         levels=levels,
         keep=keep,
-        save=tuple(save),
-        offload=tuple(offload),
+        save=cast("tuple[str, ...]", save),
+        offload=cast("tuple[str, ...]", offload),
         own_checkpoints=own_checkpoints,
     )
     return rematerialised(loss, chosen)

@@ -54,6 +54,7 @@ from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
 from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
 from jaxmem_callbacks.programs.steps.shared_buffers import note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.signature import Signature, changes
+from jaxmem_callbacks.records.arguments import require_names
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
@@ -63,6 +64,7 @@ from jaxmem_callbacks.transforms.accumulation.steps import require_accumulable
 from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.policy import ActivePolicy, Gradients, activate, require_used
 from jaxmem_callbacks.transforms.reach import applied
+from jaxmem_callbacks.transforms.sharding.given import require_shardings
 
 _Arguments = ParamSpec("_Arguments")
 _Results = TypeVar("_Results")
@@ -115,7 +117,8 @@ def jit_step(
     require_function(train_step, "jm.jit_step")
     given = StepPolicy() if policy is None else resolve_policy(policy)
     require_applied(given)
-    names = (donate_argnames,) if isinstance(donate_argnames, str) else donate_argnames
+    names = require_names("jm.jit_step", "donate_argnames", donate_argnames)
+    require_shardings("jm.jit_step", "state_shardings", state_shardings)
     if isinstance(train_step, JitStep):
         kept = train_step.policy if policy is None else policy_of(given)
         return train_step.under(kept, names, state_shardings, gradients=gradients)

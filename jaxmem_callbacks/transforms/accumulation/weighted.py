@@ -6,17 +6,22 @@ A loss's result enters; it leaves as ``(scalar to differentiate, (weight or None
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
 
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import LossRefusedError
 from jaxmem_callbacks.transforms.weak_types import is_weak, typed
+
+_NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
 
 
 @functools.partial(register_dataclass, data_fields=["total", "weight"], meta_fields=[])
@@ -51,9 +56,15 @@ def weighted(total: Any, weight: Any) -> Weighted:
         The pair, which `jm.value_and_grad`, `jm.grad` and `jm.nnx.value_and_grad` understand, under a policy or without.
 
     Raises:
-        LossRefusedError: which is a ValueError: a part is no scalar.
+        TypeError: a part is no number.
+        LossRefusedError: which is a ValueError: a part is no scalar, or the weight is not a number.
     """
     for name, part in (("total", total), ("weight", weight)):
+        if not (isinstance(part, _NUMBERS) or hasattr(part, "__jax_array__")):
+            refuse("jm.weighted", name, part, "a scalar, such as (losses * mask).sum()")
+        if name == "weight" and isinstance(part, float) and math.isnan(part):
+            msg = "jm.weighted: weight=nan weighs nothing. Expected what the rows count, such as mask.sum()."
+            raise LossRefusedError(msg)
         if jnp.shape(part) != ():
             msg = (
                 f"jm.weighted: {name} has the shape {jnp.shape(part)}, expected a scalar. Sum over the rows: "

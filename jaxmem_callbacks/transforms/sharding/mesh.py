@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import refuse, require
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.sharding.axes import Axes, fitting_axes, parse_axes
 from jaxmem_callbacks.transforms.sharding.slices import hybrid_devices, slice_count, slices_by_axis
@@ -50,6 +52,14 @@ def make_mesh(
     Raises:
         PolicyError: axes that are none, or whose product is not the number of devices; says what is there and what to type.
     """
+    if devices is not None:
+        expected = "a list of devices, such as jax.devices()[:4]"
+        require("jm.make_mesh", "devices", devices, (list, tuple, np.ndarray), expected)
+        for device in devices:
+            if isinstance(device, str | bytes | int | float | None):
+                refuse("jm.make_mesh", "devices", device, expected)
+    if across_slices is not None:
+        require("jm.make_mesh", "across_slices", across_slices, (str, Mapping), "an axis, axes with counts, or None")
     there = list(jax.devices() if devices is None else devices)
     sizes = _filled(parse_axes(axes), len(there), _what(there), _call_on_fewer)
     types = _types(sizes, axis_types)
