@@ -141,7 +141,7 @@ def probes_of(probes: Any, usual: Sequence[Probe]) -> Sequence[Probe]:
             "MemoryMonitor",
             "probes",
             probes,
-            "a list of probes, objects with read(step), such as [jm.ScriptedProbe([])]",
+            "a list of probes, each an object with a method read, such as a jm.ScriptedProbe",
         )
     return cast("Sequence[Probe]", probes)
 

@@ -8,8 +8,6 @@ import jax
 
 from jaxmem_callbacks.records.arguments import refuse
 
-_EXAMPLE = "jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))"
-
 
 def require_shardings(call: str, name: str, tree: Any) -> None:
     """Refuse a tree with something in it that says no place: no sharding, device, format or memory of JAX's.
@@ -19,4 +17,4 @@ def require_shardings(call: str, name: str, tree: Any) -> None:
     """
     for leaf in jax.tree.leaves(tree):
         if not isinstance(leaf, jax.sharding.Sharding | jax.Device) and not type(leaf).__module__.startswith("jax"):
-            refuse(call, name, leaf, f"None, a sharding such as {_EXAMPLE}, or a tree of shardings")
+            refuse(call, name, leaf, "None, a sharding such as a jax.sharding.NamedSharding, or a tree of shardings")
