@@ -1,8 +1,15 @@
-"""What the command line's exit codes mean."""
+"""What the command line's exit codes mean, and which one a command has."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
 from jaxmem_callbacks.planning.interrupts import Terminated
+from jaxmem_callbacks.records.errors import JaxmemError
+from jaxmem_callbacks.records.terminal import OutputError, flush, put
 
 OK = 0
 FAILED = 1
@@ -34,3 +41,38 @@ def exit_of(interrupt: type[KeyboardInterrupt]) -> int:
 def signal_of(interrupt: type[KeyboardInterrupt]) -> str:
     """The same in words."""
     return "SIGTERM" if issubclass(interrupt, Terminated) else "Ctrl-C"
+
+
+def code_of(command: Callable[[], int]) -> int:
+    """What a command returns, or what its failure is, which is said on stderr where it is one to be said."""
+    try:
+        try:
+            code = command()
+        except SystemExit:  # of --help and --version too
+            flush()
+            raise
+        except JaxmemError as error:
+            code = refused(str(error))
+        except KeyboardInterrupt as error:
+            put(f"jaxmem: stopped by {signal_of(type(error))}.\n", sys.stderr)
+            code = exit_of(type(error))
+        flush()
+    except OutputError as error:
+        _let_go_of_stdout()
+        return refused(f"what it found could not be written to stdout: {error}. Is its disk full, or was it closed?")
+    except BrokenPipeError:
+        _let_go_of_stdout()
+        return BROKEN_PIPE
+    return code
+
+
+def _let_go_of_stdout() -> None:
+    """Python would fail once more when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def refused(message: str) -> int:
+    """The code of what is refused, which is said."""
+    put(f"jaxmem: {message}\n", sys.stderr)
+    return REFUSED

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
 
-from jaxmem_callbacks.cli.exits import FAILED
+from jaxmem_callbacks.cli.exits import FAILED, OK
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step, show_start
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.typed import whole
@@ -57,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
-            report = at_step(
+            return at_step(
                 args.script,
-                lambda reached: _Report.of(reached, args.target, args.top),
+                lambda reached: functools.partial(_tell, _Report.of(reached, args.target, args.top), as_json=args.json),
                 args.script_args,
                 step=args.step,
                 seen=seen,
@@ -68,8 +69,11 @@ def run(args: argparse.Namespace) -> int:
     except ScriptFailedError as error:
         put(f"jaxmem: {error}\n", sys.stderr)
         return FAILED
-    put((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n", as_json=args.json)
-    return 0
+
+
+def _tell(report: _Report, *, as_json: bool) -> int:
+    put((json.dumps(report.as_json(), indent=2) if as_json else report.as_text()) + "\n", as_json=as_json)
+    return OK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

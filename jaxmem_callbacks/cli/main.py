@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import re
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jaxmem_callbacks
-from jaxmem_callbacks.cli.exits import BROKEN_PIPE, OK, REFUSED, exit_of, signal_of
+from jaxmem_callbacks.cli.exits import OK, code_of, refused
+from jaxmem_callbacks.cli.leaving import Leaving, leave
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.errors import JaxmemError, did_you_mean
-from jaxmem_callbacks.records.terminal import OutputError, flush, put
+from jaxmem_callbacks.records.errors import did_you_mean
+from jaxmem_callbacks.records.terminal import put
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -68,34 +68,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed before Python began: a file that is opened now would be taken for it
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
     if sys.stdout is None:
-        return _refuse("stdout is closed, so nothing could be shown. Is the output not wanted? Send it to /dev/null.")
-    try:
-        try:
-            code = _run(list(sys.argv[1:] if argv is None else argv))
-        except SystemExit:  # of --help and --version too
-            flush()
-            raise
-        flush()
-    except OutputError as error:
-        _let_go_of_stdout()
-        return _refuse(f"what it found could not be written to stdout: {error}. Is its disk full, or was it closed?")
-    except BrokenPipeError:
-        _let_go_of_stdout()
-        return BROKEN_PIPE
-    return code
+        return refused("stdout is closed, so nothing could be shown. Is the output not wanted? Send it to /dev/null.")
+    given = list(sys.argv[1:] if argv is None else argv)
+    Leaving.in_own_process = argv is None
+    code = code_of(lambda: _run(given))
+    return leave(code) if argv is None and _command(given) in _RUN_SCRIPTS else code
 
 
-def _let_go_of_stdout() -> None:
-    """Python would fail once more when it flushes at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _command(given: Sequence[str]) -> str | None:
+    return next((word for word in given if not word.startswith("-")), None)
 
 
 def _run(given: list[str]) -> int:
     """Run the command that was typed."""
-    command = next((word for word in given if not word.startswith("-")), None)
+    command = _command(given)
     if command is not None and command not in COMMANDS:
-        return _refuse(
+        return refused(
             f"unknown command {command!r}.{did_you_mean(command, COMMANDS)} Commands: {', '.join(sorted(COMMANDS))}."
         )
     parser, asked = _parsers(command)
@@ -112,13 +100,7 @@ def _run(given: list[str]) -> int:
     if command is None:
         parser.print_help()
         return OK
-    try:
-        return int(args.run(args))
-    except JaxmemError as error:
-        return _refuse(str(error))
-    except KeyboardInterrupt as error:
-        put(f"jaxmem: stopped by {signal_of(type(error))}.\n", sys.stderr)
-        return exit_of(type(error))
+    return int(args.run(args))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -178,11 +160,6 @@ def _parsers(command: str | None) -> tuple[argparse.ArgumentParser, argparse.Arg
             row.set_defaults(run=loaded.run)
             asked = row
     return parser, asked
-
-
-def _refuse(message: str) -> int:
-    put(f"jaxmem: {message}\n", sys.stderr)
-    return REFUSED
 
 
 if __name__ == "__main__":

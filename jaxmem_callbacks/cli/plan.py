@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
-            made, interrupt = _made(args, search, budget, mesh, seen)
+            return _run(args, places, search, budget, mesh, seen)
     except ScriptFailedError as error:
         put(f"jaxmem: {error}\n", sys.stderr)
         return FAILED
@@ -126,6 +127,10 @@ def run(args: argparse.Namespace) -> int:
         how = signal_of(type(error))
         put(f"jaxmem: stopped by {how} before the first compile ended, so there is no plan.\n", sys.stderr)
         return exit_of(type(error))
+
+
+def _tell(made: Plan, args: argparse.Namespace, places: _Places, seen: Seen) -> int:
+    """Print the plan, and write what was asked for."""
     unfit = made.chosen.fits is False
     lost: OutputError | BrokenPipeError | None = None
     try:
@@ -143,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
     if lost is not None:
         raise lost
-    if interrupt is not None:
+    if (interrupt := interruption_here()) is not None:
         return exit_of(interrupt)
     return REFUSED if unfit else OK
 
@@ -229,23 +234,24 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
     return axes
 
 
-def _made(
+def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
     args: argparse.Namespace,
+    places: _Places,
     search: dict[str, Any] | None,
     budget: str | float | None,
     mesh: dict[str, int] | None,
     seen: Seen,
-) -> tuple[Plan, type[KeyboardInterrupt] | None]:
+) -> int:
     """Run the script up to its step, and plan that where the script calls it.
 
     Returns:
-        The plan, and what ended it early.
+        The exit code.
 
     Raises:
         ScriptFailedError, JaxmemError: as `run`.
     """
 
-    def planned(reached: Reached) -> tuple[Plan, type[KeyboardInterrupt] | None]:
+    def planned(reached: Reached) -> Callable[[], int]:
         from jaxmem_callbacks.answers.plan import plan
 
         seen.called = called_as(reached.step)
@@ -262,7 +268,7 @@ def _made(
             progress=True,
             **reached.kwargs,
         )
-        return _with_remarks(made, reached), interruption_here()
+        return functools.partial(_tell, _with_remarks(made, reached), args, places, seen)
 
     return at_step(
         args.script,

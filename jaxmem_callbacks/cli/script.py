@@ -20,8 +20,10 @@ import traceback
 import types
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from jaxmem_callbacks.cli.exits import OK, code_of
+from jaxmem_callbacks.cli.leaving import Leaving
 from jaxmem_callbacks.cli.other_steps import other_steps, steps_written_in
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
@@ -31,16 +33,16 @@ from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import flush, put
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.cli.alive import Copy
+    from jaxmem_callbacks.planning.interrupts import Interruption
 
 _NAMED = advise("option.typed", option="step", value="NAME")
 _THEN = "# import jaxmem_callbacks as jm; then call step(...) in your loop"
 LINE_TO_ADD = f"    {advise('step.made', arguments='train_step')}          {_THEN}"
 
-_Result = TypeVar("_Result")
 _OF_A_POOL = re.compile(r"_\d+$")  # how `concurrent.futures` ends the names of its threads
 
 
@@ -96,6 +98,9 @@ class Reached:
     others: str = ""
 
 
+Work: TypeAlias = Callable[[Reached], Callable[[], int]]
+
+
 class ScriptFailedError(Exception):
     """The script raised something of its own, which has been shown; nothing of it is this library's.
 
@@ -114,21 +119,22 @@ class _StopScript(BaseException):
 
 def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     script: str,
-    work: Callable[[Reached], _Result],
+    work: Work,
     argv: Sequence[str] = (),
     *,
     command: str = "inspect",
     step: str | None = None,
     seen: Seen | None = None,
     script_to_stderr: bool = False,
-) -> _Result:
+) -> int:
     """Run a script up to its first step, or call the function that it names, do some work there, and end the script.
 
     Args:
         script: ``train.py``, run as ``__main__``, or ``train.py:name``, imported, where ``name()`` returns
             ``(train_step, args)``.
         work: What to do with the step. It runs inside the call that the script makes, in its thread, while all its contexts
-            and settings hold. What it raises is raised here, and the script sees nothing of it.
+            and settings hold. What it raises is raised here, and the script sees nothing of it. It returns what tells its
+            result, which is called at once, and which signals do not interrupt.
         argv: The script's own arguments.
         command: What ``jaxmem`` was asked for.
         step: The step's name; None for the first that is announced.
@@ -136,7 +142,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         script_to_stderr: Whether what the script prints goes to standard error.
 
     Returns:
-        What ``work`` returned.
+        The exit code.
 
     Raises:
         ScriptError: no such file or name, or the script ends without calling a step; the message has the line to add.
@@ -155,9 +161,9 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
             first = _FirstStep(path.absolute(), work, named=step, seen=seen or Seen(), streams=streams, in_main=in_main)
             return _run(path, module, first)
         reached = _ask(path, module, name)
-        with undisturbed(streams, in_main):
+        with undisturbed(streams, in_main) as interruption:
             _require_jit(reached)
-            return work(reached)
+            return _told(work(reached), streams, interruption)
 
 
 def show_start(script: str) -> None:
@@ -169,7 +175,14 @@ def show_start(script: str) -> None:
 
 def reach_step(script: str, argv: Sequence[str] = (), *, step: str | None = None, seen: Seen | None = None) -> Reached:
     """The step that a script reaches and its arguments, where the script's contexts do not matter; see `at_step`."""
-    return at_step(script, lambda reached: reached, argv, step=step, seen=seen)
+    found: list[Reached] = []
+
+    def keep(reached: Reached) -> Callable[[], int]:
+        found.append(reached)
+        return lambda: OK
+
+    at_step(script, keep, argv, step=step, seen=seen)
+    return found[0]
 
 
 def require_program(program: str) -> None:
@@ -273,7 +286,7 @@ def _tell_late(made: Sequence[tuple[str, str]], path: pathlib.Path, command: str
         )
 
 
-class _FirstStep(Generic[_Result]):
+class _FirstStep:
     """Sees the calls of a script's steps: does the work inside the first, and ends the script at each.
 
     Args:
@@ -285,7 +298,7 @@ class _FirstStep(Generic[_Result]):
         in_main: Has the main thread do something.
 
     Attributes:
-        results: Of the work, one at most.
+        code: The work's exit code.
         error: What the work raised.
         others: Names of steps that were passed by.
         runs: Whether the main thread is in the script.
@@ -294,7 +307,7 @@ class _FirstStep(Generic[_Result]):
     def __init__(  # noqa: PLR0913 - what was typed, and where it runs
         self,
         script: pathlib.Path,
-        work: Callable[[Reached], _Result],
+        work: Work,
         *,
         named: str | None,
         seen: Seen,
@@ -302,7 +315,7 @@ class _FirstStep(Generic[_Result]):
         in_main: InMain,
     ) -> None:
         self.named, self.seen = named, seen
-        self.results: list[_Result] = []
+        self.code: int | None = None
         self.error: BaseException | None = None
         self.others: dict[str, None] = {}
         self.runs = False
@@ -311,20 +324,30 @@ class _FirstStep(Generic[_Result]):
             threading.RLock()
         )  # a step that another thread calls meanwhile waits, and is ended like this one
         self._is_working = False
+        self._leaving: Leaving | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the step was reached: what the script does from then on is for want of the step's result."""
-        return self._is_working or self._is_over
+        return self._is_working or self.is_over
 
     @property
-    def _is_over(self) -> bool:
-        return bool(self.results) or self.error is not None
+    def is_over(self) -> bool:
+        """Whether the work is done."""
+        return self.code is not None or self.error is not None
+
+    def outcome(self) -> int:
+        """The exit code; what the work raised is raised."""
+        if self.error is not None:
+            raise self.error
+        assert self.code is not None
+        return self.code
 
     def wait(self) -> None:
         """Until the work is done that another thread does."""
         with self._at_work:
-            pass
+            if self._leaving is not None:
+                self._leaving.cancel()
 
     def __call__(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step's first call."""
@@ -335,7 +358,7 @@ class _FirstStep(Generic[_Result]):
                 self.seen.pass_by(step.name, self.named)
                 self.others[step.name] = None
                 return
-            if not self._is_over:
+            if not self.is_over:
                 self._do(step, args, kwargs)
         if threading.current_thread() is not threading.main_thread():
             _end_threads_silently()
@@ -345,12 +368,12 @@ class _FirstStep(Generic[_Result]):
     def _do(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         from jaxmem_callbacks.cli.alive import alive_beside, copies_of_arguments
 
-        if self.seen.refused is not None:
-            self.error = self.seen.refused
-            return
-        self._is_working = True
+        self._is_working, signals = True, None
         try:
-            with undisturbed(self._streams, self._in_main):
+            if self.seen.refused is not None:
+                raise self.seen.refused  # noqa: TRY301 - told as what the work raises
+            with undisturbed(self._streams, self._in_main) as interruption:
+                signals = interruption.late
                 others = other_steps(self._script, step.name) if self.named is None else ""
                 alive, when = alive_beside(args, kwargs), "when the script called it"
                 copies = copies_of_arguments(step, args, kwargs, alive)
@@ -358,16 +381,26 @@ class _FirstStep(Generic[_Result]):
                     step=step, args=args, kwargs=kwargs, when=when, alive=alive, copies=copies, others=others
                 )
                 _require_jit(reached)
-                self.results.append(self._work(reached))
+                self.code = _told(self._work(reached), self._streams, interruption)
         except BaseException as error:  # noqa: BLE001 - the script's own handlers are not to see it
             self.error = error
         finally:
             self._is_working = False
+            self._leaving = Leaving(lambda: code_of(self.outcome), signals)
 
     def _end(self) -> None:
         if self.runs:
             self.runs = False
             raise _StopScript
+
+
+def _told(tell: Callable[[], int], streams: Streams, interruption: Interruption) -> int:
+    """Tell what the work found, whose time is over."""
+    interruption.work_is_done()
+    with contextlib.redirect_stdout(streams.answer):
+        code = tell()
+        flush()
+    return code
 
 
 def _require_jit(reached: Reached) -> None:
@@ -381,7 +414,7 @@ def _require_jit(reached: Reached) -> None:
     refuse_pmapped(reached.step, reached.args, reached.kwargs)
 
 
-def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result]) -> _Result:
+def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep) -> int:
     """The script until its step. A script that swallows even the stop is let go on, and stopped at each step."""
     ended: SystemExit | ScriptFailedError | None = None
     with first_calls_seen_by(first):
@@ -396,10 +429,8 @@ def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep[_Result
         except _StopScript:
             first.runs = False
         first.wait()
-    if first.results:
-        return first.results[0]
-    if first.error is not None:
-        raise first.error
+    if first.is_over:
+        return first.outcome()
     if isinstance(ended, ScriptFailedError):
         raise ended
     if ended is not None and ended.code not in (None, 0):

@@ -8,6 +8,7 @@ after it, which is often such a finalizer. So each signal is noted, and the work
 from __future__ import annotations
 
 import ctypes
+import queue
 import signal
 import threading
 import time
@@ -35,32 +36,44 @@ class Interruption:
 
     Attributes:
         kind: What was raised; None where no signal came.
+        late: What signals that came when the work was done would have raised.
     """
 
     def __init__(self) -> None:
         self.kind: type[KeyboardInterrupt] | None = None
         self._thread, self._at_s = threading.get_ident(), -_ONE_S
         self._sent = False  # to another thread than the handler's
+        self._is_done = False
+        self.late: queue.SimpleQueue[type[KeyboardInterrupt]] = (
+            queue.SimpleQueue()
+        )  # a handler may interrupt another one
 
     def __call__(self, number: int, _frame: FrameType | None = None) -> None:
         """Raise in the thread that works, which may be another one than this."""
-        if self.kind is Terminated or time.monotonic() - self._at_s < _ONE_S:
+        is_told = self.kind is Terminated and not self._is_done
+        if is_told or time.monotonic() - self._at_s < _ONE_S:
             return
         self._at_s = time.monotonic()
-        self.kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if self._is_done:
+            self.late.put(kind)
+            return
+        self.kind = kind
         if threading.get_ident() == self._thread:
             raise self.kind
         self._sent = True
         _raise_in(self._thread, self.kind)
 
-    def take_back(self) -> None:
-        """Drop what was sent and has not been raised yet: it came too late.
+    def work_is_done(self) -> None:
+        """From here on nothing is raised. What was sent and has not been raised yet came too late, and is dropped.
 
         Another exception takes its place and is caught here. To clear it instead would leave CPython 3.11 looking for one at
         every call, so that it never leaves a function that is traced.
         """
+        self._is_done = True
         if not self._sent:
             return
+        self._sent = False
         try:
             _raise_in(self._thread, _TakenBack)
             while True:
@@ -106,35 +119,26 @@ def interrupts_heard() -> Generator[Callable[[], None]]:
 
 
 @contextmanager
-def command_interrupted(in_main: Callable[[Callable[[], None]], None]) -> Generator[Interruption]:
+def command_interrupted(handle: Callable[[Interruption], None]) -> Generator[Interruption]:
     """Ctrl-C and SIGTERM end what is inside, in whatever thread it is, whatever handlers the program has set.
 
     Args:
-        in_main: Has the main thread, where alone handlers can be set, call a function.
+        handle: Has signals call what it is given, from then on.
 
     Yields:
-        What says which came.
+        What says which came. Inside another command's work it is that one's.
     """
-    own, here = Interruption(), threading.get_ident()
-    before: dict[signal.Signals, object] = {}
-
-    def take() -> None:
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell starts its jobs in the background
-                before[number] = signal.signal(number, own)
-
-    def give_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
-
-    _commands[here] = own
-    in_main(take)
+    here = threading.get_ident()
+    if (around := _commands.get(here)) is not None:
+        yield around
+        return
+    own = _commands[here] = Interruption()
+    handle(own)
     try:
         yield own
     finally:
-        in_main(give_back)
         del _commands[here]
-        own.take_back()
+        own.work_is_done()
 
 
 def interruption_here() -> type[KeyboardInterrupt] | None:

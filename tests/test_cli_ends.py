@@ -1,0 +1,144 @@
+"""A command prints, saves and ends with its exit code once its work is done, whatever the script's threads do by then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import jaxmem_callbacks as jm
+from tests.processes import UNOPTIMISED
+
+SCRIPT = """
+    import asyncio, ctypes, os, queue, signal, subprocess, sys, threading, time
+    import jax, jax.numpy as jnp
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight) + x
+        return jnp.square(x).mean()
+
+    @jax.jit
+    def train_step(weights, x):
+        return [w - g for w, g in zip(weights, jax.grad(loss)(weights, x))]
+
+    weights, x = [jnp.ones((32, 32)) + at for at in range(8)], jnp.ones((512, 32))
+
+    def train():
+        train_step(weights, x)
+
+    blocks, where, number = sys.argv[1:]
+
+    def put():
+        full = queue.Queue(1)
+        full.put(1)
+        full.put(2)
+
+    def lock():
+        held = threading.Lock()
+        held.acquire()
+        held.acquire()
+
+    def event():
+        threading.Event().wait()
+
+    def join():
+        waits = threading.Thread(target=event)
+        waits.start()
+        waits.join()
+
+    def sleep():
+        time.sleep(1000)
+
+    def child():
+        subprocess.run([sys.executable, "-c", "import os; os.read(0, 1)"], stdin=os.pipe()[0])
+
+    def loop():
+        async def wait():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print, "the script's own handler")
+            await asyncio.sleep(1000)
+        asyncio.run(wait())
+
+    def swallow():
+        while True:
+            try:
+                sleep()
+            except BaseException:
+                pass
+
+    def c_code():  # which no signal ends
+        system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+        system.pthread_mutex_lock(mutex)
+        system.pthread_mutex_lock(mutex)
+
+    ended = []
+
+    def compiled(event, *_, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            ended.append(event)
+            if len(ended) == 2 and number != "no signal":  # of the first the plan may not know yet
+                os.kill(os.getpid(), getattr(signal, number))
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    block = globals()[blocks]
+    if where == "main":
+        threading.Thread(target=train).start()
+        block()
+    elif where == "cleanup":
+        try:
+            train()
+        finally:
+            block()
+    elif where == "exit":
+        import atexit
+        atexit.register(block)
+        train()
+    else:
+        threading.Thread(target=block).start()
+        train()
+"""
+
+
+def planned(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxmem_callbacks", "plan", script.name, "--save", "plan.json", "--", *args]
+    return subprocess.run(
+        command,
+        cwd=script.parent,
+        env=os.environ | UNOPTIMISED | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "where", "number"),
+    [
+        ("put", "main", "no signal"),
+        ("put", "main", "SIGTERM"),
+        ("loop", "main", "SIGTERM"),
+        ("swallow", "main", "SIGINT"),
+        ("c_code", "main", "no signal"),
+        ("c_code", "main", "SIGTERM"),
+        ("child", "cleanup", "no signal"),
+        ("c_code", "cleanup", "SIGTERM"),
+        ("join", "exit", "SIGINT"),
+        ("lock", "other", "no signal"),
+    ],
+)
+def test_a_plan_is_told_saved_and_ended_while_the_script_blocks(
+    blocks: str, where: str, number: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    run = planned(script, blocks, where, number)
+    assert run.returncode == {"no signal": 0, "SIGTERM": 143, "SIGINT": 130}[number], run.stdout + run.stderr
+    assert run.stdout.startswith("Plan of train_step")
+    assert ("Interrupted: this is the best" in run.stdout) == (number != "no signal")
+    assert "Traceback" not in run.stderr
+    assert len(jm.load_plan(tmp_path / "plan.json").candidates) >= 1
