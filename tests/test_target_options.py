@@ -13,6 +13,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jit_settings import compiler_options_of
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.refusals import refuse_unknown_option
 from tests.pasting import pasted, run
 
 SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 256, 256), (512, 256))]
@@ -88,6 +89,23 @@ def test_one_that_there_is_not_is_an_error_of_the_attached_devices_too(jit):
     expected = "has no option 'xla_cpu_enable_fast_mth'. Did you mean `xla_cpu_enable_fast_math`"
     with pytest.raises(jm.CompileError, match=f"other_model for the attached cpu: its compiler {expected}"):
         jm.step_memory(step, jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("xla_gpu_no_such_thing", ""),
+        ("xla_gpu_enable_everything", ""),
+        ("xla_tpu_memory", ""),
+        ("xla_gpu_enable_triton_gem", " Did you mean `xla_gpu_enable_triton_gemm`?"),
+        ("xla_tpu_scoped_vmem_limit", " Did you mean `xla_tpu_scoped_vmem_limit_kib`?"),
+    ],
+)
+def test_only_a_name_that_is_near_is_suggested(name, meant):
+    with pytest.raises(jm.CompileError) as refused:
+        refuse_unknown_option("train_step", f"INVALID_ARGUMENT: No such compile option: '{name}'")
+    assert f"has no option {name!r}.{meant} It comes from" in str(refused.value)
 
 
 @pytest.mark.core

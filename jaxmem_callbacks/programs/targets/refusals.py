@@ -15,6 +15,7 @@ _OUT_OF_MEMORY = (
 _TEXT_LIMIT = 3000
 _PLACED = re.compile(r"argument (?P<argument>\S+) of .+? device ids \[(?P<devices>[^\]]*)\]")
 _NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
+_NEAR = 0.7
 # Options on which memory depends, for the name that was meant.
 _OPTIONS = (
     "xla_backend_optimization_level",
@@ -47,7 +48,9 @@ def refuse_unknown_option(title: str, words: str) -> None:
         return
     name = match[1]
     family = next((each for each in ("xla_cpu_", "xla_gpu_", "xla_tpu_") if name.startswith(each)), "xla_")
-    alike = did_you_mean(name, [each for each in _OPTIONS if each.startswith(family)])
+    # The names of a family are alike by their beginning, which says nothing of what is meant.
+    known = [each.removeprefix(family) for each in _OPTIONS if each.startswith(family)]
+    alike = did_you_mean(name.removeprefix(family), known, cutoff=_NEAR).replace("`", f"`{family}", 1)
     msg = (
         f"{title}: its compiler has no option {name!r}.{alike} It comes from the compiler_options of your "
         "jit. Expected an option of this compiler's version, without the dashes."
