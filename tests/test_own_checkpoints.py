@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def test_over_microbatches_and_under_jit_step() -> None:
         ("by_block", r"checkpointed_losses\.py:\d+ around block, 4 times"),
         ("scan", r"checkpointed_losses\.py:\d+, 4 times"),
         ("nested", r"checkpointed_losses\.py:\d+ around pair, 2 times; .*around block, 4 times"),
-        ("whole", r"test_own_checkpoints\.py:\d+ around loss, once"),
+        ("whole", r"checkpointed_losses\.py:\d+ around loss, once"),
         ("linen_scan", r"checkpointed_losses\.py:\d+, 4 times"),
         ("equinox_scan", r"checkpointed_losses\.py:\d+, 4 times"),
     ],
@@ -303,3 +304,71 @@ def test_a_working_folder_that_is_gone_stops_nothing(tmp_path: Path, monkeypatch
     found = own_checkpoints(jax.make_jaxpr(written)(params, INPUTS).eqns)
     assert found
     assert all(each.place.startswith(str(Path(__file__).parent)) for each in found)
+
+
+WRITTEN = """
+import functools
+import flax.linen as nn
+import jax, jax.numpy as jnp
+from jax import checkpoint as ckpt
+from jax.ad_checkpoint import checkpoint_name
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("mid"))  # decorated
+def decorated(p, h):
+    return h + checkpoint_name(jnp.tanh(h @ p), "mid") @ p
+
+pair = jax.checkpoint(lambda p, h: decorated(p, decorated(p, h)))  # of a lambda
+
+def block(p, h):
+    return jnp.tanh(h @ p)
+
+assigned = ckpt(block)  # assigned
+with_policy = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+
+@with_policy  # by a name of its own
+def third(p, h):
+    return jnp.cos(h @ p)
+
+def loss(p, h):
+    h = pair(p, h)
+    h = assigned(p, h)
+    return third(p, h).sum()
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.tanh(nn.Dense(8)(x))
+
+Remat = nn.remat(Block)  # a class
+
+@nn.remat  # a decorated class
+class Other(Block):
+    pass
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Remat()(x)
+        return Other()(x)
+"""
+
+
+def test_a_checkpoint_is_told_by_the_line_on_which_it_is_written(tmp_path: Path) -> None:
+    script = tmp_path / "losses.py"
+    script.write_text(WRITTEN)
+    names = runpy.run_path(str(script))
+    p, h, net = jnp.ones((8, 8)), jnp.ones((4, 8)), names["Net"]()
+    variables = net.init(jax.random.key(0), h)
+    lines = WRITTEN.splitlines()
+
+    def told(function: Any, *args: Any) -> set[tuple[str, str]]:
+        found = own_checkpoints(jax.make_jaxpr(function)(*args).eqns)
+        return {(each.function, lines[int(each.place.rpartition(":")[2]) - 1].partition("  # ")[2]) for each in found}
+
+    assert told(names["loss"], p, h) == {
+        ("", "of a lambda"),
+        ("decorated", "decorated"),
+        ("block", "assigned"),
+        ("third", "by a name of its own"),
+    }
+    assert told(net.apply, variables, h) == {("", "a class"), ("", "a decorated class")}

@@ -22,6 +22,7 @@ from jaxmem_callbacks.records.policies import OwnCheckpoint
 from jaxmem_callbacks.records.source_files import short_path
 from jaxmem_callbacks.transforms.equations import inlined, is_variable
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
+from jaxmem_callbacks.transforms.written_checkpoints import checkpoints_around, checkpoints_named, names_on
 
 # Their functions make checkpoints for others (nn.remat, nnx.remat, eqx.filter_checkpoint, hk.remat, keras.remat, jm.remat).
 _FRAMEWORKS = ("jax", "flax", "equinox", "haiku", "keras", "jaxmem_callbacks")
@@ -62,8 +63,9 @@ def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
         for eqn in filter(has_own_checkpoint, some):
             lines = [*own_lines(eqn)[:1], *around]
             if is_checkpoint(eqn):
-                function, defined = _function(eqn)
-                found[_place([*lines, *defined]), function] += trips
+                name, defined = _function(eqn)
+                function = "" if name.startswith("<") else name
+                found[_place(lines, function, defined), function] += trips
             inside = trips * int(eqn.params["length"]) if eqn.primitive.name == "scan" else trips
             for body in subjaxprs(eqn):
                 look(body.eqns, lines, inside)
@@ -116,10 +118,29 @@ def _without_our_names(eqns: Iterable[Any], outvars: Iterable[Any]) -> tuple[lis
     return kept, [look(atom) for atom in outvars]
 
 
-def _place(lines: Sequence[_Line]) -> str:
-    """The first of some lines on which a checkpoint is written, as ``file:line``; where none is, the first; empty without any."""
-    written = (each for each in lines if _WRITTEN.search(linecache.getline(*each)))
-    return short_place([*written, *lines])
+def _place(lines: Sequence[_Line], function: str, defined: Sequence[_Line]) -> str:
+    """Where a checkpoint is written, as ``file:line``: around or above its function, or else on a line that led to its call.
+
+    Args:
+        lines: That led to its call, innermost first.
+        function: Its name; empty where it has none, or where it is a framework's.
+        defined: Where it is defined, where it is not a framework's.
+    """
+    if function:
+        places = [
+            place for file, _ in dict.fromkeys([*defined, *lines]) for place in checkpoints_around(file, function)
+        ]
+        near = [each for each in places if each in (*defined, *lines)]
+        return short_place([*near, *places, *_with_word(lines), *defined])
+    if not defined:  # a class of a framework's, by the name that the user gave it
+        own = [(file, names_on(file, line)) for file, line in lines[:1]]
+        named = [place for file, names in own for name in names for place in checkpoints_named(file, name)]
+        return short_place([*named, *_with_word(lines), *lines])
+    return short_place([*_with_word([*defined, *lines]), *defined])
+
+
+def _with_word(lines: Sequence[_Line]) -> list[_Line]:
+    return [each for each in lines if _WRITTEN.search(linecache.getline(*each))]
 
 
 def short_place(lines: Sequence[_Line]) -> str:
@@ -139,7 +160,7 @@ def _function(eqn: Any) -> tuple[str, list[_Line]]:
     file, _, line = place.rpartition(":")
     if not line.isdigit() or _is_framework(file):
         return "", []
-    return "" if name.startswith("<") else name, [(file, int(line))]
+    return name, [(file, int(line))]
 
 
 def _is_framework(file: str) -> bool:
