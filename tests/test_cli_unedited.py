@@ -115,6 +115,42 @@ def test_a_gradient_outside_every_jit_is_told_at_once_and_one_inside_is_not(tmp_
     assert "no step is seen" not in capsys.readouterr().err
 
 
+EAGER = """
+import jax, jax.numpy as jnp, optax
+
+@jax.jit
+def loss(w, x):
+    return jnp.square(jnp.tanh(x @ w)).mean()
+
+@jax.jit
+def mean(x):
+    return x.mean()
+
+optimizer = optax.adam(1e-3)
+w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
+state = optimizer.init(w)
+for _ in range(2):
+    value, gradients = jax.value_and_grad(loss)(w, x)  # here
+    updates, state = jax.jit(optimizer.update)(gradients, state)
+    w = optax.apply_updates(w, updates)
+"""
+
+
+@pytest.mark.parametrize("own", ["", "mean(x)"])
+def test_a_gradient_of_a_jitted_loss_is_told_by_its_line_and_only_the_scripts_own_functions(
+    own: str, tmp_path: Path, capsys: Any
+) -> None:
+    script = written(tmp_path, EAGER + own)
+    line = next(at for at, text in enumerate(Path(script).read_text().splitlines(), 1) if "# here" in text)
+    assert main(["inspect", script]) == 2
+    at_once, _, at_end = capsys.readouterr().err.partition(". The script goes on")
+    assert at_once.endswith(f"train.py:{line})")
+    assert re.search(rf"took its gradient outside of jit, at \S*train\.py:{line}\.", at_end)
+    assert "update_fn" not in at_end
+    assert "train_step" not in at_end
+    assert ("--step NAME" in at_end) == ("Jitted functions that it called: mean." in at_end) == bool(own)
+
+
 def test_a_step_of_an_edited_script_is_named_too(tmp_path: Path) -> None:
     text = TWO.replace("jax.numpy as jnp", "jax.numpy as jnp, jaxmem_callbacks as jm").replace(
         "@jax.jit", "@jm.jit_step"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import linecache
 import types
 
-from jaxmem_callbacks.records.source_files import Owner, owner_of
+from jaxmem_callbacks.records.source_files import Owner, owner_of, short_path
 
 # Functions of JAX that trace to tell shapes, operations or costs, and run nothing: of 0.10 to 0.12.
 _ASKING = {"eval_shape", "make_jaxpr_f", "jit_trace", "jit_lower", "jit_eval_shape"}
@@ -49,3 +51,19 @@ def call_of_user(frame: types.FrameType | None) -> str:
         None,
     )
     return ast.unparse(made) if isinstance(made, ast.Name | ast.Attribute) else ""
+
+
+def place_of_user(frame: types.FrameType | None) -> str:
+    """The line of the user's own code around a frame, as ``train.py:12``; empty where there is none."""
+    while frame is not None and owner_of(frame.f_code.co_filename) is not Owner.USER:
+        frame = frame.f_back
+    return "" if frame is None else f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def is_of_user(function: object) -> bool:
+    """Whether a function that is jitted is the user's own, whatever is around it."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None) or getattr(vars(type(inner)).get("__call__"), "__code__", None)
+    return code is None or owner_of(code.co_filename) is Owner.USER

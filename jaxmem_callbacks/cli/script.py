@@ -437,7 +437,7 @@ def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep) -> int
         words = f"with exit code {ended.code}" if isinstance(ended.code, int) else f"with the words {ended.code!s}"
         msg = f"{path} ended by itself {words}, before its first step."
         raise ScriptFailedError(msg, wants_arguments=True) from ended
-    raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted)))
+    raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted), first.seen.outside))
 
 
 def _wait_for_threads() -> None:
@@ -448,7 +448,7 @@ def _wait_for_threads() -> None:
             thread.join()
 
 
-def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> str:
+def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], outside: str) -> str:
     """What a script did instead of calling a step, and what to type."""
     others = f" Jitted functions that it called: {', '.join(called)}." if called else ""
     if named is not None:
@@ -460,6 +460,11 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str]) -> st
             f"{path} ran to its end and never called its step: {steps}.{others} Let it call it once, or add a function "
             f"that returns it with its arguments, arrays or jax.ShapeDtypeStruct, and type {path}:make in place of {path}:\n"
             f"    {advise('script.maker', step=written[0].name)}"
+        )
+    if outside:
+        return (
+            f"{path} ran to its end and took its gradient outside of jit, at {outside}.{others} Put the gradient and the update "
+            f"of the parameters into one function, and jit that{f'; or name one of these: {_NAMED}' if called else ''}."
         )
     if is_unedited(path):
         return (

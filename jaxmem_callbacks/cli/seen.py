@@ -76,6 +76,7 @@ class Seen:
         step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
         trainer: What the script calls where a package jits the step, such as ``model.fit``; else empty.
         refused: Why the step that was found is not looked at.
+        outside: The line where it takes a gradient outside of jit; empty where none was seen.
         called: How the script writes what it calls as its step; None where that has no name.
     """
 
@@ -85,6 +86,7 @@ class Seen:
     step: str | None = None
     trainer: str = ""
     refused: JaxmemError | None = None
+    outside: str = ""
     called: Called | None = None
 
     def pass_by(self, name: str, wanted: str) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import caller_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.callers import caller_of, is_asked_for_shapes, place_of_user
 from jaxmem_callbacks.cli.seen import GRADIENTS, Edit, Seen, Word
 from jaxmem_callbacks.records.source_files import Owner, short_path
 from jaxmem_callbacks.records.terminal import put
@@ -139,9 +139,11 @@ class StandIns:
             each.edits |= edits
         if any(each.is_own for each in around) or is_asked_for_shapes(inspect.currentframe()):
             return
+        self._seen.outside = self._seen.outside or place_of_user(inspect.currentframe())
+        at = self._seen.outside and f" ({self._seen.outside})"
         self.tell(
             "a gradient is taken where no step is seen: not in a function that the script itself calls under jax.jit, nnx.jit or "
-            "eqx.filter_jit"
+            f"eqx.filter_jit{at}"
         )
 
     def tell(self, why: str) -> None:

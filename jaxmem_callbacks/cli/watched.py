@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.cli.callers import call_of_user, caller_of, is_asked_for_shapes
+from jaxmem_callbacks.cli.callers import call_of_user, caller_of, is_asked_for_shapes, is_of_user
 from jaxmem_callbacks.cli.seen import LOOPS, Edit, Seen
 from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
@@ -235,7 +235,8 @@ class Watched:
             and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
         )
         if is_own:
-            seen.jitted[self._name] = None
+            if is_of_user(self._function):
+                seen.jitted[self._name] = None
             if self._is_found(args, kwargs):
                 gradients.is_told = True  # from here on a plan traces the step
                 seen.edits, seen.step = dict(self._edits) if self._gradients == "own" else {}, self._known_as
