@@ -142,3 +142,20 @@ def test_a_plan_is_told_saved_and_ended_while_the_script_blocks(
     assert ("Interrupted: this is the best" in run.stdout) == (number != "no signal")
     assert "Traceback" not in run.stderr
     assert len(jm.load_plan(tmp_path / "plan.json").candidates) >= 1
+
+
+def test_an_alarm_of_the_scripts_own_is_told_as_what_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import signal, time
+
+def late(*_):
+    raise TimeoutError("stuck")
+
+signal.signal(signal.SIGALRM, late)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+time.sleep(100)
+""")
+    run = planned(script)
+    assert run.returncode == 1
+    assert "train.py failed before its first step: its own alarm went off. Its own traceback is above." in run.stderr

@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shlex
+import signal
 import sys
 import threading
 import traceback
@@ -545,9 +546,15 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         )  # none of the script's: it does not parse, say
         from jaxmem_callbacks.cli.advice import advice
 
-        told = advice(error)
+        told = advice(error) or ("its own alarm went off" if _is_of_alarm(error) else "")
         msg = f"{path} failed before its first step{f': {told}. Its' if told else '; its'} own traceback is above."
         raise ScriptFailedError(msg, wants_arguments="argv" in _last_line(error)) from error
+
+
+def _is_of_alarm(error: Exception) -> bool:
+    """Whether the script's handler of its timers raised it."""
+    code = getattr(signal.getsignal(signal.SIGALRM), "__code__", None)
+    return code is not None and any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _last_line(error: Exception) -> str:
