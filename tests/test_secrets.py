@@ -142,7 +142,7 @@ FORMS = {
     "a client's key": ("client-key-data: otter7", "otter7"),
     "a key of TLS": ("tls_key: otter7", "otter7"),
     "SSH2": ("---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\notter7", "otter7"),
-    "conda": ("https://conda.anaconda.org/t/tk-1234-otter7/main", "otter7"),
+    "conda": ("https://conda.example.org/t/tk-1234-otter7/main", "otter7"),
     "a table of commas": ("name,password,n\napp,lynx,1\nweb,otter7,2\n", "otter7"),
     "a quoted cell": ('name,password\napp,"lynx,otter7"\n', "otter7"),
     "a table of lines": ("| user | password |\n|---|---|\n| app | otter7 |", "otter7"),
