@@ -23,7 +23,7 @@ import jax
 
 import jaxmem_callbacks as jm
 from benchmarks.sources import write_result
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 
 STEPS = 30
 _HEAD, _BLOCK, _LAST = 7, 32768, (1, 4)  # of a LevelDB log: bytes of a head and of a block; kinds that end a record

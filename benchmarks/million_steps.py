@@ -27,7 +27,7 @@ from benchmarks.sources import write_result
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES
 from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.analysis.windows import Spread, Window, Windows
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 

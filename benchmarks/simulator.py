@@ -19,8 +19,16 @@ import jax.numpy as jnp
 
 from benchmarks.sources import write_result
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
-from jaxmem_callbacks.records.simulations import AllocatorSettings
-from jaxmem_callbacks.records.traces import Alloc, Free, ProgramEnd, ProgramStart, StepMark, Trace, TraceHead
+from jaxmem_callbacks.records.traces import (
+    Alloc,
+    AllocatorSettings,
+    Free,
+    ProgramEnd,
+    ProgramStart,
+    StepMark,
+    Trace,
+    TraceHead,
+)
 from jaxmem_callbacks.simulator.bfc import Bfc
 from jaxmem_callbacks.simulator.replay import replay
 

@@ -61,7 +61,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "simulator",
         "jaxmem_callbacks/callbacks/traces.py",
         "jaxmem_callbacks/probes/allocations.py",
-        "jaxmem_callbacks/records/simulations.py",
+        "jaxmem_callbacks/records/traces.py",
         "jaxmem_callbacks/records/traces.py",
     ),
     "remat_by_hand": ("_compat", "integrations", "transforms"),

@@ -59,7 +59,7 @@ def train(
 
 def monitor(folder: Path, **options: Any) -> Any:
     import jaxmem_callbacks as jm
-    from jaxmem_callbacks.records.settings import MonitorSettings
+    from jaxmem_callbacks.records.presets import MonitorSettings
 
     return jm.MemoryMonitor(MonitorSettings(window_s=0.02, scan_s=0.02), logdir=folder / "run", **options)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import (
+from jaxmem_callbacks.records.oom import (
     FailedProgram,
     Holder,
     Hole,
     MemoryLimit,
     ModuleHolder,
+    OomFacts,
     OomReport,
     Remedy,
 )
 from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import MemoryEvent
 from tests.sample_runs import HOSTILE
 
 GIB = 2**30

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.windows import Window
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from tests import sample_plans as samples
 
 POINTS, SHORT_AT, MOST_STEPS = 110, 60, 4000

@@ -14,12 +14,12 @@ from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.callbacks.detectors import detectors_of
 from jaxmem_callbacks.readers.run_lines import JAX_NAMES
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, with_changes
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 FOLDER = Path(__file__).parent / "recordings"
 _OWN_NAMES = {jax: own for own, jax in JAX_NAMES.items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.analysis.windows import Spread, Window
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.writers.protocol import Table
 
 MIB = 2**20

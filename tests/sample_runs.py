@@ -8,12 +8,11 @@ import math
 from pathlib import Path
 
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import RunStart
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent, RunStart
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from tests import sample_plans
 

@@ -19,10 +19,10 @@ from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.analysis.replication import ReplicationDetector
 from jaxmem_callbacks.analysis.trend import Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, changed_groups, with_changes
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.transforms.sharding.alone import would_split
 
 MIB = 2**20

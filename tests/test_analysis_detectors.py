@@ -15,10 +15,10 @@ from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.probes.programs import NOT_REGISTERED
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 MIB = 2**20
 LIMIT = 1000 * MIB

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from jaxmem_callbacks.analysis.growth import GrowthDetector
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from tests.test_analysis_arrays import census, group, run
 
 DEFAULTS = MonitorSettings()

@@ -17,11 +17,9 @@ from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.analysis.windows import Spread, Window, Windows
-from jaxmem_callbacks.records.heap import HeapMap
-from jaxmem_callbacks.records.processes import AcrossProcesses
+from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.saves import SaveSpan
+from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable
 from jaxmem_callbacks.records.traces import StepMark
 
 GIB = 2**30

@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.probes.compiled_names import made_by_user
 from jaxmem_callbacks.probes.programs import ProgramsProbe
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from tests.processes import until
 
 OPERATIONS: dict[str, Callable[[jax.Array], object]] = {

@@ -10,7 +10,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.locate import shipped_folder
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.records.errors import PresetError
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 
 
 def written(tmp_path, text, name="my.yaml"):

@@ -10,9 +10,7 @@ from jaxmem_callbacks.config.dump import preset_to_yaml
 from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_preset, parse_preset
 from jaxmem_callbacks.config.schema import RANGES
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, SHARDING_SYNONYMS, StepPolicy
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.recoveries import RecoverySettings
-from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, Preset, RecoverySettings
 
 NAMES = st.lists(
     st.text(max_size=8) | st.sampled_from(["off", "null", "1e3", "~", "yes", "1:30", "&a", "*a", "!x", "#", "- a"]),

@@ -26,8 +26,7 @@ from jaxmem_callbacks.analysis.trend import Trend
 from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
 from jaxmem_callbacks.config.schema import short_key
-from jaxmem_callbacks.records.recoveries import RecoverySettings
-from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, RecoverySettings
 from jaxmem_callbacks.writers.over_time import TAG as OVER_TIME
 from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
 from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG

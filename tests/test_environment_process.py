@@ -15,7 +15,7 @@ from jaxmem_callbacks.environment.verifying import verify
 from jaxmem_callbacks.probes.devices import devices_here
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.records.environment import DeviceFacts, Surroundings
-from jaxmem_callbacks.records.settings import EnvironmentSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parent.parent

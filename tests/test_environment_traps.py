@@ -19,8 +19,7 @@ from jaxmem_callbacks.environment.traps import findings, settings_findings
 from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names, version_numbers
 from jaxmem_callbacks.records.environment import Surroundings
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PresetError
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import EnvironmentSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 
 NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 ALLOCATOR, PREALLOCATE = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PREALLOCATE"

@@ -14,7 +14,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.files import append_to, replacing, write_file
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from jaxmem_callbacks.writers.trace_file import write_trace

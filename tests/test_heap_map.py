@@ -25,9 +25,9 @@ from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
 from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
-from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
+from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.heap_figure import draw_heap
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests.processes import until

@@ -18,8 +18,8 @@ from jaxmem_callbacks.analysis.host_growth import HostGrowthDetector
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.probes.host_objects import largest_containers
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.units import GIB, MIB, parse_bytes
 
 STEPS = 40

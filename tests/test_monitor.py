@@ -24,8 +24,8 @@ from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.callbacks.wanted import preset_given, split_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests.processes import bytes_of_others, until
 from tests.sample_devices import GIB, GPU

@@ -14,7 +14,7 @@ from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 
 SETTINGS = {HostProbe: "host_s", DriverProbe: "driver_s", LiveArraysProbe: "scan_s", HeapProbe: "heap_map_s"}
 SECONDS, MANY = 1.5, 12

@@ -14,8 +14,8 @@ from jaxmem_callbacks.analysis.across import NAMES, Heard, Told, across_scalars
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, figure_of
 from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.layout import layout_of
 from tests.processes import until
 from tests.test_monitor_processes import address, finished, start

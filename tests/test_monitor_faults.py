@@ -18,8 +18,8 @@ from jaxmem_callbacks.analysis.windows import Window
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
 from jaxmem_callbacks.writers.report_words import happened
 from tests.watching import told

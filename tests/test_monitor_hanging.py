@@ -18,7 +18,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.callbacks import ticker
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Record, Writer
 from tests.processes import until
 from tests.watching import told

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.parts import process_name
 from jaxmem_callbacks.readers.stories import stories_of
-from jaxmem_callbacks.records.events import EventKind
+from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.markdown import event_title
 from tests.processes import until
 
@@ -30,7 +30,7 @@ import sys, time, os
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 settings = MonitorSettings(window_s=0.02, scan_s=0.02)
 step = jax.jit(lambda x: (x + 1, {"loss": x.sum()}))
 """

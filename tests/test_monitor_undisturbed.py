@@ -21,7 +21,7 @@ from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from tests.stamping import stamp
 
 EAGER = MonitorSettings(window_s=0.01, scan_s=0.01, on_error="raise")

@@ -22,7 +22,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from tests import oom_steps
 
 pytestmark = pytest.mark.core

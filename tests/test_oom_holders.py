@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.records.oom_report import Holder, OnTheCard
+from jaxmem_callbacks.records.oom import Holder, OnTheCard
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.recovery.reports.elsewhere import on_the_cards
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts

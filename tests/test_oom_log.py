@@ -16,8 +16,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_log import OomLog
+from jaxmem_callbacks.records.oom import OomFacts, OomLog
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
 from jaxmem_callbacks.recovery.texts.log_words import sentence, tries, why
 

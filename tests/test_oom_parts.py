@@ -16,10 +16,9 @@ from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.programs.reading.library_values import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.targets.attached import attached_target
+from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.errors import TargetError
-from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import Holder, Hole, MemoryLimit
+from jaxmem_callbacks.records.oom import Holder, Hole, MemoryLimit, OomFacts
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.reports.folders import new_folder

@@ -10,8 +10,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.reading.library_values import library_bytes
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.recovery.reports.sentence import told
 from jaxmem_callbacks.recovery.verdicts import judging
 from jaxmem_callbacks.recovery.verdicts.failing import failing_program

@@ -7,9 +7,8 @@ from pathlib import Path
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.parts import process_files, process_name
 from jaxmem_callbacks.readers.stories import stories_of
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import RunStart
+from jaxmem_callbacks.records.runs import MemoryEvent, RunStart
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from jaxmem_callbacks.writers.own_events import OwnEventsWriter
 from tests.sample_runs import BEGAN, HOSTILE, event, write_run

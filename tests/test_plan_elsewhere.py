@@ -20,7 +20,7 @@ from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, RunFileError
-from jaxmem_callbacks.records.settings import EnvironmentSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings
 from tests import sample_plans as samples
 from tests.processes import UNOPTIMISED
 from tests.sample_plans import GIB

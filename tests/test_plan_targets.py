@@ -26,7 +26,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.readers.plans import plan_from
 from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
-from jaxmem_callbacks.records.settings import EnvironmentSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 from tests.sample_plans import sentences
 from tests.target_step import needs_compiler

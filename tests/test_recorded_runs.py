@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from jaxmem_callbacks.records.events import EventKind
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.runs import EventKind
 from tests.replay import Recording, names, recording
 
 # Runs with one fault, and the kind of the one event.

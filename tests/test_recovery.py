@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError, RecoveryWarning
-from jaxmem_callbacks.records.recoveries import RecoverySettings
+from jaxmem_callbacks.records.presets import RecoverySettings
 from jaxmem_callbacks.recovery.ladder.offers import fitting_count, microbatch_counts, offers, stronger_remats
 from jaxmem_callbacks.recovery.ladder.reuse import addresses, reused_bytes
 from jaxmem_callbacks.recovery.ladder.rungs import defragmented

@@ -23,8 +23,8 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from jaxmem_callbacks.writers.over_time import DEVICE_LINES
 from jaxmem_callbacks.writers.protocol import Table

@@ -20,15 +20,13 @@ from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.readers.parts import earlier_parts
 from jaxmem_callbacks.readers.run_lines import JAX_NAMES, fields_of, record_of
 from jaxmem_callbacks.readers.runs import Line, read_lines, run_files
+from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.errors import RunFileError
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.processes import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart, Said
+from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunEnd, RunStart, Said
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from tests import sample_plans
 from tests.sample_records import COMPILED, EVENT, READING, TABLE, WINDOW

@@ -23,9 +23,8 @@ from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.saves import DURING, Saves
 from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.readers.stories import stories_of
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.saves import CheckpointSave, SaveSpan
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.readings import CheckpointSave, Reading, SaveSpan
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.protocol import Table

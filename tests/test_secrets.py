@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.secrets import HIDDEN, scrubbed, secret_values, without_secrets
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.writers.protocol import Record, Writer
 from tests import sample_plans

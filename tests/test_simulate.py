@@ -15,10 +15,10 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.trace_lines import event_of, fields_of_event
 from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.errors import SimulationError, TargetError
-from jaxmem_callbacks.records.settings import EnvironmentSettings
-from jaxmem_callbacks.records.simulations import AllocatorSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings
 from jaxmem_callbacks.records.traces import (
     Alloc,
+    AllocatorSettings,
     Free,
     ProgramEnd,
     ProgramOutput,

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from jaxmem_callbacks.records.errors import SimulationError
-from jaxmem_callbacks.records.simulations import AllocatorSettings
 from jaxmem_callbacks.records.traces import (
     Alloc,
+    AllocatorSettings,
     Free,
     ProgramEnd,
     ProgramOutput,

@@ -17,7 +17,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import printable, put, read_json
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.console import ConsoleWriter

@@ -21,9 +21,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.callbacks import traces as traces_module
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.readers.traces import read_trace
-from jaxmem_callbacks.records.settings import MonitorSettings
-from jaxmem_callbacks.records.simulations import AllocatorSettings
-from jaxmem_callbacks.records.traces import Alloc, Free, ProgramStart, StepMark, Trace, TraceHead
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.traces import Alloc, AllocatorSettings, Free, ProgramStart, StepMark, Trace, TraceHead
 from jaxmem_callbacks.simulator.checking import check_events
 from jaxmem_callbacks.simulator.replay import replay
 
@@ -37,7 +36,7 @@ import json, sys
 import jax, jax.numpy as jnp
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 
 def loss_fn(params, batch):
     for w in params:

@@ -18,8 +18,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Spread, Window
-from jaxmem_callbacks.records.events import EventKind
 from jaxmem_callbacks.records.readings import Unavailable
+from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.collecting import CollectingWriter
 from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.jsonl import JsonlWriter

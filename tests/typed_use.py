@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.integrations.pytest import StepGate
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.recovery.witness import Witnessed
 
 Batch = dict[str, jax.Array]

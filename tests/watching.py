@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 
 SETTINGS = MonitorSettings(window_s=0.02, scan_s=0.02, on_error="raise")
 

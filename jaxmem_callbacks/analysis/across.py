@@ -8,8 +8,7 @@ from typing import Any, final
 
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, Figure, over_processes, values_of
 from jaxmem_callbacks.analysis.windows import Windows
-from jaxmem_callbacks.records.processes import AcrossFigure, AcrossProcesses
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading
 
 _BYTES = {"GiB": "bytes", "arrays": "count", "share": "share"}
 _MISSED = 3  # rounds without a word

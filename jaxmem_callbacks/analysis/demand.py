@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.trend import Rise
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _SMALLER = advise("preset.load", names="'donate', 'full_remat'")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import final
 
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 3

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 _EACH = 3  # processes that are told one by one
 

@@ -9,9 +9,9 @@ from typing import final
 from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _BAND = 0.1  # an episode ends when the share has fallen by so much,

@@ -13,8 +13,8 @@ from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.trend import Rise, Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import KIB, format_bytes
 
 _BEGIN, _RELEASE = 0.5, 0.0  # of a rise's order

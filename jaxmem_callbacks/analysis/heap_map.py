@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmem_callbacks.records.heap import LiveBuffer
+from jaxmem_callbacks.records.arrays import LiveBuffer
 
 _MOST_REGIONS = 40
 HOLE, BREAK = -1, -2  # what a cell shows that shows no group

@@ -14,8 +14,8 @@ from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.trend import Rise, Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import MIB, format_bytes
 
 _LONGER = 10  # times the steps that a growth of arrays must last

@@ -11,9 +11,9 @@ from jaxmem_callbacks.analysis.lasting import Lasting
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _FSDP = advise("preset.load", names="'fsdp'")

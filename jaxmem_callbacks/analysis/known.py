@@ -21,11 +21,10 @@ from jaxmem_callbacks.analysis.figures import (
 from jaxmem_callbacks.analysis.fragmentation import fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.plan_check import plan_row
-from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.processes import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.records.programs import ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading, Unavailable
 from jaxmem_callbacks.records.units import format_bytes
 
 COLUMNS = ("figure", "latest", "from", "meaning, or why it is unknown")

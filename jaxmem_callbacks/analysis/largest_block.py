@@ -8,9 +8,9 @@ from typing import final
 
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _FULL = advise("preset.load", names="'full_remat'")

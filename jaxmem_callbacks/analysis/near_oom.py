@@ -10,10 +10,10 @@ from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.largest_block import LargestBlock
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.trend import Trend
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 _LEAST_GAIN = 0.01  # of the limit: a smaller growth foretells nothing
 _QUIET = 10  # steps in a row with enough headroom that end an episode

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxmem_callbacks.records.arrays import ArrayCensus
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.heap import HeapMap
-from jaxmem_callbacks.records.processes import AcrossProcesses
+from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.saves import SaveSpan
+from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.traces import TraceEvent
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, Conditions
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 # A plan of the same program by the same compiler is off by nothing; another machine's autotuning may cost a few percent.

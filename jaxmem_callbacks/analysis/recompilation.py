@@ -8,8 +8,8 @@ from typing import final
 from jaxmem_callbacks.analysis.donation import LostDonations
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 _QUIET_STEPS = 100  # an episode ends after so many steps without another compile for the same arguments
 _ANEW = 3  # steps of training that compile for the same arguments: a step that is made anew in the loop

@@ -9,8 +9,8 @@ from jaxmem_callbacks.analysis.lasting import Lasting
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _FSDP = advise("preset.load", names="'fsdp'")

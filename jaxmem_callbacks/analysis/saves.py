@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.saves import CheckpointSave, SaveSpan
+from jaxmem_callbacks.records.readings import CheckpointSave, Reading, SaveSpan
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 DURING = "during a checkpoint save"
 _FIGURES = ("in_use_bytes", "live_array_bytes", "resident_bytes")

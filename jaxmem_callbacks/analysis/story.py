@@ -14,14 +14,11 @@ from jaxmem_callbacks.analysis.history import History
 from jaxmem_callbacks.analysis.known import KnownHere, KnownRow
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.windows import Windows
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, RunEnd, RunStart, Said
-from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.readings import AcrossProcesses, CheckpointSave, Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunEnd, RunStart, Said
 
 _WINDOW_S = 1.0
 _CHANGES = 20  # recompilations told of one program

@@ -23,9 +23,8 @@ from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
-from jaxmem_callbacks.records.presets import Preset
+from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.secrets import scrubbed
-from jaxmem_callbacks.records.settings import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.plan_progress import in_notebook, plan_progress
 from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text

@@ -15,16 +15,8 @@ from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path, require_wholes
 from jaxmem_callbacks.records.errors import SimulationError
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import EnvironmentSettings
-from jaxmem_callbacks.records.simulations import (
-    DEFAULT_FRACTION,
-    AllocatorSettings,
-    Simulated,
-    Simulation,
-    Timeline,
-)
-from jaxmem_callbacks.records.traces import Trace
+from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
+from jaxmem_callbacks.records.traces import DEFAULT_FRACTION, AllocatorSettings, Simulated, Simulation, Timeline, Trace
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.simulator.replay import replay

@@ -16,7 +16,7 @@ from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.analysis.replication import ReplicationDetector
 from jaxmem_callbacks.probes.host_objects import largest_containers
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.transforms.sharding.alone import would_split
 
 

@@ -12,7 +12,7 @@ from typing import final
 from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.probes.heap import HeapProbe
-from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.readings import Unavailable
 
 

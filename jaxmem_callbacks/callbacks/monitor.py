@@ -47,9 +47,8 @@ from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.probes.saves import SavesProbe
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.presets import MonitorSettings, Preset
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.recovery.ballast import Ballast
 from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom

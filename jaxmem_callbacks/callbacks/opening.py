@@ -25,8 +25,8 @@ from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.readers.parts import JSONL_NAME, process_name
 from jaxmem_callbacks.readers.trace_lines import TRACE_NAME
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.runs import RunStart
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.traces import TraceHead
 from jaxmem_callbacks.writers.own_events import OwnEventsWriter
 from jaxmem_callbacks.writers.protocol import Writer

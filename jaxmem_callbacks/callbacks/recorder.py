@@ -21,15 +21,12 @@ from jaxmem_callbacks.analysis.saves import Saves
 from jaxmem_callbacks.analysis.spans import PICTURES, Spans
 from jaxmem_callbacks.analysis.windows import Windows
 from jaxmem_callbacks.callbacks.faults import Faults
-from jaxmem_callbacks.records.arrays import ArrayCensus, changed_groups
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, changed_groups
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, Said
-from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.presets import MonitorSettings
+from jaxmem_callbacks.records.readings import CheckpointSave, Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, Said
 from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
-from jaxmem_callbacks.records.settings import MonitorSettings
 from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.records.traces import TracePart
 from jaxmem_callbacks.records.units import GIB

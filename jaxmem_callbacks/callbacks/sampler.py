@@ -23,10 +23,9 @@ from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
 from jaxmem_callbacks.probes.saves import HeardSave
 from jaxmem_callbacks.records.arrays import ArrayCensus
+from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.saves import SaveSpan
-from jaxmem_callbacks.records.settings import MonitorSettings
+from jaxmem_callbacks.records.readings import Reading, SaveSpan, Unavailable
 
 _RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
 _HELD = 2  # steps whose metric scalars are held

@@ -15,8 +15,7 @@ from jaxmem_callbacks.readers.plans import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse, require_path
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.presets import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings, Preset
 from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.protocol import Writer
 from jaxmem_callbacks.writers.shapes import as_writer

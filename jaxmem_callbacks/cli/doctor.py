@@ -22,10 +22,9 @@ from jaxmem_callbacks.environment.variables import OLD_FRACTION, OPTIONS, PREALL
 from jaxmem_callbacks.environment.verifying import start_findings
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
-from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, Surroundings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import columns, put
 from jaxmem_callbacks.records.units import format_bytes
 
 _WIDTH, _NAMES = 80, 23

@@ -15,10 +15,9 @@ from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.typed import whole
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError
-from jaxmem_callbacks.records.peaks import Peak
+from jaxmem_callbacks.records.peaks import Peak, short_shape
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Buffer
-from jaxmem_callbacks.records.shortening import short_shape
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.plan_progress import inspect_progress
@@ -126,7 +125,7 @@ class _Report:
 
     def as_text(self) -> str:
         from jaxmem_callbacks.programs.memory_text import buffer_table
-        from jaxmem_callbacks.records.columns import columns, wrapped
+        from jaxmem_callbacks.records.terminal import columns, wrapped
 
         lines = [str(self.memory)]
         if self.plain is not None:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from jaxmem_callbacks.cli.exits import NOTHING_FOUND, OK
 from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.records.errors import RunFileError
-from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
+from jaxmem_callbacks.records.oom import LoggedBuffer, OomLog, PoolDump
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.texts.log import read_oom_log

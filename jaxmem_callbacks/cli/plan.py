@@ -33,11 +33,10 @@ from jaxmem_callbacks.planning.budget import parse_budget, size_meant
 from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.columns import wrapped
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.terminal import OutputError, flush, put
+from jaxmem_callbacks.records.terminal import OutputError, flush, put, wrapped
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 

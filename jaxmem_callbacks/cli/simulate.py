@@ -8,9 +8,8 @@ from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, 
 from jaxmem_callbacks.cli.exits import NONE_SURVIVES, OK
 from jaxmem_callbacks.cli.typed import named, place, whole
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.columns import columns
 from jaxmem_callbacks.records.errors import SimulationError
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import columns, put
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.simulation_figure import save_figure
 from jaxmem_callbacks.writers.simulation_text import simulation_json, simulation_text

@@ -24,9 +24,8 @@ from jaxmem_callbacks.programs.targets.compilers import (
 )
 from jaxmem_callbacks.programs.targets.target import target_names
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.errors import TargetError
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import columns, put, wrapped
 
 _HARDWARE = {"tpu": "TPUs, such as v5e or v5p:4x4x4", "gpu": "NVIDIA GPUs, such as h100_sxm or h100_sxm:8"}
 

@@ -15,9 +15,7 @@ from jaxmem_callbacks.config.problems import Place, Problem, preset_error
 from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.recoveries import RecoverySettings
-from jaxmem_callbacks.records.settings import EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, Preset, RecoverySettings
 
 DEFAULT = "monitor_only"
 

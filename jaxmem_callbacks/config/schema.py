@@ -34,8 +34,13 @@ from jaxmem_callbacks.records.policies import (
     canonical_remat,
     canonical_sharding,
 )
-from jaxmem_callbacks.records.recoveries import RecoverySettings, Rung
-from jaxmem_callbacks.records.settings import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings
+from jaxmem_callbacks.records.presets import (
+    LEAST_GROWTH_STEPS,
+    EnvironmentSettings,
+    MonitorSettings,
+    RecoverySettings,
+    Rung,
+)
 from jaxmem_callbacks.records.units import KIB, MIB, parse_bytes
 
 SECTIONS: dict[str, type] = {

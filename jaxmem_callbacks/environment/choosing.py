@@ -21,8 +21,7 @@ from jaxmem_callbacks.environment.variables import (
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import AppliedEnvironment, Surroundings
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.settings import EnvironmentSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.units import MIB
 
 _OPTION = "jax_pjrt_client_create_options"

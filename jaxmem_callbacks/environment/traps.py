@@ -35,7 +35,7 @@ from jaxmem_callbacks.environment.variables import (
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import Finding, Surroundings
 from jaxmem_callbacks.records.errors import did_you_mean
-from jaxmem_callbacks.records.settings import CUDA_ALLOCATORS
+from jaxmem_callbacks.records.presets import CUDA_ALLOCATORS
 
 _ON_THE_CPU = "JAX then logs an error, loses the GPU plugin and runs on the CPU, unless JAX_PLATFORMS names the GPU."
 _MEANT_FALSE = {"false", "no", "off", "n", "f", "none", "disable", "disabled", "0.0"}

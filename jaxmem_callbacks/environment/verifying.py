@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import Check, DeviceFacts, Finding, Platform, Surroundings
-from jaxmem_callbacks.records.settings import EnvironmentSettings
+from jaxmem_callbacks.records.presets import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes
 
 _ASKED = advise("command.typed", typed="doctor --start")

@@ -19,15 +19,7 @@ from jaxmem_callbacks._compat.array_parts import live_arrays
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.traces import (
-    Alloc,
-    Free,
-    ProgramEnd,
-    ProgramOutput,
-    ProgramStart,
-    StepMark,
-    TraceEvent,
-)
+from jaxmem_callbacks.records.traces import Alloc, Free, ProgramEnd, ProgramOutput, ProgramStart, StepMark, TraceEvent
 
 BLIND = (
     "The order within a step is modelled: first what no program made, then programs with results before temporaries, then frees.",

@@ -17,7 +17,7 @@ import jax
 
 from jaxmem_callbacks._compat.array_parts import live_arrays, parts_of
 from jaxmem_callbacks.probes.protocol import Device, device_label
-from jaxmem_callbacks.records.heap import HeapMap, LiveBuffer
+from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.readings import Unavailable
 
 MOST_ARRAYS = 5000  # asking so many takes some 50 milliseconds of the training thread

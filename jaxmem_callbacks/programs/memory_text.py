@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
+from jaxmem_callbacks.records.terminal import columns, wrapped
 from jaxmem_callbacks.records.units import format_bytes
 
 # Constants of so many bytes, and of this share of what the step needs, are worth a word.

@@ -1,17 +1,57 @@
-"""What makes a program's peak: its bytes by group, and the largest buffers of each. Bytes are on one device.
-
-The figures are the compiler's buffer assignment, a plan and no measurement; the groups add up to its bytes exactly.
-"""
+"""What makes a program's peak: its bytes by group, and the largest buffers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from jaxmem_callbacks.records.columns import columns, console_width, wrapped
 from jaxmem_callbacks.records.programs import Buffer
-from jaxmem_callbacks.records.shortening import short_operation, short_shape
+from jaxmem_callbacks.records.terminal import columns, console_width, wrapped
 from jaxmem_callbacks.records.units import format_bytes
+
+_LAYOUT, _INDEX = re.compile(r"\{[^{}]*\}"), re.compile(r"/\*.*?\*/")
+_LONGEST_TUPLE = 32
+
+
+def short_shape(shape: str) -> str:
+    """A shape without its layout; of a long tuple the number of its parts.
+
+    Args:
+        shape: Such as ``f32[256,64]{1,0}`` or ``(s32[], f32[8]{0})``.
+    """
+    plain = _INDEX.sub("", _LAYOUT.sub("", shape))
+    if not plain.startswith("(") or len(plain) <= _LONGEST_TUPLE:
+        return plain
+    return f"(...) of {len(_split(plain[1:-1], ','))} parts"
+
+
+def short_operation(operation: str, room: int) -> str:
+    """An operation's first and last parts, as many as ``room`` letters hold, and at least one of each.
+
+    Args:
+        operation: Such as ``jit(step)/while/body/Block_3/exp``, which in 24 letters is ``jit(step)/.../Block_3/exp``. What
+            has no parts, such as the path of an argument, stays whole: cut, it would name nothing.
+        room: Letters in the row.
+    """
+    first, *rest = _split(operation, "/")
+    if len(operation) <= room or len(rest) < 2:  # noqa: PLR2004 - nothing between the first and the last
+        return operation
+    shorter = ("/".join([first, "...", *rest[start:]]) for start in range(1, len(rest)))
+    return next((text for text in shorter if len(text) <= room), f"{first}/.../{rest[-1]}")
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """The text's parts between marks that stand in no parentheses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == mark and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
 
 PARAMETERS, OPTIMIZER, GRADIENTS, SAVED, TEMPORARIES = (
     "parameters",

@@ -1,8 +1,9 @@
-"""Readings: what a probe saw, from where and when. A figure that a platform does not report is None here, never 0 or -1."""
+"""Readings of probes, of one process and across processes, and checkpoint saves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Source = Literal["allocator", "live_arrays", "programs", "host", "driver"]
@@ -58,3 +59,92 @@ class Unavailable:
     figure: str
     device: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcrossFigure:
+    """One figure over the processes, each of which told its lowest, mean and highest since it told before.
+
+    Attributes:
+        low: The lowest that any of them told; bytes, a number or a share, as the figure's name says.
+        low_process: Whose it is.
+        mean: Of the processes' means; whole bytes for bytes.
+        high: The highest.
+        high_process: Whose it is.
+        high_device: The device that had it, where that process has several; else empty.
+    """
+
+    low: float
+    low_process: int
+    mean: float
+    high: float
+    high_process: int
+    high_device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcrossProcesses:
+    """What process 0 knows of all processes at one moment.
+
+    Attributes:
+        step: The latest step of process 0; the others may be some steps before or behind.
+        time_s: Seconds since the epoch.
+        processes: How many the run has.
+        silent: Those that told nothing for three rounds, or nothing at all; what they told is left out.
+        figures: Figure, such as ``in_use_bytes``, over those that told it.
+    """
+
+    step: int
+    time_s: float
+    processes: int
+    silent: tuple[int, ...] = ()
+    figures: Mapping[str, AcrossFigure] = field(default_factory=dict)
+
+    @property
+    def heard(self) -> int:
+        """How many told something."""
+        return self.processes - len(self.silent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveSpan:
+    """A save as it was heard of.
+
+    Attributes:
+        began_s: When it began, in seconds since the epoch.
+        ended_s: When it ended, or None while it runs.
+        first_step: The latest step that was dispatched before it began, or -1.
+        background: Whether it went on beside the training.
+    """
+
+    began_s: float
+    ended_s: float | None
+    first_step: int
+    background: bool
+
+    def includes(self, time_s: float) -> bool:
+        """Whether it ran at that time."""
+        return self.began_s <= time_s and (self.ended_s is None or time_s <= self.ended_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSave:
+    """A save that ended, with the highest values that were read during it.
+
+    Attributes:
+        step: The latest step when its end was noticed.
+        time_s: When it ended, in seconds since the epoch.
+        first_step: The latest step that was dispatched before it began, or -1.
+        began_s: When it began.
+        background: Whether it went on beside the training.
+        before: Figure such as ``in_use_bytes`` -> its latest value before, on the device that held most.
+        highs: The same -> its highest value during the save; what was not read then is absent.
+    """
+
+    step: int
+    time_s: float
+    first_step: int
+    began_s: float
+    background: bool
+    before: Mapping[str, int] = field(default_factory=dict)
+    highs: Mapping[str, int] = field(default_factory=dict)

@@ -17,9 +17,9 @@ from jaxmem_callbacks._compat.array_parts import parts_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.probes.protocol import Device, device_label
+from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MoveStep, PlacedBuffer
 from jaxmem_callbacks.records.errors import DefragmentError
-from jaxmem_callbacks.records.heap import HeapMap
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.recovery.moving.following import follow, keep_copy

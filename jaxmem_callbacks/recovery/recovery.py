@@ -16,8 +16,7 @@ from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.records.arguments import require_callable, require_names, require_path, require_whole
 from jaxmem_callbacks.records.errors import JaxmemError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoveryReport
+from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.keeping import Keeper
 from jaxmem_callbacks.recovery.ladder.replay import Batches, Inputs

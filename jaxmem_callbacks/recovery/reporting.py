@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jaxmem_callbacks
 from jaxmem_callbacks.records.files import write_file
-from jaxmem_callbacks.records.oom_report import OomReport
+from jaxmem_callbacks.records.oom import OomReport
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.terminal import printable, say
 from jaxmem_callbacks.recovery.calls import CallsBefore

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxmem_callbacks.analysis.history import Point
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

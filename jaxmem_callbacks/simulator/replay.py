@@ -10,8 +10,18 @@ from __future__ import annotations
 import copy
 from typing import Literal, final
 
-from jaxmem_callbacks.records.simulations import AllocationFailure, AllocatorSettings, Timeline, TimelinePoint
-from jaxmem_callbacks.records.traces import Alloc, Free, ProgramEnd, ProgramStart, StepMark, Trace
+from jaxmem_callbacks.records.traces import (
+    Alloc,
+    AllocationFailure,
+    AllocatorSettings,
+    Free,
+    ProgramEnd,
+    ProgramStart,
+    StepMark,
+    Timeline,
+    TimelinePoint,
+    Trace,
+)
 from jaxmem_callbacks.simulator.bfc import PAGE_BYTES, Bfc
 from jaxmem_callbacks.simulator.checking import check_trace
 from jaxmem_callbacks.simulator.pages import Pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar, final
 
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 _Kind = TypeVar("_Kind")

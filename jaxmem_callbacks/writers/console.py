@@ -7,7 +7,7 @@ from typing import final
 from rich.console import Console
 from rich.text import Text
 
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.writers.markdown import event_title
 from jaxmem_callbacks.writers.protocol import Record, Writer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxmem_callbacks.analysis.comparing import Growth
 from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.columns import columns
+from jaxmem_callbacks.records.terminal import columns
 from jaxmem_callbacks.records.units import format_bytes
 
 _HEAD = ("", "before", "after", "change", "share", "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, HeapLayout, cells_of, layout_of
 from jaxmem_callbacks.analysis.known import HEAP_MAP
-from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Picture
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmem_callbacks.records.oom_report import OomReport
+from jaxmem_callbacks.records.oom import OomReport
 from jaxmem_callbacks.writers.markdown import markdown_table
 from jaxmem_callbacks.writers.oom_tables import Section, first_thing, last_sections, remedy_facts, sections, when
 

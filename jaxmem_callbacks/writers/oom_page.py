@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jaxmem_callbacks.records.oom_report import OomReport, Remedy
+from jaxmem_callbacks.records.oom import OomReport, Remedy
 from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.oom_tables import (
     OomTable,

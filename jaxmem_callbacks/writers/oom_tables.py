@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxmem_callbacks.records.oom_report import FailedProgram, OomReport, Remedy
-from jaxmem_callbacks.records.peaks import GROUPS, Peak
+from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
+from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.shortening import short_shape
 from jaxmem_callbacks.records.units import format_bytes
 
 _EVENTS, _BUFFERS = 12, 6

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.analysis.saves import DURING
-from jaxmem_callbacks.records.events import EventKind, MemoryEvent
-from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.readings import CheckpointSave
+from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB
 from jaxmem_callbacks.writers.markdown import event_title
 from jaxmem_callbacks.writers.protocol import Picture

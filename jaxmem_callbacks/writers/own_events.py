@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping
 
-from jaxmem_callbacks.records.columns import columns, wrapped
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.records.terminal import columns, wrapped
 from jaxmem_callbacks.records.units import format_bytes, format_extra
 from jaxmem_callbacks.writers.html_text import escape
 

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.windows import Window
-from jaxmem_callbacks.records.arrays import ArrayCensus
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.heap import HeapMap
+from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
-from jaxmem_callbacks.records.processes import AcrossProcesses
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, Said
-from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.readings import AcrossProcesses, CheckpointSave, Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, Said
 from jaxmem_callbacks.records.traces import TracePart
 
 EVENTS_TAG = "memory/events"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.analysis.saves import DURING
-from jaxmem_callbacks.records.events import MemoryEvent
-from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.readings import CheckpointSave
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.markdown import event_title

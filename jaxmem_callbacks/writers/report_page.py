@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from jaxmem_callbacks.analysis.known import COLUMNS
 from jaxmem_callbacks.analysis.plan_check import plan_row
 from jaxmem_callbacks.analysis.story import Story
-from jaxmem_callbacks.records.events import MemoryEvent
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.html_text import escape
 from jaxmem_callbacks.writers.markdown import event_figures, event_title

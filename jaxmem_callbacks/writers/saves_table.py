@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxmem_callbacks.analysis.saves import DURING
-from jaxmem_callbacks.records.saves import CheckpointSave
+from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Table
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.windows import Window
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.pixels import pixels_of
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer

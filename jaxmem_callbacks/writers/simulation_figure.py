@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.files import replacing
-from jaxmem_callbacks.records.simulations import Simulated, Simulation
+from jaxmem_callbacks.records.traces import Simulated, Simulation
 from jaxmem_callbacks.records.units import GIB, format_bytes
 
 _SIZE = (9.0, 5.0)  # inches

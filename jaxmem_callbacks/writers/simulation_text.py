@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from jaxmem_callbacks.records.columns import columns
-from jaxmem_callbacks.records.simulations import AllocationFailure, Simulated, Simulation
+from jaxmem_callbacks.records.terminal import columns
+from jaxmem_callbacks.records.traces import AllocationFailure, Simulated, Simulation
 from jaxmem_callbacks.records.units import format_bytes
 
 _HEAD = ("", "outcome", "peak in use", "least block", "")

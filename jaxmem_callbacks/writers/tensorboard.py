@@ -20,7 +20,7 @@ from tensorboardX.summary import custom_scalars, text
 
 from jaxmem_callbacks.analysis.figures import figure_of
 from jaxmem_callbacks.analysis.windows import Window
-from jaxmem_callbacks.records.events import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.writers.layout import Layout, layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown

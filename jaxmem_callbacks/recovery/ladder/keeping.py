@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxmem_callbacks.records.errors import RecoveryError
-from jaxmem_callbacks.records.recoveries import SnapshotCost
+from jaxmem_callbacks.records.presets import SnapshotCost
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, refuse_objects, shape_of
 from jaxmem_callbacks.recovery.verdicts.shortage import ran_out

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.recoveries import RecoverySettings, Rung
+from jaxmem_callbacks.records.presets import RecoverySettings, Rung
 
 # From what keeps most to what keeps least. Everything between `none` and `full` differs by model: a plan knows better.
 _REMATS = (("none", 1), ("dots_saveable", 1), ("full", 1), ("full", 2))

@@ -7,8 +7,8 @@ from typing import Protocol, final
 
 import jax
 
-from jaxmem_callbacks.records.events import EventKind, MemoryEvent
-from jaxmem_callbacks.records.recoveries import RecoveryMove
+from jaxmem_callbacks.records.presets import RecoveryMove
+from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
 from jaxmem_callbacks.records.terminal import say
 
 

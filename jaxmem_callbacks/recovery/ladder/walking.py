@@ -15,7 +15,7 @@ import jax
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
-from jaxmem_callbacks.records.recoveries import RecoveryMove, RecoverySettings, Rung
+from jaxmem_callbacks.records.presets import RecoveryMove, RecoverySettings, Rung
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.keeping import Keeper
 from jaxmem_callbacks.recovery.ladder.leaving import saved_last

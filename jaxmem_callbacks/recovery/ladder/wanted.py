@@ -8,8 +8,7 @@ from jaxmem_callbacks.config.named import policy_of
 from jaxmem_callbacks.planning.search import pareto
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.recoveries import RecoverySettings
+from jaxmem_callbacks.records.presets import Preset, RecoverySettings
 
 
 def settings_wanted(policy: Any) -> RecoverySettings:

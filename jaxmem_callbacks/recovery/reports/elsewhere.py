@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.records.oom_report import OnTheCard
+from jaxmem_callbacks.records.oom import OnTheCard
 from jaxmem_callbacks.records.readings import Reading
 
 _FRAMEWORKS = ("torch", "tensorflow", "cupy", "paddle", "mxnet", "numba.cuda", "cudf", "rmm", "warp", "taichi")

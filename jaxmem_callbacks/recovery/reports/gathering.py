@@ -16,7 +16,7 @@ from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks.environment.reported import reported_environment
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.oom_report import FailedProgram, MemoryLimit, OomReport
+from jaxmem_callbacks.records.oom import FailedProgram, MemoryLimit, OomReport
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.recovery.reports.elsewhere import on_the_cards

@@ -19,7 +19,7 @@ from jaxmem_callbacks._compat.array_parts import live_arrays
 from jaxmem_callbacks._compat.creation import creation_site
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.records.oom_report import Holder, ModuleHolder
+from jaxmem_callbacks.records.oom import Holder, ModuleHolder
 from jaxmem_callbacks.recovery.reports.modules import family_of, modules_of, same_form
 
 _LISTED, _MODULES = 24, 8

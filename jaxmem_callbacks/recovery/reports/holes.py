@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from jaxmem_callbacks.analysis.heap_map import HOLE, layout_of
 from jaxmem_callbacks.probes.heap import HeapProbe
-from jaxmem_callbacks.records.heap import HeapMap
-from jaxmem_callbacks.records.oom_report import Hole
+from jaxmem_callbacks.records.arrays import HeapMap
+from jaxmem_callbacks.records.oom import Hole
 from jaxmem_callbacks.records.readings import Unavailable
 
 _LISTED = 8

@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.oom import OomCause, OomFacts
-from jaxmem_callbacks.records.oom_report import Holder, Remedy
+from jaxmem_callbacks.records.oom import Holder, OomCause, OomFacts, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes, format_extra
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxmem_callbacks.records.oom import OomCause
-from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.records.oom import MemoryLimit, OomCause
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.texts.causes import Room, cause_of, free_words, is_too_large, room_of
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmem_callbacks.records.oom import OomCause, OomFacts
-from jaxmem_callbacks.records.oom_log import PoolDump
+from jaxmem_callbacks.records.oom import OomCause, OomFacts, PoolDump
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.texts.parsing import free_in_pool
 

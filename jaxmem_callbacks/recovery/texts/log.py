@@ -9,8 +9,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterable
 
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_log import LoggedBuffer, OomLog, PoolDump
+from jaxmem_callbacks.records.oom import LoggedBuffer, OomFacts, OomLog, PoolDump
 from jaxmem_callbacks.recovery.texts.parsing import continues, facts_of, failures, is_met_before, joined, places_of
 from jaxmem_callbacks.recovery.texts.plain import plain_pieces
 from jaxmem_callbacks.recovery.texts.statements import Budget, Statement, statements

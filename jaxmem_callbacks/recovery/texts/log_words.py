@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.oom import OomCause, OomFacts
-from jaxmem_callbacks.records.oom_log import OomLog, PoolDump
+from jaxmem_callbacks.records.oom import OomCause, OomFacts, OomLog, PoolDump
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.texts.causes import cause_of, free_words, is_too_large, room_of
 

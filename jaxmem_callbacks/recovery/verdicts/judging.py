@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxmem_callbacks.records.errors import JaxmemError
-from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.texts.parsing import read_failure

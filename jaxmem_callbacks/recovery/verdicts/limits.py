@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jaxmem_callbacks.records.oom_report import MemoryLimit
+from jaxmem_callbacks.records.oom import MemoryLimit
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import KIB
 
