@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem_callbacks.config.dump import preset_to_yaml
-from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_preset
+from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_preset, preset_to_yaml
 from jaxmem_callbacks.records.errors import PresetError
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.config.dump import preset_to_yaml
-from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_preset, parse_preset
+from jaxmem_callbacks.config.presets import Part, compose, list_presets, load_preset, parse_preset, preset_to_yaml
 from jaxmem_callbacks.config.schema import RANGES
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, SHARDING_SYNONYMS, StepPolicy
 from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, Preset, RecoverySettings

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from jaxmem_callbacks.config.dump import preset_to_yaml
+from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.environment.variables import FRACTION
 from jaxmem_callbacks.planning.ledger import Progress
 from jaxmem_callbacks.planning.plan import make_plan, unfit_reason

@@ -96,9 +96,7 @@ def simulate_ways(
         partitioned: As jaxlib 0.11 and newer; False for older ones.
         defragment_steps: Steps after which arrays are moved together, as a way of its own for each pool; empty for none.
     """
-    from jaxmem_callbacks.config.presets import (
-        load_preset,  # whose imports a trace that cannot be read need not wait for
-    )
+    from jaxmem_callbacks.config.presets import load_preset
 
     asked: list[tuple[str, str, dict[str, Any]]] = [(preset, "", said) for preset, said in _WAYS]
     asked += [(preset, "when_needed", said) for preset, said in _WAYS]

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from jaxmem_callbacks.cli.exits import OK, REFUSED
-from jaxmem_callbacks.config.files import read_text
-from jaxmem_callbacks.config.locate import is_path, require_shipped, shipped_names
+from jaxmem_callbacks.config.files import is_path, read_text, require_shipped, shipped_names
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.terminal import put
@@ -70,8 +69,7 @@ def _list() -> None:
 
 
 def _show(names: list[str]) -> None:
-    from jaxmem_callbacks.config.dump import preset_to_yaml
-    from jaxmem_callbacks.config.presets import load_preset
+    from jaxmem_callbacks.config.presets import load_preset, preset_to_yaml
 
     preset = load_preset(*names)
     put(f"# {preset.name}\n{preset_to_yaml(preset, defaults='show')}")

@@ -23,8 +23,7 @@ from pydantic import (
     create_model,
 )
 
-from jaxmem_callbacks.config.documents import KeyPath
-from jaxmem_callbacks.config.problems import Place, Problem, describe, shorten
+from jaxmem_callbacks.config.documents import KeyPath, Place, Problem, describe, shorten
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.policies import (
     MAXTEXT_REMAT,
