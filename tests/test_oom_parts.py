@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.environment.reported import reported_environment
+from jaxmem_callbacks.environment.variables import reported_environment
 from jaxmem_callbacks.programs.reading.library_values import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.targets.attached import attached_target

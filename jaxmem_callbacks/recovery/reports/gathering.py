@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks._compat.backends import backend_exists
-from jaxmem_callbacks.environment.reported import reported_environment
+from jaxmem_callbacks.environment.variables import reported_environment
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.oom import FailedProgram, MemoryLimit, OomReport
