@@ -2,7 +2,7 @@
 
     python -m benchmarks.allocation_picture
 
-Nothing is measured: each moment is what `jaxmem_callbacks.simulator.bfc` answers to the requests that stand here.
+Nothing is measured: each moment is what `jaxmem_callbacks.simulator.allocators` answers to the requests that stand here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.sources import ROOT
 from jaxmem_callbacks.records.units import MIB, format_bytes
-from jaxmem_callbacks.simulator.bfc import BINS, MIN_BYTES, Bfc, bin_of
+from jaxmem_callbacks.simulator.allocators import BINS, MIN_BYTES, Bfc, bin_of
 
 IMAGES = ROOT / "docs" / "images"
 POOL_BYTES = 64 * MIB

@@ -29,7 +29,7 @@ from jaxmem_callbacks.records.traces import (
     Trace,
     TraceHead,
 )
-from jaxmem_callbacks.simulator.bfc import Bfc
+from jaxmem_callbacks.simulator.allocators import Bfc
 from jaxmem_callbacks.simulator.replay import replay
 
 _ROUNDS, _COUNT = 7, 100_000

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.traces import AllocatorSettings
-from jaxmem_callbacks.simulator.bfc import Bfc
+from jaxmem_callbacks.simulator.allocators import Bfc
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.simulator.replay import replay
 

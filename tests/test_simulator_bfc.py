@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.simulator.bfc import BINS, MOST_SLACK_BYTES, Bfc, bin_of
-from jaxmem_callbacks.simulator.pages import Pages
+from jaxmem_callbacks.simulator.allocators import BINS, MOST_SLACK_BYTES, Bfc, Pages, bin_of
 from tests.naive_allocator import NaiveAllocator
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

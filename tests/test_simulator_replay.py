@@ -18,10 +18,9 @@ from jaxmem_callbacks.records.traces import (
     Trace,
     TraceHead,
 )
-from jaxmem_callbacks.simulator.bfc import Bfc
+from jaxmem_callbacks.simulator.allocators import Bfc
 from jaxmem_callbacks.simulator.cases import CASES
-from jaxmem_callbacks.simulator.checking import check_events, check_trace
-from jaxmem_callbacks.simulator.replay import replay
+from jaxmem_callbacks.simulator.replay import check_events, check_trace, replay
 
 MIB, GIB = 2**20, 2**30
 

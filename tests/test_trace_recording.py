@@ -23,8 +23,7 @@ from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.traces import Alloc, AllocatorSettings, Free, ProgramStart, StepMark, Trace, TraceHead
-from jaxmem_callbacks.simulator.checking import check_events
-from jaxmem_callbacks.simulator.replay import replay
+from jaxmem_callbacks.simulator.replay import check_events, replay
 
 pytestmark = pytest.mark.core
 

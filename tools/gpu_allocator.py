@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxmem_callbacks.records.traces import Alloc, Free, ProgramStart, Trace
-from jaxmem_callbacks.simulator.bfc import Bfc
+from jaxmem_callbacks.simulator.allocators import Bfc
 from jaxmem_callbacks.simulator.cases import CASES
 
 CASE_POOL = 12 * 2**30  # 75 % of the device that the cases are modelled for
