@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.recovery.guard import oom_guard as oom_guard
     from jaxmem_callbacks.recovery.recovery import Recovery as Recovery
     from jaxmem_callbacks.recovery.texts.parsing import parse_oom as parse_oom
-    from jaxmem_callbacks.transforms.accumulation.weighted import weighted as weighted
+    from jaxmem_callbacks.transforms.accumulation.accumulate import weighted as weighted
+    from jaxmem_callbacks.transforms.gradients import apply_policy as apply_policy
     from jaxmem_callbacks.transforms.gradients import grad as grad
     from jaxmem_callbacks.transforms.gradients import value_and_grad as value_and_grad
     from jaxmem_callbacks.transforms.prefetch import prefetch as prefetch
-    from jaxmem_callbacks.transforms.reach import apply_policy as apply_policy
     from jaxmem_callbacks.transforms.remat import remat as remat
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
@@ -91,7 +91,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "StepPolicy": ("records.policies", "StepPolicy"),
     "TargetError": ("records.errors", "TargetError"),
     "apply_environment": ("answers.environment", "apply_environment"),
-    "apply_policy": ("transforms.reach", "apply_policy"),
+    "apply_policy": ("transforms.gradients", "apply_policy"),
     "as_writer": ("writers.shapes", "as_writer"),
     "defragment": ("recovery.defragment", "defragment"),
     "eqx": ("integrations.equinox", None),
@@ -112,7 +112,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "simulate_allocator": ("answers.simulation", "simulate_allocator"),
     "step_memory": ("programs.memory", "step_memory"),
     "value_and_grad": ("transforms.gradients", "value_and_grad"),
-    "weighted": ("transforms.accumulation.weighted", "weighted"),
+    "weighted": ("transforms.accumulation.accumulate", "weighted"),
 }
 
 __version__ = "0.1.0"

@@ -27,8 +27,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat import gradient_calls
 from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.transforms import policy as policies
+from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy
-from jaxmem_callbacks.transforms.reach import applied
 from tests.comparisons import assert_close, checkpoints
 from tests.nnx_models import Net, arrays, data
 from tests.nnx_models import loss_fn as nnx_loss

@@ -18,10 +18,9 @@ from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
-from jaxmem_callbacks.transforms.joining import join
-from jaxmem_callbacks.transforms.keeping import Kept, Share, frontier
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
+from jaxmem_callbacks.transforms.save_frontier import Kept, Share, frontier, join
 from tests.comparisons import checkpoints, stored_bytes
 
 # The discount that separates values alike may cost this much of the true optimum.

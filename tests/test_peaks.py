@@ -22,7 +22,7 @@ from jaxmem_callbacks.programs.reading.shapes import element_count, padded_bytes
 from jaxmem_callbacks.programs.targets import worker_main
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
-from jaxmem_callbacks.transforms.kinds import kind_of_path
+from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 from tests.sample_plans import sentences
 
 pytestmark = pytest.mark.core

@@ -21,7 +21,7 @@ from jaxmem_callbacks.programs.targets.attached import nearest_target
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.transforms.work import LINK_BYTE
+from jaxmem_callbacks.transforms.residuals import LINK_BYTE
 from tests.target_step import needs_compiler
 
 pytestmark = pytest.mark.core

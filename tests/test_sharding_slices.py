@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.sharding.slices import hybrid_devices, slice_count, slices_by_axis
+from jaxmem_callbacks.transforms.sharding.mesh import hybrid_devices, slice_count, slices_by_axis
 
 pytestmark = pytest.mark.core
 

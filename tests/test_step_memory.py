@@ -21,7 +21,7 @@ from jaxmem_callbacks.programs.steps.program import read_program
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.transforms.kinds import is_batch_name, kind_of_argument
+from jaxmem_callbacks.transforms.arg_roles import is_batch_name, kind_of_argument
 from tests.pasting import pasted, value
 from tests.sample_plans import sentences
 from tests.target_step import needs_compiler

@@ -12,7 +12,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.steps.roles import roles_of
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
 
 W = {"a": jnp.ones((8, 8)), "b": jnp.ones(8)}
 X = jnp.ones((4, 8))

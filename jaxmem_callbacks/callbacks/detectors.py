@@ -17,7 +17,7 @@ from jaxmem_callbacks.analysis.replication import ReplicationDetector
 from jaxmem_callbacks.probes.host_objects import largest_containers
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.transforms.sharding.alone import would_split
+from jaxmem_callbacks.transforms.sharding.shapes import would_split
 
 
 def detectors_of(

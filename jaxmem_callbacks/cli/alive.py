@@ -24,8 +24,8 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.source_files import Owner, owner_of, short_path
 from jaxmem_callbacks.records.units import MIB, format_bytes
+from jaxmem_callbacks.transforms.arg_roles import is_batch_name
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import is_batch_name
 
 _SHARE = 0.01  # of what the step needs: less is not worth a word
 _OF_THE_PROGRAM = (

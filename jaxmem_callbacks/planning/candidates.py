@@ -38,7 +38,7 @@ from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.flops import count_flops
-from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.save_frontier import Share
 
 _COUNTED_ONCE = (
     "The step has while loops, and no trace tells how often they run: operations and modelled time count their bodies once. A "

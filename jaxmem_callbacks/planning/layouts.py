@@ -18,7 +18,7 @@ from jaxmem_callbacks.programs.targets.target import of_so_many
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER
 
 # What is tried where several devices are named and nothing is said of the state.
 UNASKED = ("replicate", "zero1", "fsdp")

@@ -19,7 +19,7 @@ from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.cuts import SLACK
-from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.save_frontier import Share
 
 _DIGITS = 10**5
 # Of more segments than this, what each may keep is fine enough, and one more or less changes little.
@@ -50,7 +50,7 @@ class Offer:
         policy: What to ask for.
         bytes: Modelled, above what the policy that keeps only its cuts needs.
         flops: Operations computed again.
-        work: These with what is moved again; see `transforms/work.py`.
+        work: These with what is moved again; see `transforms/residuals.py`.
     """
 
     policy: StepPolicy

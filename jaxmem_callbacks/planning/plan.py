@@ -35,8 +35,8 @@ from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, P
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms.accumulation.multi_steps import accumulates_already
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, OTHER, PARAMETERS, STATE
+from jaxmem_callbacks.transforms.accumulation.microbatch import accumulates_already
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, OTHER, PARAMETERS, STATE
 
 _MARGINS = {
     "cuda": (

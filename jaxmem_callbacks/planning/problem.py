@@ -19,8 +19,8 @@ from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms.keeping import Share
 from jaxmem_callbacks.transforms.policy import Gradients
+from jaxmem_callbacks.transforms.save_frontier import Share
 
 Survey = Callable[[list[Share]], None]
 

@@ -18,8 +18,8 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import BATCH, OTHER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.leaves import traced_dtype
 
 

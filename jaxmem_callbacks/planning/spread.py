@@ -23,8 +23,8 @@ from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_argume
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules
+from jaxmem_callbacks.transforms.arg_roles import BATCH, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import BATCH, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.leaves import traced_dtype
 from jaxmem_callbacks.transforms.residuals import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import STATE_AXES, axis_names, mesh_roles, require_axes

@@ -12,7 +12,7 @@ from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
-from jaxmem_callbacks.transforms.kinds import batch_of
+from jaxmem_callbacks.transforms.arg_roles import batch_of
 
 _COMPILERS = {"gpu": "cuda", "tpu": "tpu"}
 

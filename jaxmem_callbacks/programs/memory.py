@@ -34,7 +34,7 @@ from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms.kinds import OTHER, STATE
+from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

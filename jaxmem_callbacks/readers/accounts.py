@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.terminal import read_json
-from jaxmem_callbacks.transforms.kinds import batch_of
+from jaxmem_callbacks.transforms.arg_roles import batch_of
 
 _EXPECTED = (
     "Expected a monitor's logdir or memory.jsonl, a plan (what jaxmem plan prints with --json, plan.to_json()), or a step's "

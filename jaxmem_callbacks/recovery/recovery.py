@@ -28,7 +28,7 @@ from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
 from jaxmem_callbacks.recovery.ladder.walking import Failure, Walk
 from jaxmem_callbacks.recovery.ladder.wanted import frontier_below, policy_wanted, record_of, settings_wanted
 from jaxmem_callbacks.transforms.policy import Gradients
-from jaxmem_callbacks.transforms.sharding.given import require_shardings
+from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
 _State = TypeVar("_State")
 _serial = itertools.count()

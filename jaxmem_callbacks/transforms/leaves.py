@@ -1,8 +1,4 @@
-"""Arguments and results as traced arrays and everything else.
-
-Arrays (tracers included) are traced. Every other leaf, a flag, a string, a function in an Equinox module, stays the very
-object the user passed, so that `if train:` and Python arithmetic behave as without the library.
-"""
+"""Arguments and results as traced arrays and everything else; JAX's weak types."""
 
 from __future__ import annotations
 
@@ -12,6 +8,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import primitives
+
+
+def is_weak(array: Any) -> bool:
+    """Whether an array's dtype gives way to any other's; also of shapes and of what tracing knows."""
+    return bool(getattr(array, "weak_type", False))
+
+
+def typed(array: jax.Array, dtype: Any, *, weak: bool) -> jax.Array:
+    """The array in a dtype, weakly or not."""
+    if array.dtype == dtype and is_weak(array) == weak:
+        return array
+    if not weak:
+        return jax.lax.convert_element_type(array, dtype)
+    return primitives.convert_element_type_p.bind(array, new_dtype=dtype, weak_type=True, sharding=None)
 
 
 def split(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

@@ -21,7 +21,7 @@ import jax
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
-from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.save_frontier import Share
 
 #: Which gradients of a step obey its policy: those that are taken through this library, or those of JAX's own functions too.
 Gradients = Literal["own", "all"]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse, require_whole
 from jaxmem_callbacks.records.units import format_bytes, parse_bytes
-from jaxmem_callbacks.transforms.sharding.given import require_shardings
+from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
 _LEAST = 2  # one in use and one on its way
 _JOIN_S = 5.0  # an iterator that does not come back must not keep the process from going on

@@ -20,7 +20,6 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, requi
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms import leaves
-from jaxmem_callbacks.transforms.chunks import held_together, steps_together, stored_between
 from jaxmem_callbacks.transforms.cuts import (
     Landscape,
     alive,
@@ -42,22 +41,28 @@ from jaxmem_callbacks.transforms.equations import (
 )
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.gathering import (
+from jaxmem_callbacks.transforms.fsdp_all_gather import (
     Weights,
     gathered_places,
     gathering_loop,
     gathering_loops,
     gathering_mesh,
 )
-from jaxmem_callbacks.transforms.held import Held, gradient_spans, held
-from jaxmem_callbacks.transforms.keeping import Share
-from jaxmem_callbacks.transforms.levels import grouped, loop_in_chunks, loop_in_steps, loop_in_two_levels
 from jaxmem_callbacks.transforms.names import (
     checkpoint_policy,
     named_by_the_loss,
     offloads_by_kind,
     require_names,
     require_offloaded,
+)
+from jaxmem_callbacks.transforms.nested_remat import (
+    grouped,
+    held_together,
+    loop_in_chunks,
+    loop_in_steps,
+    loop_in_two_levels,
+    steps_together,
+    stored_between,
 )
 from jaxmem_callbacks.transforms.own_checkpoints import (
     checkpointed_functions,
@@ -66,7 +71,8 @@ from jaxmem_callbacks.transforms.own_checkpoints import (
     without_checkpoints,
 )
 from jaxmem_callbacks.transforms.policy import activate, active_policy
-from jaxmem_callbacks.transforms.residuals import nbytes, residual_bytes, sink
+from jaxmem_callbacks.transforms.residuals import Held, gradient_spans, held, nbytes, residual_bytes, sink
+from jaxmem_callbacks.transforms.save_frontier import Share
 from jaxmem_callbacks.transforms.segments import Cuts, cut, is_layer_scan, keeping
 
 _OPAQUE = {"jit", "pjit", "shard_map"}

@@ -1,24 +1,23 @@
-"""Flat equations into the same function with checkpointed segments.
-
-Enters: `Equations`, cut positions and a checkpoint policy. Leaves: an open jaxpr. Cheap values that depend on arguments
-alone are made again inside each segment that uses them; debug output is moved behind its segment, so that it runs once;
-what brings its own checkpoint (a scan over layers, the user's own remat) and the last segment are left outside. Of the last
-one only what waits for the loss's head, such as the logits, has a checkpoint, which keeps all that is dear.
-"""
+"""The flat equations as the same function with checkpointed segments."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_equation,
     checkpoint_template,
     close,
+    consts_of,
     derive,
+    open_jaxpr,
     scan_arity,
     subjaxprs,
 )
@@ -36,13 +35,72 @@ from jaxmem_callbacks.transforms.equations import (
     variables,
 )
 from jaxmem_callbacks.transforms.flops import equation_flops
-from jaxmem_callbacks.transforms.inside import named
-from jaxmem_callbacks.transforms.joining import join
-from jaxmem_callbacks.transforms.keeping import Kept, Known, Share, frontier
 from jaxmem_callbacks.transforms.names import KEPT, ON_HOST
+from jaxmem_callbacks.transforms.nested_jaxprs import named
 from jaxmem_callbacks.transforms.own_checkpoints import has_own_checkpoint
 from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes, view_roots
-from jaxmem_callbacks.transforms.sharing import Sharing
+from jaxmem_callbacks.transforms.save_frontier import Kept, Known, Share, frontier, join
+
+
+class Sharing:
+    """Jaxprs seen so far, by what they compute."""
+
+    def __init__(self) -> None:
+        self._alike: dict[Hashable, list[_Seen]] = {}
+
+    def shared(self, jaxpr: Any) -> Any:
+        """An equal jaxpr that was seen before, or ``jaxpr`` itself."""
+        alike = self._alike.setdefault(_glance(jaxpr), [])
+        new = _Seen(jaxpr)
+        match = next((seen for seen in alike if seen.key == new.key), None)
+        if match is None:
+            alike.append(new)
+        return jaxpr if match is None else match.jaxpr
+
+
+class _Seen:
+    """One jaxpr with its key, which is worked out only once a second one looks like it."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        return _key(self.jaxpr)
+
+
+def _glance(jaxpr: Any) -> Hashable:
+    """What two equal jaxprs agree in and most others differ in, for almost nothing."""
+    eqns = jaxpr.eqns
+    return len(eqns), len(jaxpr.invars), *(str(eqn.source_info.name_stack) for eqn in (eqns[0], eqns[-1]))
+
+
+def _key(jaxpr: Any) -> Hashable:
+    numbers = {var: number for number, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    lines = []
+    for eqn in jaxpr.eqns:
+        operands = tuple(numbers[atom] if is_variable(atom) else _literal(atom) for atom in eqn.invars)
+        results = tuple((type(var), var.aval) for var in eqn.outvars)
+        numbers |= {var: number for number, var in enumerate(eqn.outvars, len(numbers))}
+        params = tuple((name, _parameter(value)) for name, value in eqn.params.items())
+        source = (str(eqn.source_info.name_stack), eqn.source_info.traceback)
+        lines.append((eqn.primitive, operands, params, results, eqn.ctx, source))
+    outvars = tuple(numbers[atom] if is_variable(atom) else _literal(atom) for atom in jaxpr.outvars)
+    return tuple(var.aval for var in jaxpr.invars), tuple(lines), outvars
+
+
+def _literal(atom: Any) -> Hashable:
+    return atom.aval, np.asarray(atom.val).tobytes()
+
+
+def _parameter(value: Any) -> Hashable:
+    if hasattr(open_jaxpr(value), "eqns"):
+        # Constants are compared by identity: both jaxprs are alive, and reading arrays could wait for a device.
+        return _key(open_jaxpr(value)), tuple(id(const) for const in consts_of(value))
+    if isinstance(value, (tuple, list)):
+        return tuple(_parameter(item) for item in value)
+    return value
+
 
 # Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
 _UNNOTICED = 0.003

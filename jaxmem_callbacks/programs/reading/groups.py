@@ -15,7 +15,7 @@ from jaxmem_callbacks.programs.reading.flow import Flow, Place, Readers
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module
 from jaxmem_callbacks.programs.reading.shapes import element_count
 from jaxmem_callbacks.records.peaks import GRADIENTS, PARAMETERS, SAVED, TEMPORARIES, UNKNOWN
-from jaxmem_callbacks.transforms.kinds import kind_of_path
+from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 
 NAMELESS = "neither the buffer's operation nor what it is made of has a name in the compiled program"
 # What a sum of gradients over microbatches consists of.

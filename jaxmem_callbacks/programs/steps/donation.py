@@ -24,8 +24,8 @@ import jax
 
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
+from jaxmem_callbacks.transforms.arg_roles import is_batch_name
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import is_batch_name
 
 _READ_ONLY_WORDS = ("ref", "reference", "teacher", "frozen", "old", "pretrained", "base", "target")
 _FEW = 0.1

@@ -19,8 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
 from jaxmem_callbacks.programs.steps.moments import places_with_moments
 from jaxmem_callbacks.programs.steps.roles import Role, dataflow_of
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import (
+from jaxmem_callbacks.transforms.arg_roles import (
     BATCH,
     OPTIMIZER,
     OTHER,
@@ -30,6 +29,7 @@ from jaxmem_callbacks.transforms.kinds import (
     kind_of_argument,
     kind_of_node,
 )
+from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.leaves import traced_dtype
 
 # How JAX writes an input: the parameter, and what follows it.

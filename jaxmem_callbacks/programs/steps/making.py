@@ -32,8 +32,8 @@ from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of
 from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, STATE
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, OTHER, STATE, is_named
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, OTHER, STATE, is_named
 
 _STEP = re.compile(r"\[[^\]]*\]|\.\w+")
 

@@ -11,7 +11,7 @@ import jax
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms.kinds import PARAMETERS
+from jaxmem_callbacks.transforms.arg_roles import PARAMETERS
 
 _LARGE_BYTES = 2**20
 _LARGE_SHARE = 0.01  # of what one device holds of all arguments

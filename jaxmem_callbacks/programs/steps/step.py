@@ -59,12 +59,12 @@ from jaxmem_callbacks.records.errors import DonationError, DonationWarning, requ
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.transforms.accumulation.multi_steps import refuse_second_accumulation
-from jaxmem_callbacks.transforms.accumulation.steps import require_accumulable
-from jaxmem_callbacks.transforms.keeping import Share
+from jaxmem_callbacks.transforms.accumulation.microbatch import refuse_second_accumulation
+from jaxmem_callbacks.transforms.accumulation.step_check import require_accumulable
+from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy, Gradients, activate, require_used
-from jaxmem_callbacks.transforms.reach import applied
-from jaxmem_callbacks.transforms.sharding.given import require_shardings
+from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
 _Arguments = ParamSpec("_Arguments")
 _Results = TypeVar("_Results")

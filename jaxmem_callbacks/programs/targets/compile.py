@@ -42,7 +42,7 @@ from jaxmem_callbacks.programs.targets.worker import run_worker, time_limit_s, w
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
-from jaxmem_callbacks.transforms.kinds import kind_of_path
+from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 
 # Settings of the caller's JAX that are not the compiler's: devices and processes, what is cached, shown, checked or refused, and
 # the types, which are settled in the traced program. How far machine code is optimised changes no bytes.

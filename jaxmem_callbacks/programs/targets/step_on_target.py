@@ -31,7 +31,7 @@ from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
-from jaxmem_callbacks.transforms.kinds import OTHER, STATE
+from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE
 
 _UNSEEN = "the compiler refused the program before it placed its buffers"
 # Of the device's own memory: a kernel that asks for too much of a chip's small ones takes no less under another policy.

@@ -15,8 +15,8 @@ from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
 from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
+from jaxmem_callbacks.transforms.leaves import is_weak
 from jaxmem_callbacks.transforms.policy import Gradients
-from jaxmem_callbacks.transforms.weak_types import is_weak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

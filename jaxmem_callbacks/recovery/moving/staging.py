@@ -17,7 +17,7 @@ from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from jaxmem_callbacks._compat.array_parts import parts_of
-from jaxmem_callbacks.transforms.weak_types import is_weak, typed
+from jaxmem_callbacks.transforms.leaves import is_weak, typed
 
 Copier = Callable[[jax.Array], jax.Array]
 STAYS_WEAK = "it is weakly typed, which only a copy on the device keeps"

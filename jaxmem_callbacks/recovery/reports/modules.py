@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, PARAMETERS, kind_of_argument
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, kind_of_argument
 
 _Parts = tuple[str, ...]
 _PART = re.compile(r"^(\w+)|\.(\w+)|\[(\d+)\]|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]")

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.kinds import BATCH, OTHER, kind_of_argument
 
 ROWS, KEY, WHOLE = "rows", "key", "whole"
 _KEY_WORDS = ("key", "keys", "rng", "rngs", "prng")

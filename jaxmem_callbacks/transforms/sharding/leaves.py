@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, kind_of_argument, kind_of_node
 from jaxmem_callbacks.transforms.frameworks import annotator_of
-from jaxmem_callbacks.transforms.kinds import OPTIMIZER, kind_of_argument, kind_of_node
 from jaxmem_callbacks.transforms.sharding.annotations import Annotation
 
 Words = tuple[str | int, ...]

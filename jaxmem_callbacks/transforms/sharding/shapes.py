@@ -1,25 +1,15 @@
-"""An array's shape and mesh axes enter; the dimensions to shard leave: the rule for arrays that nobody annotated.
-
-The state's axis splits the first dimension that divides. In JAX that is the one that a matrix product sums over, so the compiler
-gathers the weight; split along what the product puts out, the weight makes it split activations, which the batch splits already
-(measured on a scanned transformer for eight devices: 171 MiB of temporaries against 480 with the largest dimension). The tensor
-axis splits the first dimension that is not the model's width, so the wide side of a layer and the heads of attention; the width
-is the length that most matrices have. Where both mean one dimension they share it.
-
-Arrays under 64 KiB (a layer's share of a stack counts) stay whole: gathering them costs more than they take. Where the whole
-state is small, arrays under a sixteenth of its largest stay whole instead. A dimension that does not divide is never an error.
-"""
+"""The dimensions of an array to shard, by its shape."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxmem_callbacks.records.policies import MeshAxes
 from jaxmem_callbacks.transforms.sharding.axes import axis_names
-from jaxmem_callbacks.transforms.sharding.leaves import StateLeaf
+from jaxmem_callbacks.transforms.sharding.leaves import StateLeaf, Words
 
 SMALL_BYTES = 64 * 2**10
 _SMALL_SHARE = 16
@@ -90,3 +80,72 @@ class ShapeRule:
         if self.state is None or (taken is not None and (self.tensor is None or taken != self.tensor[0])):
             return False
         return size % (self.state[1] * (self.tensor[1] if taken and self.tensor else 1)) == 0
+
+
+LAYER_NAMES = frozenset(
+    {"layer", "layers", "block", "blocks", "scan", "stack", "stacked", "depth", "repeat", "repeats", "stage", "stages"}
+    | {"layers_axis", "layer_axis", "scan_layers", "stacked_layers"}
+)
+_MOST_LAYERS = 1024
+_MATRIX_STACK = 3
+
+
+def layer_dimensions(leaves: Sequence[StateLeaf]) -> list[frozenset[int]]:
+    """For each array the dimensions that are layers."""
+    lengths = {leaf.shape[0] for leaf in leaves if _is_stack_of_matrices(leaf.shape)}
+    shared = _shared_in_subtrees(leaves)
+    found: list[frozenset[int]] = []
+    for leaf in leaves:
+        names = leaf.annotation.names if leaf.annotation else ()
+        dimensions = {index for index, name in enumerate(names) if name in LAYER_NAMES}
+        if leaf.shape and (leaf.shape[0] in lengths or leaf.words in shared):
+            dimensions.add(0)
+        found.append(frozenset(dimensions))
+    return found
+
+
+def _is_stack_of_matrices(shape: tuple[int, ...]) -> bool:
+    return len(shape) >= _MATRIX_STACK and 1 < shape[0] <= min(_MOST_LAYERS, math.prod(shape[1:]) - 1)
+
+
+def _shared_in_subtrees(leaves: Sequence[StateLeaf]) -> set[Words]:
+    """Arrays of subtrees whose two or more arrays all have one leading dimension, smaller than all the others."""
+    by_node: dict[tuple[bool, Words], list[StateLeaf]] = defaultdict(list)
+    for leaf in leaves:
+        for depth in range(len(leaf.words)):
+            by_node[leaf.is_optimizer, leaf.words[:depth]].append(leaf)
+    return {
+        leaf.words
+        for (is_optimizer, _), inside in by_node.items()
+        if _share_a_stack(inside) and not (is_optimizer and _are_mirrors(inside))
+        for leaf in inside
+    }
+
+
+def _are_mirrors(leaves: Sequence[StateLeaf]) -> bool:
+    """Whether two arrays may be moments of one parameter: they share a leading dimension without being a stack."""
+    return len({(leaf.words[-1], leaf.shape) for leaf in leaves}) < len(leaves)
+
+
+def _share_a_stack(leaves: Sequence[StateLeaf]) -> bool:
+    leading = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves}
+    rest = [size for leaf in leaves for size in leaf.shape[1:]]
+    several = len(leaves) > 1 and sum(len(leaf.shape) > 1 for leaf in leaves) > 1
+    return several and len(leading) == 1 and 1 < min(leading) <= _MOST_LAYERS and min(leading) < min(rest)
+
+
+def would_split(shape: tuple[int, ...], size_bytes: int, devices: int) -> bool:
+    """Whether a dimension that is no stack's divides by all of the devices, so that the rule splits it on any mesh of them.
+
+    What a state of other arrays or the author's names would change is not known here.
+
+    Args:
+        shape: Of the whole array.
+        size_bytes: Of the whole array.
+        devices: That it lies on.
+    """
+    itemsize = size_bytes // max(math.prod(shape), 1)
+    leaf = StateLeaf(path="", words=(), shape=shape, itemsize=itemsize, is_optimizer=False, annotation=None)
+    rule = ShapeRule(state=("devices", devices), tensor=None, small=SMALL_BYTES, width=0)
+    (layers,) = layer_dimensions([leaf])
+    return any(axes is not None for axes in rule.axes(leaf, layers))

@@ -1,9 +1,4 @@
-"""What lies inside the inner loops and branches of a segment: as equations of the segment, and kept by name where it lies.
-
-Enters: a segment's equations. Leaves: the same with inner `scan` and `cond` opened, each value as often as the loop runs, for
-`keeping.py` to choose among; and, for what was chosen, the equations with those values named. JAX's checkpoints obey a name in
-an inner body as they obey one outside, and compute the rest of the body again without what makes it.
-"""
+"""Equations inside the loops and branches of a segment."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from jax.extend import core
 from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, name_equation, name_template, scan_arity
 from jaxmem_callbacks.transforms.equations import flatten, is_variable, new_variable, side_effects, variables
 from jaxmem_callbacks.transforms.flops import equation_flops
-from jaxmem_callbacks.transforms.work import collective_work
+from jaxmem_callbacks.transforms.residuals import collective_work
 
 # Where in an equation's parameters the bodies are that are opened.
 _BODIES = {"scan": "jaxpr", "cond": "branches"}

@@ -1,9 +1,4 @@
-"""`StepPolicy(microbatches=n)` where a gradient is taken: the call enters, value, aux and gradients of the whole batch leave.
-
-A loss that returns `jm.weighted` is exact, if its weight adds up (`addition`). Any other is compared first (`check`): at once
-where its arguments are real arrays, by the step that is being called where they are only traced (`steps`), and refused where
-neither can be.
-"""
+"""`StepPolicy(microbatches=n)` where a gradient is taken."""
 
 from __future__ import annotations
 
@@ -20,21 +15,52 @@ from jax.core import Tracer
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
     Whole,
     accumulate,
+    is_weighted,
     joined,
     take_apart,
 )
-from jaxmem_callbacks.transforms.accumulation.addition import require_weights_that_add_up
 from jaxmem_callbacks.transforms.accumulation.batch import ROWS, Found
-from jaxmem_callbacks.transforms.accumulation.check import compare, require_equal, rounding
-from jaxmem_callbacks.transforms.accumulation.weighted import is_weighted
+from jaxmem_callbacks.transforms.accumulation.equivalence_check import (
+    compare,
+    require_equal,
+    require_weights_that_add_up,
+    rounding,
+)
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
+
+
+def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
+    """Refuse microbatches beside `optax.MultiSteps`, by its state among a step's arguments.
+
+    Raises:
+        PolicyError: both would accumulate.
+    """
+    if policy.microbatches == 1:
+        return
+    if accumulates_already(*trees):
+        msg = (
+            f"microbatches={policy.microbatches} and optax.MultiSteps (its MultiStepsState is among the step's arguments) would "
+            "accumulate twice. Expected one of them: pass the inner optimizer without optax.MultiSteps, or microbatches=1."
+        )
+        raise PolicyError(msg)
+
+
+def accumulates_already(*trees: Any) -> bool:
+    """Whether a step's arguments hold the state of `optax.MultiSteps`."""
+    return any(_is_multi_steps(node) for node in jax.tree.leaves(trees, is_leaf=_is_multi_steps))
+
+
+def _is_multi_steps(node: Any) -> bool:
+    return type(node).__name__ == "MultiStepsState" and type(node).__module__.partition(".")[0] == "optax"
+
 
 _TOLD = 4
 

@@ -1,7 +1,4 @@
-"""An argument, its path or a node of it enters; what it holds leaves: parameters, optimizer state, batch, state or other.
-
-Judged by class and by name, so no framework is imported. The tables below are the whole knowledge.
-"""
+"""What an argument holds: parameters, optimizer state, a batch."""
 
 from __future__ import annotations
 

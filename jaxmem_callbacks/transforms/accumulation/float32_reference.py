@@ -1,9 +1,4 @@
-"""A gradient call that computes with 16 bits and fewer enters; one that computes the same with 32 leaves.
-
-Whether a gradient is the mean of its rows' gradients is no question of rounding, and in bfloat16 rounding hides a difference
-of several percent. So the program that was traced is evaluated anew, each equation with operands that are widened where it
-reads them: the arguments stay as they are in memory. What JAX itself does not publish, such as a kernel, computes as before.
-"""
+"""A gradient call of low precision, computed in float32."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Under ``fsdp`` a loop gathers its step's slice of the weights, and again where the backward pass needs it.
-
-Enters: a loop over layers and which of a loss's variables are weights. Leaves: the loop with sharding constraints in its body,
-behind casts to fewer bytes. Without them XLA is free to divide activations by features instead, which for a transformer on
-eight H100 moved ten times as many bytes and needed several times the memory. Where a step is not computed again a checkpoint
-around each gather and the product that uses it keeps the slice in place of the whole weight.
-"""
+"""Under ``fsdp``: the gather of a loop step's slice of the weights."""
 
 from __future__ import annotations
 

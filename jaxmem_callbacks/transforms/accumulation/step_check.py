@@ -1,8 +1,4 @@
-"""A training step about to be called enters, its arrays real; it leaves unharmed, or as an error, if it may not be accumulated.
-
-The step is traced once more with a comparison at each gradient; of that trace only what the comparisons need is compiled and
-run, on a few rows. Nothing is donated, and no object of the user's is changed.
-"""
+"""The check of a whole step before its first call: its gradients accumulated against its gradients in full."""
 
 from __future__ import annotations
 
@@ -20,11 +16,11 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
-from jaxmem_callbacks.transforms.accumulation.check import Comparison, compare, require_equal, rounding
+from jaxmem_callbacks.transforms.accumulation.equivalence_check import Comparison, compare, require_equal, rounding
 from jaxmem_callbacks.transforms.equations import inlined, is_jit, needed_by
 from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy
-from jaxmem_callbacks.transforms.reach import applied
 
 _MARK = "jaxmem_comparison_"
 
