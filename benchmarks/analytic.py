@@ -20,7 +20,7 @@ from benchmarks.lowering import Problem, equations, loop_of_layers, unrolled_lla
 from benchmarks.sources import write_result
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import speed_of
-from jaxmem_callbacks.programs.steps.conditions import operations_of
+from jaxmem_callbacks.programs.steps.program import operations_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.flops import count_flops

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
+from jaxmem_callbacks.programs.steps.registry import compiles, watch_compiles
 from tests.pasting import pasted
 
 pytestmark = pytest.mark.core

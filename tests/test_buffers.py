@@ -13,10 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmem_callbacks.programs.reading.buffer_assignment import (
+    dump_options,
+    memory_figures,
+    program_memory,
+    read_allocations,
+)
+from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.buffers import peak_attached, read_peak
-from jaxmem_callbacks.programs.reading.compiler_figures import memory_figures, program_memory
-from jaxmem_callbacks.programs.reading.dumps import dump_options, read_allocations
-from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat, parse_module, without_export_prefix
 from jaxmem_callbacks.records.errors import CompileError
 

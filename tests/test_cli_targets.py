@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.programs.targets.compile import refused_for_memory
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, other_than_pinned, require_compiler
-from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from tests.pasting import pasted
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.reading.hlo_header import read_header
+from jaxmem_callbacks.programs.reading.hlo import read_header
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import infer_donation
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.reading.assignment import assigned_bytes
+from jaxmem_callbacks.programs.reading.buffer_assignment import assigned_bytes
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import options_without_device, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment

@@ -13,9 +13,9 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.environment.variables import reported_environment
-from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import library_bytes
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.targets.attached import attached_target
+from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.oom import Holder, Hole, MemoryLimit, OomFacts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.recovery.reports.sentence import told

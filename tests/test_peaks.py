@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.memory_text import buffer_table
-from jaxmem_callbacks.programs.reading.dumps import Value
-from jaxmem_callbacks.programs.reading.flow import Flow, pass_of_name
-from jaxmem_callbacks.programs.reading.groups import Argument, Arguments, Groups
-from jaxmem_callbacks.programs.reading.hlo import parse_module, user_source
-from jaxmem_callbacks.programs.reading.shapes import element_count, padded_bytes, unpadded_bytes
+from jaxmem_callbacks.programs.memory import buffer_table
+from jaxmem_callbacks.programs.reading.buffer_assignment import Value
+from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments, Flow, Groups, pass_of_name
+from jaxmem_callbacks.programs.reading.hlo import element_count, padded_bytes, parse_module, unpadded_bytes, user_source
 from jaxmem_callbacks.programs.targets import worker_main
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer

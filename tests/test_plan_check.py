@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.spread import spread
-from jaxmem_callbacks.programs.steps.conditions import flags_now
+from jaxmem_callbacks.programs.steps.program import flags_now
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory

@@ -14,12 +14,10 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
-from jaxmem_callbacks.programs.reading.collectives import collectives_of
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
-from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
-from jaxmem_callbacks.programs.targets.attached import nearest_target
+from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomputed_flops
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.programs.targets.target import resolve_target, target_names
+from jaxmem_callbacks.programs.targets.target import nearest_target, resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.transforms.residuals import LINK_BYTE
 from tests.target_step import needs_compiler

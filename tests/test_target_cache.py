@@ -22,9 +22,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.targets.cache import Entry, cache_entry, without_source_lines
+from jaxmem_callbacks.programs.targets.cache import (
+    Entry,
+    Fingerprint,
+    cache_entry,
+    program_fingerprint,
+    without_source_lines,
+)
 from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program
-from jaxmem_callbacks.programs.targets.fingerprint import Fingerprint, program_fingerprint
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from tests import target_step as step_of_others
 from tests.target_step import shape
@@ -112,7 +117,7 @@ jax.config.update("jax_platforms", "cpu")
 sys.path.insert(0, sys.argv[1])
 import target_step as t
 from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program
-from jaxmem_callbacks.programs.targets.fingerprint import program_fingerprint
+from jaxmem_callbacks.programs.targets.cache import program_fingerprint
 found = program_fingerprint(export_program(flatten_program(t.train_step, t.ARGS, {}), "cuda").blob)
 print(json.dumps([found.program, found.lines, found.stacks]))
 """

@@ -11,7 +11,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxmem_callbacks.programs.reading.dumps import asked_folder, assigned_by_kind, dump_options
+from jaxmem_callbacks.programs.reading.buffer_assignment import asked_folder, assigned_by_kind, dump_options
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.records.errors import CompileError
 from tests.target_step import SMALL_ARGS, needs_compiler, small_step

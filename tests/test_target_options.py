@@ -12,8 +12,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jit_settings import compiler_options_of
-from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.programs.targets.refusals import refuse_unknown_option
+from jaxmem_callbacks.programs.targets.compile import compile_for_target, refuse_unknown_option
 from tests.pasting import pasted, run
 
 SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 256, 256), (512, 256))]

@@ -12,8 +12,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program
-from jaxmem_callbacks.programs.targets.reports import without_reports
+from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program, without_reports
 from tests.comparisons import assert_close
 
 X = jnp.linspace(0.0, 1.0, 64).reshape(8, 8)

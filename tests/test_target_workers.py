@@ -17,9 +17,8 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.compile import compile_for_target, refused_for_memory
 from jaxmem_callbacks.programs.targets.exporting import export_program, flatten_program, sharding_text
-from jaxmem_callbacks.programs.targets.refusals import refused_for_memory
 from jaxmem_callbacks.programs.targets.worker import end_workers, run_worker, time_limit_s, worker_environment
 from jaxmem_callbacks.records.errors import CompileError, TargetError
 from tests.processes import alive, until

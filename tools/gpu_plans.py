@@ -18,8 +18,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.budget import budget_for
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.programs.targets.attached import nearest_target
-from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.programs.targets.target import nearest_target, resolve_target
 from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.plans import Candidate
 

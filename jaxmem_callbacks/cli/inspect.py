@@ -124,7 +124,7 @@ class _Report:
         )
 
     def as_text(self) -> str:
-        from jaxmem_callbacks.programs.memory_text import buffer_table
+        from jaxmem_callbacks.programs.memory import buffer_table
         from jaxmem_callbacks.records.terminal import columns, wrapped
 
         lines = [str(self.memory)]
@@ -159,7 +159,7 @@ class _Report:
 
     def as_json(self) -> dict[str, Any]:
         """Bytes as ints, under the names of the records' fields."""
-        from jaxmem_callbacks.programs.account import account_of_step
+        from jaxmem_callbacks.programs.memory import account_of_step
 
         return {
             "account": dataclasses.asdict(account_of_step(self.memory, self.policy, self.peak)),

@@ -297,8 +297,8 @@ def _without_gradient_policy(step: Any, *, places: bool) -> Any:
         step: As the script made it.
         places: Whether what it says of where the state lies stays too, because nobody searches that.
     """
-    from jaxmem_callbacks.programs.steps.jitting import already_jitted
     from jaxmem_callbacks.programs.steps.step import JitStep
+    from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 
     if not isinstance(step, JitStep):
         return step

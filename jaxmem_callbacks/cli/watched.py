@@ -24,8 +24,8 @@ from jaxmem_callbacks.cli.seen import LOOPS, Edit, Seen
 from jaxmem_callbacks.cli.stand_ins import StandIns, Within
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import LOOP, jax_traced
 from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.steps.user_jit import LOOP, jax_traced
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy

@@ -148,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _account(memory: StepMemory, policy: Any, *, with_peak: bool) -> Account:
     """The step's account; what makes its peak costs one more compile, so only a baseline and a failure ask for it."""
-    from jaxmem_callbacks.programs.account import account_of_step
+    from jaxmem_callbacks.programs.memory import account_of_step
     from jaxmem_callbacks.records.errors import CompileError
 
     try:

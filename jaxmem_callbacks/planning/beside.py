@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem_callbacks.planning.ledger import Ledger
 from jaxmem_callbacks.planning.own_step import traced_by_name
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
-from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
-from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
+from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compile_traced_here, lower_traced_for
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import BesideProgram

@@ -11,16 +11,15 @@ import jax
 
 from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
-from jaxmem_callbacks.programs.memory_text import disagreement_words
+from jaxmem_callbacks.programs.memory import disagreement_words
+from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
+from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
-from jaxmem_callbacks.programs.reading.collectives import collectives_of
-from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
-from jaxmem_callbacks.programs.reading.groups import Argument, Arguments
-from jaxmem_callbacks.programs.reading.recomputed import recomputed_flops
-from jaxmem_callbacks.programs.steps.conditions import operations_of
-from jaxmem_callbacks.programs.steps.jitting import jax_traced
+from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomputed_flops
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.program import operations_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.steps.user_jit import jax_traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.step_on_target import (
     MemoryRefusalError,

@@ -11,11 +11,10 @@ import jax
 from jaxmem_callbacks.planning.ledger import Entry, Ledger
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
-from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
-from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays
-from jaxmem_callbacks.programs.steps.donation import worth_donating
-from jaxmem_callbacks.programs.steps.jitting import Jitted, already_jitted
+from jaxmem_callbacks.programs.steps.donation import leaf_bytes, worth_donating
+from jaxmem_callbacks.programs.steps.modules import OfArrays
 from jaxmem_callbacks.programs.steps.step import Traced
+from jaxmem_callbacks.programs.steps.user_jit import Jitted, already_jitted
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.units import format_bytes

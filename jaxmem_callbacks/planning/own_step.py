@@ -11,11 +11,11 @@ from typing import Any
 
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.space import Space
-from jaxmem_callbacks.programs.steps.arrays_apart import arrays_apart
-from jaxmem_callbacks.programs.steps.jitting import already_jitted
 from jaxmem_callbacks.programs.steps.leaves import require_arguments
-from jaxmem_callbacks.programs.steps.policy_placement import ambient_mesh, mesh_of
+from jaxmem_callbacks.programs.steps.modules import arrays_apart
+from jaxmem_callbacks.programs.steps.placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean

@@ -24,10 +24,10 @@ from jaxmem_callbacks.planning.space import Space, parse_search
 from jaxmem_callbacks.planning.spending import Ask, Planned, chosen, spend
 from jaxmem_callbacks.planning.verdict import remedies, searches
 from jaxmem_callbacks.programs.causes import causes_of
-from jaxmem_callbacks.programs.memory_text import large_constants
-from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
-from jaxmem_callbacks.programs.steps.conditions import flags_now, kind_here, unguarded
+from jaxmem_callbacks.programs.memory import large_constants
+from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.program import flags_now, kind_here, unguarded
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
-from jaxmem_callbacks.programs.steps.arrays_apart import own_donation
-from jaxmem_callbacks.programs.steps.conditions import kind_here
+from jaxmem_callbacks.programs.steps.modules import own_donation
+from jaxmem_callbacks.programs.steps.program import kind_here
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import BesideProgram

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmem_callbacks.programs.targets.attached import nearest_target
-from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.programs.targets.target import Target, nearest_target
 
 
 @dataclass(frozen=True, slots=True)

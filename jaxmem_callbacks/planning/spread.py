@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
-from jaxmem_callbacks.programs.steps.aliases import leaf_bytes
+from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError, PolicyError

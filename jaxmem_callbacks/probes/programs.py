@@ -17,7 +17,7 @@ import jax.monitoring
 
 from jaxmem_callbacks._compat.executables import NewExecutables
 from jaxmem_callbacks.probes.compiled_names import made_by_user, placed
-from jaxmem_callbacks.programs.reading.compiler_figures import figures_of
+from jaxmem_callbacks.programs.reading.buffer_assignment import figures_of
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxmem_callbacks.programs.reading.dumps import (
+from jaxmem_callbacks.programs.reading.buffer_assignment import (
     HOST_COLOR,
     Allocation,
     Value,
@@ -26,9 +26,8 @@ from jaxmem_callbacks.programs.reading.dumps import (
     read_allocations,
     read_schedule,
 )
-from jaxmem_callbacks.programs.reading.groups import Arguments, Groups
-from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, parse_module
-from jaxmem_callbacks.programs.reading.shapes import unpadded_bytes
+from jaxmem_callbacks.programs.reading.buffer_groups import Arguments, Groups
+from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, parse_module, unpadded_bytes
 from jaxmem_callbacks.records.peaks import (
     AT_THE_PEAK,
     CONSTANTS,

@@ -1,10 +1,8 @@
-"""Optimised HLO text in, what it says about each instruction out: the JAX operation, its module path, its source line.
-
-The same text comes from ``compiled.as_text()`` and from the compiler's dumps, on CPU, GPU and TPU.
-"""
+"""Optimised HLO text: its header, instructions, shapes, constants and sources."""
 
 from __future__ import annotations
 
+import math
 import pathlib
 import re
 import sys
@@ -12,6 +10,180 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from jaxmem_callbacks.records.source_files import is_installed
+
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
+# What follows: a layout's dimensions, the last one first, and the tile that the last ones are rounded up to.
+_LAYOUT = re.compile(r"\{([\d,]*)(?::T\(([\d,]+)\))?")
+_WITHOUT_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+def element_count(shape: str) -> int:
+    """Elements of an array; of a tuple, those of its first array; 0 where there is none."""
+    found = _ARRAY.search(shape)
+    return _elements(found[3]) if found else 0
+
+
+def unpadded_bytes(shape: str) -> int | None:
+    """Bytes of all arrays in a shape as if their elements lay side by side; None where a dtype is unknown."""
+    total = 0
+    arrays = _ARRAY.findall(shape)
+    for kind, bits, sizes in arrays:
+        size = _bytes(kind, bits, _elements(sizes))
+        if size is None:
+            return None
+        total += size
+    return total if arrays else None
+
+
+def padded_bytes(shape: str) -> int:
+    """Bytes of all arrays in a shape as they lie in memory, in tiles where the layout says so; 0 for an unknown dtype."""
+    total = 0
+    for found in _ARRAY.finditer(shape):
+        layout = _LAYOUT.match(shape, found.end())
+        order, tile = layout.groups() if layout else ("", None)
+        if tile is None:
+            elements = _elements(found[3])
+        else:
+            sizes, tiles = _numbers(found[3]), _numbers(tile)[::-1]
+            minor = [sizes[place] for place in _numbers(order)]
+            minor += [1] * (len(tiles) - len(minor))
+            tiles += [1] * (len(minor) - len(tiles))
+            elements = math.prod(-(-size // by) * by for size, by in zip(minor, tiles, strict=True))
+        total += _bytes(found[1], found[2], elements) or 0
+    return total
+
+
+def _bytes(kind: str, bits: str, elements: int) -> int | None:
+    if not bits and kind not in _WITHOUT_BITS:
+        return None
+    return -(-elements * (int(bits) if bits else _WITHOUT_BITS[kind]) // 8)
+
+
+def _elements(sizes: str) -> int:
+    return math.prod(_numbers(sizes))
+
+
+def _numbers(sizes: str) -> list[int]:
+    return [int(size.lstrip("<=")) for size in sizes.split(",") if size]
+
+
+_ALIAS = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What the header says.
+
+    Attributes:
+        reused: Parameter number -> number of the result that takes over its memory.
+        parameters: How many parameters the program has.
+    """
+
+    reused: dict[int, int]
+    parameters: int
+
+
+def read_header(hlo_text: str) -> Header:
+    """Parse the first line of ``compiled.as_text()``."""
+    line = hlo_text.partition("\n")[0]
+    reused: dict[int, int] = {}
+    for output, parameter, index in _ALIAS.findall(_braced(line, "input_output_alias=")):
+        number = int(index.split(",")[0]) if index.strip() else int(parameter)
+        reused[number] = int(output.split(",")[0]) if output.strip() else 0
+    return Header(reused=reused, parameters=_parameter_count(line))
+
+
+def _braced(line: str, key: str) -> str:
+    """The text in the braces after ``key``, inner braces included; empty where the key is absent."""
+    start = line.find(key + "{")
+    if start < 0:
+        return ""
+    depth = 0
+    for end in range(start + len(key), len(line)):
+        depth += {"{": 1, "}": -1}.get(line[end], 0)
+        if depth == 0:
+            return line[start + len(key) + 1 : end]
+    return ""
+
+
+def _parameter_count(line: str) -> int:
+    """Arguments in ``entry_computation_layout={(a, b)->c}``, those of a packed tuple counted one by one."""
+    inside = _braced(line, "entry_computation_layout=").partition(")->")[0].removeprefix("(")
+    if inside.startswith("("):
+        inside = inside[1:].removesuffix(")")
+    depth, commas = 0, 0
+    for letter in inside:
+        depth += {"{": 1, "[": 1, "(": 1, "}": -1, "]": -1, ")": -1}.get(letter, 0)
+        commas += letter == "," and depth == 0
+    return commas + 1 if inside.strip() else 0
+
+
+_CONSTANT_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_CONSTANT = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) constant\(")
+# Part of the code that a fusion becomes, and so nowhere in memory.
+_FUSED = re.compile(r" fusion\(.*?\bcalls=%?([\w.\-]+)")
+# A layout's memory space, such as a TPU's on-chip memory or the host's.
+_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
+
+
+def constant_bytes(hlo_text: str | None) -> int:
+    """Bytes of a program's constants in the device's main memory, padding included.
+
+    Args:
+        hlo_text: What ``compiled.as_text()`` gave.
+    """
+    shapes: dict[str, list[str]] = {}
+    fused: set[str] = set()
+    computation = ""
+    for line in (hlo_text or "").splitlines():
+        if line and not line[0].isspace():
+            begun = _CONSTANT_COMPUTATION.match(line)
+            computation = begun[1] if begun else computation
+        elif " constant(" in line and (found := _CONSTANT.match(line)):
+            shapes.setdefault(computation, []).append(found[1])
+        elif " fusion(" in line and (found := _FUSED.search(line)):
+            fused.add(found[1])
+    return sum(
+        padded_bytes(shape)
+        for place, found in shapes.items()
+        if place not in fused
+        for shape in found
+        if not _ELSEWHERE.search(shape)
+    )
+
+
+_CUSTOM = re.compile(r"fusion\(.*kind=kCustom.*?calls=%?([\w.\-]+)")
+_LIBRARY_PASSING = ("bitcast", "tuple")
+_NO_VALUES = ("parameter", "bitcast", "constant", "tuple", "get-tuple-element", "broadcast")
+
+
+def library_bytes(hlo_text: str) -> int:
+    """Bytes of the largest value inside a custom fusion, its results left out; 0 where there is none."""
+    fused = set(_CUSTOM.findall(hlo_text))
+    if not fused:
+        return 0
+    module = parse_module(hlo_text)
+    results = {name for computation in fused for name in _results(module, computation)}
+    return max(
+        (
+            unpadded_bytes(each.shape) or 0
+            for each in module.instructions.values()
+            if each.computation in fused and each.opcode not in _NO_VALUES and each.name not in results
+        ),
+        default=0,
+    )
+
+
+def _results(module: Module, computation: str) -> Iterator[str]:
+    """The instructions whose values a fusion returns."""
+    root = module.roots.get(computation)
+    waiting = [] if root is None else [root]
+    while waiting:
+        each = waiting.pop()
+        yield each.name
+        if each.opcode in _LIBRARY_PASSING:
+            waiting += [module.instructions[name] for name in each.operands if name in module.instructions]
+
 
 # `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
 # An instruction that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
@@ -273,7 +445,7 @@ def parse_module(text: str) -> Module:
         if match is None:
             continue
         found = _instruction(match, line, frames, computation)
-        instructions |= {taken.name: taken for taken in _elements(found)}
+        instructions |= {taken.name: taken for taken in _tuple_elements(found)}
         instructions[found.name] = found
         if match[1]:
             roots[computation] = found
@@ -309,7 +481,7 @@ def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: 
     )
 
 
-def _elements(found: Instruction) -> Iterator[Instruction]:
+def _tuple_elements(found: Instruction) -> Iterator[Instruction]:
     """The elements of tuples among an instruction's operands, which newer text writes as ``%while.1#7``."""
     for operand in found.operands:
         whole, mark, element = operand.rpartition("#")

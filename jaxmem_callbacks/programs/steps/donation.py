@@ -1,29 +1,19 @@
-"""A step's arguments and results enter; the names of the arguments to donate leave.
-
-The rule: an argument is donated where the step returns it updated, that is where some result has the same tree, shapes
-and dtypes. Each result is claimed once, arguments in order. The batch is never donated, by these signs:
-
-- its name is in `kinds.BATCH_NAMES`;
-- a single array is taken for state only while it stands before the first argument that is not updated, and never where
-  it holds one element only (a learning rate looks like a loss, and there is nothing to save).
-
-Where more arguments look alike than there are results, those called ``ref_...``, ``teacher``, ``frozen`` and the like
-step back first. Objects of a framework that are updated in place count as updated.
-
-A gradient looks like the parameters that it is taken of, and is no update of them: who calls the step needs them after it. The
-traced step tells the two apart (`roles.py`).
-"""
+"""Donation: which arguments to donate, what became of each, and copies that it did not save."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from jaxmem_callbacks.programs.reading.hlo import Header, read_header
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
+from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import is_batch_name
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
@@ -207,3 +197,240 @@ def _overlap(a: Place, b: Place) -> bool:
 def _readers_last(arguments: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The arguments in order, but those that are called like read-only ones behind their look-alikes."""
     return sorted(arguments, key=lambda item: any(word in _READ_ONLY_WORDS for word in item[0].lower().split("_")))
+
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafUse:
+    """What the compiled program does with one array of the call.
+
+    Attributes:
+        argument: The argument that holds it.
+        path: Where it is.
+        kind: What it holds.
+        type_text: Such as ``float32[8,128]``.
+        placement: Its sharding where it is not on a single device, else an empty text.
+        bytes: On one device.
+        requested: Whether it was to be donated.
+        used: Whether the program takes it at all.
+        aliased: Whether a result reuses its memory, or None where the program does not tell.
+        passing: Whether it is donated and no state, as `Leaf.passing`.
+        lost: Why a requested donation is not happening, or None.
+        remedy: What to type against it, or None.
+    """
+
+    argument: str
+    path: str
+    kind: str
+    type_text: str
+    placement: str
+    bytes: int
+    requested: bool
+    used: bool
+    aliased: bool | None
+    passing: bool = False
+    lost: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """How a step's user writes its call.
+
+    Attributes:
+        step: The function's name; empty where it has none of its own, as a method or a lambda has none.
+        call: The arguments: ``state, batch``.
+        places: Where the update of an argument is among the results, as an index: ``[0]``, or nothing for the whole.
+        pinnable: Arguments that ``state_shardings`` of `jm.jit_step` would mean.
+    """
+
+    step: str = ""
+    call: str = ""
+    places: Mapping[str, str] = field(default_factory=dict[str, str])
+    pinnable: frozenset[str] = frozenset()
+
+
+UNWRITTEN = Written()
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+
+
+def leaf_uses(  # noqa: PLR0913 - what the call and the compile know, each once
+    leaves: Sequence[Leaf],
+    lowered: jax.stages.Lowered,
+    compiled: jax.stages.Compiled,
+    *,
+    hlo_text: str,
+    requested_names: Sequence[str] = (),
+    written: Written = UNWRITTEN,
+) -> tuple[LeafUse, ...]:
+    """What became of each array of the call.
+
+    Args:
+        leaves: The arrays in the program's order.
+        lowered: Knows the results' shapes.
+        compiled: Knows shardings, and which arguments were dropped.
+        hlo_text: The optimised HLO.
+        requested_names: Arguments that were to be donated besides what JAX itself has marked; JAX unmarks all while
+            `jax_debug_nans` is on.
+        written: How its user writes the call, for the line against a loss.
+    """
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    header = read_header(hlo_text)
+    numbers = _parameter_numbers(shardings, header)
+    reused = header.reused
+    taken = set(reused.values())
+    results = [result for i, result in enumerate(_results(lowered, compiled)) if i not in taken]
+    uses: list[LeafUse] = []
+    for leaf, sharding, number in zip(leaves, shardings, numbers, strict=True):
+        requested = leaf.donated or leaf.argument in requested_names
+        aliased = number is not None and number in reused
+        placed = sharding if sharding is not None else getattr(leaf.value, "sharding", None)
+        lost, remedy = (None, None) if aliased or not requested else _why_lost(leaf, sharding, results, written)
+        uses.append(
+            replace(
+                unread(leaf, placed),
+                placement=_placement(placed),
+                requested=requested,
+                used=sharding is not None,
+                aliased=aliased,
+                lost=lost,
+                remedy=remedy,
+            )
+        )
+    return tuple(uses)
+
+
+def unread(leaf: Leaf, placed: Any) -> LeafUse:
+    """An array before its program is read: what it is, and nothing of what becomes of it.
+
+    Args:
+        leaf: The array.
+        placed: Its sharding there, or None.
+    """
+    return LeafUse(
+        argument=leaf.argument,
+        path=leaf.path,
+        kind=leaf.kind,
+        type_text=leaf.type_text,
+        placement="",
+        bytes=leaf_bytes(leaf, placed),
+        requested=leaf.donated,
+        passing=leaf.passing,
+        used=False,
+        aliased=None,
+    )
+
+
+def lost_donations(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
+    """Requested donations that are not happening. Single numbers (step counters) are left out: nothing is lost by them."""
+    return tuple(use for use in uses if use.lost is not None and not use.type_text.endswith("[]"))
+
+
+def donation_message(function: Callable[..., Any], lost: Sequence[LeafUse]) -> str:
+    """The four parts: what was asked for, what the program does, where, and what to type."""
+    step = getattr(function, "__name__", "the step")
+    names = ", ".join(dict.fromkeys(use.argument for use in lost))
+    total = format_bytes(sum(use.bytes for use in lost))
+    lines = [
+        f"Donation of {names} to {step} is not happening for {len(lost)} array(s), {total} on each device:",
+        *(f"  {use.path} {use.type_text}: {use.lost}." for use in lost[:_SHOWN]),
+        *([f"  ... and {len(lost) - _SHOWN} more."] if len(lost) > _SHOWN else []),
+        *dict.fromkeys(use.remedy for use in lost if use.remedy),
+    ]
+    return "\n".join(lines)
+
+
+def _parameter_numbers(shardings: Sequence[Any], header: Header) -> list[int | None]:
+    """Each flat argument's HLO parameter number: dropped arguments have none, hidden ones (tokens, constants) come first."""
+    kept = sum(sharding is not None for sharding in shardings)
+    number = header.parameters - kept
+    numbers: list[int | None] = []
+    for sharding in shardings:
+        numbers.append(None if sharding is None else number)
+        number += sharding is not None
+    return numbers
+
+
+def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> list[_Result]:
+    infos = jax.tree.leaves(lowered.out_info)
+    shardings = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    return [_Result(tuple(i.shape), i.dtype, s) for i, s in zip(infos, shardings, strict=True)]
+
+
+def _why_lost(leaf: Leaf, sharding: Any, results: Sequence[_Result], written: Written) -> tuple[str, str]:
+    """The reason in words, and what to type."""
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10 does not declare it
+        return (
+            "jax_debug_nans is on, and JAX donates nothing while it is",
+            f"Turn it off at the top of the script: {advise('donation.debug_nans')}. While you look for NaNs, donate nothing.",
+        )
+    if sharding is None:
+        return (
+            "the step never uses it, so JAX drops it from the program",
+            f"Leave it out of what is donated, or delete the argument {leaf.argument!r}.",
+        )
+    same_shape = [result for result in results if result.shape == leaf.shape]
+    if any(result.dtype == leaf.dtype for result in same_shape):
+        other = next(result for result in same_shape if result.dtype == leaf.dtype)
+        return _why_same_type(leaf, sharding, other, written)
+    if same_shape:
+        return (
+            f"it comes as {leaf.dtype} and is returned as {same_shape[0].dtype}",
+            f"Return it as it came: .astype({leaf.dtype.name!r}), or keep the state in {same_shape[0].dtype} from the start.",
+        )
+    return (
+        "no result that is left has its shape and dtype",
+        f"Leave {leaf.argument!r} out of what is donated{'' if leaf.passing else ', or return it updated'}.",
+    )
+
+
+def _why_same_type(leaf: Leaf, sharding: Any, other: _Result, written: Written) -> tuple[str, str]:
+    if other.sharding.is_equivalent_to(sharding, len(leaf.shape)):
+        return (
+            "the compiler keeps both the old and the new value alive",
+            "What makes the peak names what still reads the old one.",
+        )
+    return (
+        f"it comes as {_spec(sharding)} and is returned as {_spec(other.sharding)}",
+        _laid_alike(leaf, sharding, other, written),
+    )
+
+
+def _laid_alike(leaf: Leaf, sharding: Any, other: _Result, written: Written) -> str:
+    """What makes an argument come as it is returned, in the way of the two that needs less of a device."""
+    comes, returned = leaf_bytes(leaf, sharding), leaf_bytes(leaf, other.sharding)
+    place = written.places.get(leaf.argument)
+    if returned < comes:
+        what = f"Lay {leaf.argument} as it is returned, before the first step"
+        if place is None or not written.step:
+            return f"{what}."
+        line = advise(
+            "donation.lay_as_returned", argument=leaf.argument, step=written.step, call=written.call, place=place
+        )
+        return f"{what}: {line}."
+    what = f"Return {leaf.argument} as it comes"
+    if not written.step or leaf.argument not in written.pinnable:
+        return f"{what}: pin it by the out_shardings of the step's jit."
+    return f"{what}: {advise('donation.pin_returned', step=written.step, argument=leaf.argument)}."
+
+
+def _spec(sharding: Any) -> str:
+    return str(getattr(sharding, "spec", type(sharding).__name__)).replace("PartitionSpec", "P")
+
+
+def _placement(sharding: Any) -> str:
+    return "" if sharding is None or len(sharding.device_set) == 1 else _spec(sharding)
+
+
+def leaf_bytes(leaf: Leaf, sharding: Any) -> int:
+    """Bytes of an array on one device."""
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

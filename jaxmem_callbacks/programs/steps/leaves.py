@@ -1,7 +1,4 @@
-"""A step's call enters, its arrays leave one by one: which argument, which path, what it holds, in the order of the jit.
-
-The order and the shapes come from the lowered program; the names come from the user's own arguments.
-"""
+"""The array leaves of a step's call: argument, path, role."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
-from jaxmem_callbacks.programs.steps.moments import places_with_moments
 from jaxmem_callbacks.programs.steps.roles import Role, dataflow_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.transforms.arg_roles import (
@@ -24,6 +21,7 @@ from jaxmem_callbacks.transforms.arg_roles import (
     OPTIMIZER,
     OTHER,
     PARAMETERS,
+    STATE,
     NodeKind,
     is_named,
     kind_of_argument,
@@ -31,6 +29,55 @@ from jaxmem_callbacks.transforms.arg_roles import (
 )
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.leaves import traced_dtype
+
+_STEP = re.compile(r"\[[^\]]*\]|\.\w+")
+
+
+class _Leaf(Protocol):
+    """What is asked of one array; as `Leaf`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def by_class(self) -> bool: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def places_with_moments(leaves: Sequence[_Leaf]) -> set[int]:
+    """Places of the leaves of no kind by class or name of which an optimizer keeps moments.
+
+    Optax keeps trees of the parameters' structure under a name of its own, such as ``state[1][0].mu['w']`` for ``state[0]['w']``:
+    below that name path and shape are those of the parameter.
+    """
+    mirrored = {
+        (below, leaf.shape)
+        for leaf in leaves
+        if leaf.kind == OPTIMIZER and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        for below in _below_names(leaf.path)
+        if below or leaf.shape  # a number of the optimizer's own is no moment of another number
+    }
+
+    def has_moments(leaf: _Leaf) -> bool:
+        if leaf.by_class or leaf.kind not in (OTHER, STATE) or is_named(leaf.path):
+            return False
+        steps = _STEP.findall(leaf.path)
+        return jnp.issubdtype(leaf.dtype, jnp.inexact) and any(
+            (tuple(steps[start:]), leaf.shape) in mirrored for start in range(len(steps) + 1)
+        )
+
+    return {place for place, leaf in enumerate(leaves) if mirrored and has_moments(leaf)}
+
+
+def _below_names(path: str) -> list[tuple[str, ...]]:
+    """What follows each name on a path."""
+    steps = _STEP.findall(path)
+    return [tuple(steps[place + 1 :]) for place, step in enumerate(steps) if step.startswith(".")]
+
 
 # How JAX writes an input: the parameter, and what follows it.
 _INPUT = re.compile(r"(?P<name>\w+)(?:\[(?:(?P<place>\d+)|'(?P<key>\w+)')\])?")

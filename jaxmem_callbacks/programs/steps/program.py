@@ -1,22 +1,126 @@
-"""A lowered step enters; it is compiled, and what its program needs leaves together with the fate of each donated array."""
+"""A compiled step: what it needs, under which conditions it was compiled, and what it copied in spite of donation."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.reading.compiler_figures import program_memory
-from jaxmem_callbacks.programs.steps.aliases import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
-from jaxmem_callbacks.programs.steps.conditions import conditions_of
+from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
+from jaxmem_callbacks.programs.steps import registry
+from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.signature import Signature, signature_of
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
+
+# What pins a value on a mesh says nothing of the mathematics.
+_PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+# Flags that change no program: where files go, how many CPU devices there are (which is counted), and what JAX sets on every TPU.
+_HARMLESS = ("xla_dump", "xla_force_host_platform_device_count", "xla_tpu_use_enhanced_launch_barrier")
+
+
+def operations_of(jaxpr: Any) -> str:
+    """A short hash of a jaxpr's operations with shapes and dtypes of their results, inner jaxprs included."""
+    known: dict[int, str] = {}  # by identity: all of them are held by the jaxpr that is read
+
+    def told(jaxpr: Any) -> str:
+        if id(jaxpr) not in known:
+            eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+            text = "\n".join(line(eqn) for eqn in eqns if eqn.primitive.name not in _PLACING)
+            known[id(jaxpr)] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return known[id(jaxpr)]
+
+    def line(eqn: Any) -> str:
+        types = [f"{getattr(v.aval, 'dtype', '')}{getattr(v.aval, 'shape', '')}" for v in eqn.outvars]
+        inner = [told(each) for name in sorted(eqn.params) for each in _jaxprs(eqn.params[name])]
+        return f"{eqn.primitive.name} {types} {inner} {eqn.params.get('length', '')}"
+
+    return told(jaxpr)
+
+
+@contextmanager
+def unguarded() -> Generator[None]:
+    """Where this library traces and compiles a step: what JAX watches in the caller's own code changes no program, and is off.
+
+    What changes the program holds, such as ``jax_debug_nans``, under which JAX donates nothing. Without a jit there is no program
+    at all: under ``jax_disable_jit`` a step is told as it is jitted.
+    """
+    with ExitStack() as off:
+        off.enter_context(jax.transfer_guard("allow"))
+        for watch in (jax.check_tracer_leaks, jax.debug_infs, jax.debug_key_reuse, jax.no_tracing):
+            off.enter_context(watch(False))
+        off.enter_context(jax.disable_jit(False))
+        yield
+
+
+def flags_now() -> dict[str, str]:
+    """The flags that XLA's compilers take from this process, without those that change no program."""
+    words = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+    parted = (word.lstrip("-").partition("=") for word in words if word.startswith("--"))
+    return {name: value for name, _, value in parted if not name.startswith(_HARMLESS)}
+
+
+def kind_here() -> str:
+    """What the attached devices are."""
+    return jax.local_devices()[0].device_kind
+
+
+def conditions_of(compiled: jax.stages.Compiled, operations: str) -> Conditions:
+    """What a compiled program runs on, and what it was compiled with.
+
+    Args:
+        compiled: For the devices of this process.
+        operations: What `operations_of` gave, or empty.
+    """
+    shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
+    devices: Iterable[Any] = max((each.device_set for each in shardings), key=len, default=())
+    kinds, meshes = {each.device_kind for each in devices}, [_axes(each) for each in shardings]
+    return Conditions(
+        device_kind=kinds.pop() if len(kinds) == 1 else "",
+        device_count=len(list(devices)) or None,
+        mesh=next((axes for axes in meshes if axes), {}),
+        flags=flags_now(),
+        operations=operations,
+    )
+
+
+def _axes(sharding: Any) -> Mapping[str, int]:
+    mesh = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return [part for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns")]
+
+
+Signature = tuple[tuple[str, str], ...]
+_TOLD = 8
+
+
+def signature_of(uses: Sequence[LeafUse], static: Mapping[str, object]) -> Signature:
+    """Path -> type of every array (sharding added where it is not a single device's), then the static arguments."""
+    arrays = [(use.path, f"{use.type_text} {use.placement}".rstrip()) for use in uses]
+    return (*arrays, *((name, f"static {value!r:.60}") for name, value in static.items()))
+
+
+def changes(before: Signature | None, after: Signature) -> tuple[str, ...]:
+    """One sentence for each path that differs: ``batch['tokens']: int32[16,129] -> int32[7,129]``."""
+    if before is None:
+        return ()
+    old, new = dict(before), dict(after)
+    told = [f"{path}: {old[path]} -> {new[path]}" for path in new if path in old and old[path] != new[path]]
+    told += [f"{path}: new, {new[path]}" for path in new if path not in old]
+    told += [f"{path}: gone, was {old[path]}" for path in old if path not in new]
+    if len(told) > _TOLD:
+        return (*told[:_TOLD], f"and {len(told) - _TOLD} more")
+    return tuple(told) or ("nothing in the arguments: the jit or the policy is another one",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,3 +207,36 @@ def _platform(compiled: jax.stages.Compiled) -> str:
     """Where the program runs, by the devices of its results or arguments."""
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
     return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+
+
+_WORTH = 2**20  # bytes of all of them together from which on it is told: a viewed counter is nothing
+_WHY = "the runtime copied it, since something outside of JAX holds its memory, such as a NumPy view (np.asarray)"
+
+
+def tell_copies(name: str, program: Program, leaves: Sequence[Leaf]) -> None:
+    """Write the copies of a first run to the registry, where there are any worth telling."""
+    copied = _copied(leaves, program.uses)
+    if sum(use.bytes for use in copied) < _WORTH:
+        return
+    registry.record(
+        replace(
+            program.compilation(name, ()),
+            lost=tuple(f"{use.path}: {_WHY}" for use in copied),
+            lost_bytes=sum(use.bytes for use in copied),
+            has_run=True,
+        )
+    )
+
+
+def _copied(leaves: Sequence[Leaf], uses: Sequence[LeafUse]) -> list[LeafUse]:
+    """Donated arrays that are still alive after the step was dispatched."""
+    return [
+        use
+        for leaf, use in zip(leaves, uses, strict=True)
+        if use.requested and use.aliased and _was_in_place(leaf.value, use) and not leaf.value.is_deleted()
+    ]
+
+
+def _was_in_place(value: object, use: LeafUse) -> bool:
+    """Whether an array lay where the program wants it: one without a place of its own is moved there, once."""
+    return isinstance(value, jax.Array) and (value.committed or not use.placement)

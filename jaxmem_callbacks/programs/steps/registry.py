@@ -1,16 +1,39 @@
-"""What was compiled in this process: compilations of registered steps enter, anyone who follows reads them from where he stopped.
-
-Bounded and thread-safe; imports no JAX, so that the monitor's own thread can read it at any time.
-"""
+"""The compiles of steps in this process."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
+
+import jax
 
 from jaxmem_callbacks.records.programs import Compilation
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCount(threading.local):
+    """Backend compiles that this thread has asked for since `watch_compiles` was first called."""
+
+    count: int = 0
+
+
+compiles = CompileCount()
+
+
+@functools.cache
+def watch_compiles() -> None:
+    """Begin to count, once a process: one listener that adds 1 and returns. JAX offers no way to take it back."""
+    jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def _count(event: str, duration_secs: float, **_: Any) -> None:  # noqa: ARG001 - JAX's signature
+    if event == _COMPILED:
+        compiles.count += 1
+
 
 KEPT = 1024  # a run that recompiles more often than this has told its story long before
 _OF_A_STEP = 16  # its newest

@@ -23,14 +23,39 @@ from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardi
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call, has_real_arrays
-from jaxmem_callbacks.programs.steps.aliases import donation_message, lost_donations
-from jaxmem_callbacks.programs.steps.arrays_apart import OfArrays, arrays_apart
-from jaxmem_callbacks.programs.steps.compile_events import compiles, watch_compiles
-from jaxmem_callbacks.programs.steps.conditions import operations_of
-from jaxmem_callbacks.programs.steps.copies import tell_copies
+from jaxmem_callbacks.programs.steps.argument_checks import note_deleted, require_unshared
+from jaxmem_callbacks.programs.steps.build_jit import (
+    Making,
+    make_jit,
+    require_pinned,
+    told_passing,
+    undonated_names,
+    written_call,
+)
+from jaxmem_callbacks.programs.steps.call import AbstractCall, abstract_call, has_real_arrays
+from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.jitting import (
+from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
+from jaxmem_callbacks.programs.steps.modules import (
+    OfArrays,
+    arrays_apart,
+    for_whole_trees,
+    hold_modules,
+    of_parts,
+    split,
+)
+from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, require_returned
+from jaxmem_callbacks.programs.steps.program import (
+    Program,
+    Signature,
+    changes,
+    operations_of,
+    read_program,
+    tell_copies,
+    without_donation_warning,
+)
+from jaxmem_callbacks.programs.steps.registry import compiles, watch_compiles
+from jaxmem_callbacks.programs.steps.user_jit import (
     Jitted,
     OfEquinox,
     already_jitted,
@@ -39,21 +64,6 @@ from jaxmem_callbacks.programs.steps.jitting import (
     static_arguments,
     without_undonating_jit,
 )
-from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
-from jaxmem_callbacks.programs.steps.making import (
-    Making,
-    make_jit,
-    require_pinned,
-    told_passing,
-    undonated_names,
-    written_call,
-)
-from jaxmem_callbacks.programs.steps.modules import for_whole_trees, hold_modules, of_parts, split
-from jaxmem_callbacks.programs.steps.placement import as_placed, require_returned
-from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
-from jaxmem_callbacks.programs.steps.program import Program, read_program, without_donation_warning
-from jaxmem_callbacks.programs.steps.shared_buffers import note_deleted, require_unshared
-from jaxmem_callbacks.programs.steps.signature import Signature, changes
 from jaxmem_callbacks.records.arguments import require_names
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy

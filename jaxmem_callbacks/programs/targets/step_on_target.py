@@ -16,17 +16,22 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from jaxmem_callbacks.programs.reading.groups import Argument
-from jaxmem_callbacks.programs.reading.hlo_header import read_header
-from jaxmem_callbacks.programs.steps.abstract_call import abstract
-from jaxmem_callbacks.programs.steps.aliases import LeafUse, unread
+from jaxmem_callbacks.programs.reading.buffer_groups import Argument
+from jaxmem_callbacks.programs.reading.hlo import read_header
+from jaxmem_callbacks.programs.steps.call import abstract
+from jaxmem_callbacks.programs.steps.donation import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.targets.compile import Compiling, TargetCompilation, lower_for_target
-from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
-from jaxmem_callbacks.programs.targets.refusals import refuse_devices_apart, refuse_unknown_option, refused_for_memory
-from jaxmem_callbacks.programs.targets.reports import without_reports
+from jaxmem_callbacks.programs.targets.compile import (
+    Compiling,
+    TargetCompilation,
+    lower_for_target,
+    refuse_devices_apart,
+    refuse_unknown_option,
+    refused_for_memory,
+)
+from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn, without_reports
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total

@@ -45,7 +45,7 @@ def main(folder: str) -> None:
 
 def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
     """Lower the traced program for the topology's devices, compile it and read what the compiler says."""
-    from jaxmem_callbacks.programs.reading.compiler_figures import memory_figures
+    from jaxmem_callbacks.programs.reading.buffer_assignment import memory_figures
 
     start = time.monotonic()
     lowered, kept = _lower(request, place)
@@ -59,7 +59,7 @@ def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
 
 def _assigned(request: dict[str, Any], place: pathlib.Path) -> dict[str, int]:
     """Figures by the buffer assignment, where this compile wrote it beside its answer and it can be read."""
-    from jaxmem_callbacks.programs.reading.dumps import assigned_by_kind
+    from jaxmem_callbacks.programs.reading.buffer_assignment import assigned_by_kind
     from jaxmem_callbacks.records.errors import CompileError
 
     dump = pathlib.Path(request["compiler_options"].get("xla_dump_to", ""))

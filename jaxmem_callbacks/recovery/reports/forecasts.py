@@ -17,9 +17,9 @@ from jaxmem_callbacks.planning.budget import Budget
 from jaxmem_callbacks.planning.candidates import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.rows import find_rows, with_rows
-from jaxmem_callbacks.programs.steps.policy_placement import mesh_of
+from jaxmem_callbacks.programs.steps.placement import mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep
-from jaxmem_callbacks.programs.targets.attached import attached_target
+from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy

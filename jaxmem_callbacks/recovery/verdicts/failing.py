@@ -16,13 +16,13 @@ import jax
 
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks._compat.executables import LiveProgram, programs_here
-from jaxmem_callbacks.programs.reading.compiler_figures import figures_of
-from jaxmem_callbacks.programs.reading.library_values import library_bytes
+from jaxmem_callbacks.programs.reading.buffer_assignment import figures_of
+from jaxmem_callbacks.programs.reading.hlo import library_bytes
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.abstract_call import AbstractCall, abstract_call
-from jaxmem_callbacks.programs.steps.jitting import already_jitted
+from jaxmem_callbacks.programs.steps.call import AbstractCall, abstract_call
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, user_leaves
 from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.recovery.calls import CallsBefore

@@ -1,4 +1,4 @@
-"""A plain step, what was asked for and the first arguments enter; its jit leaves, static and donated arguments decided."""
+"""The jit of a plain step under a policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmem_callbacks.programs.steps.aliases import LeafUse, Written
 from jaxmem_callbacks.programs.steps.donation import (
+    LeafUse,
+    Written,
     check_names,
     infer_donation,
     needs_results,
@@ -19,7 +20,16 @@ from jaxmem_callbacks.programs.steps.donation import (
     updated_arguments,
     worth_donating,
 )
-from jaxmem_callbacks.programs.steps.jitting import (
+from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments, parameter_names
+from jaxmem_callbacks.programs.steps.placement import (
+    Pin,
+    jit_shardings,
+    pin_of_state,
+    pinned_leaves,
+    pins_of_policy,
+    require_placed,
+)
+from jaxmem_callbacks.programs.steps.user_jit import (
     Jitted,
     already_jitted,
     jax_traced,
@@ -27,9 +37,6 @@ from jaxmem_callbacks.programs.steps.jitting import (
     jit_word,
     static_arguments,
 )
-from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments, parameter_names
-from jaxmem_callbacks.programs.steps.placement import Pin, jit_shardings, pin_of_state, pinned_leaves, require_placed
-from jaxmem_callbacks.programs.steps.policy_placement import pins_of_policy
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE

@@ -1,19 +1,18 @@
-"""The compiler's buffer dumps in, allocations with their values and live ranges out.
-
-Asked for by ``DUMP_OPTIONS`` at one compile (a per-compile option, no global ``XLA_FLAGS``). The files are text whose
-form is the same on CPU, GPU and TPU; a file that is not there, or has another form, is an error and never an empty list.
-"""
+"""The compiler's figures of a program, and its buffer assignment, from dumps or serialised."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxmem_callbacks.programs.reading.hlo import constant_bytes, count_compiler_remat
 from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.records.programs import ProgramMemory
 
 HOST_COLOR = 5
 Kind = Literal["argument", "output", "constant", "temporary", "thread-local"]
@@ -197,3 +196,117 @@ def _ranges(text: str) -> dict[tuple[str, str], tuple[int, int]]:
     section = text.partition("BufferLiveRange:")[2].partition("Live ranges at")[0]
     matches = (_RANGE.match(line) for line in section.splitlines())
     return {(m[1], m[2]): (int(m[3]), int(m[4])) for m in matches if m}
+
+
+# Fields of BufferAssignmentProto and of its BufferAllocationProto.
+_ALLOCATIONS = 3
+_SIZE, _IS_THREAD_LOCAL, _COLOR = 2, 3, 8
+# Kinds of fields on the wire.
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+
+def assigned_bytes(serialized: bytes, platform: str) -> int | None:
+    """Bytes of all allocations that a program asks the device for, of every memory color; None where they cannot be read.
+
+    Args:
+        serialized: The assignment; empty where the compiler gives none.
+        platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``; a TPU's other colors are its small on-chip memories.
+    """
+    try:
+        every = [value for number, value in _fields(serialized) if number == _ALLOCATIONS]
+        allocations = [_numbers(value) for value in every if isinstance(value, bytes)]
+    except (IndexError, ValueError):
+        return None
+
+    def is_here(allocation: dict[int, int]) -> bool:
+        color = allocation.get(_COLOR, 0)
+        return not allocation.get(_IS_THREAD_LOCAL) and (color == 0 if platform == "tpu" else color != HOST_COLOR)
+
+    return sum(each.get(_SIZE, 0) for each in allocations if is_here(each)) if allocations else None
+
+
+def _numbers(allocation: bytes) -> dict[int, int]:
+    """The numbers of one allocation, up to the values that share it, of which a large program has very many."""
+    up_to = itertools.takewhile(lambda field: field[0] <= _COLOR, _fields(allocation))
+    return {number: value for number, value in up_to if isinstance(value, int)}
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of one message.
+
+    Raises:
+        IndexError, ValueError: the bytes are no message.
+    """
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                return value
+
+    while at < len(data):
+        number, kind = divmod(varint(), 8)
+        if kind == _VARINT:
+            yield number, varint()
+            continue
+        sizes = {_FIXED64: 8, _FIXED32: 4}
+        size = varint() if kind == _LENGTH else sizes.get(kind)
+        if size is None or at + size > len(data):
+            msg = f"no field of kind {kind} with {size} bytes at {at}"
+            raise ValueError(msg)
+        yield number, data[at : at + size]
+        at += size
+
+
+def memory_figures(compiled: Any, platform: str) -> dict[str, int | None]:
+    """The compiler's figures, in bytes on one device, by the names of `ProgramMemory`'s fields.
+
+    ``total_bytes`` is the runtime's own total, which jaxlib has since 0.12; None before. ``assigned_bytes`` is the sum of its
+    buffer assignment, None where it gives none. ``host_temp_bytes`` is what an offload policy keeps in host memory meanwhile.
+
+    Raises:
+        ValueError: the platform reports nothing.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        msg = "The compiler of this platform reports no memory figures. Compile for 'cpu', a TPU or a CUDA GPU."
+        raise ValueError(msg)
+    return figures_of(stats, platform)
+
+
+def figures_of(stats: Any, platform: str) -> dict[str, int | None]:
+    """The same of the statistics themselves, such as a loaded executable has them."""
+    total = getattr(stats, "total_allocation_bytes", None)
+    return {
+        "argument_bytes": int(stats.argument_size_in_bytes),
+        "output_bytes": int(stats.output_size_in_bytes),
+        "alias_bytes": int(stats.alias_size_in_bytes),
+        "temp_bytes": int(stats.temp_size_in_bytes),
+        "host_temp_bytes": int(stats.host_temp_size_in_bytes),
+        "total_bytes": int(total) if total else None,
+        "assigned_bytes": assigned_bytes(getattr(stats, "serialized_buffer_assignment_proto", b""), platform),
+    }
+
+
+def program_memory(
+    compiled: Any, *, name: str, platform: str, target: str, hlo_text: str | None = None
+) -> ProgramMemory:
+    """The record of one compiled program.
+
+    Args:
+        compiled: What ``lowered.compile()`` gave.
+        name: The function's name.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+        target: ``attached`` or a target's name.
+        hlo_text: ``compiled.as_text()`` where the caller has it already.
+    """
+    figures = memory_figures(compiled, platform)
+    text = compiled.as_text() if hlo_text is None else hlo_text
+    told: Any = figures | {"constant_bytes": constant_bytes(text), "compiler_remat": count_compiler_remat(text)}
+    return ProgramMemory(name=name, platform=platform, target=target, **told)

@@ -1,7 +1,4 @@
-"""A train step enters, plain or jitted by the user; one thing that can be called and lowered leaves.
-
-A step that is already jitted is used as it is: an outer jit would undo its donation without a word.
-"""
+"""The user's step, plain or jitted, with the settings of its jit."""
 
 from __future__ import annotations
 
