@@ -18,8 +18,7 @@ import jax
 import jaxmem_callbacks as jm
 from benchmarks.lowering import Problem, equations, loop_of_layers, unrolled_llama
 from benchmarks.sources import write_result
-from jaxmem_callbacks.planning.modelled import modelled_seconds
-from jaxmem_callbacks.planning.speeds import speed_of
+from jaxmem_callbacks.planning.step_time import modelled_seconds, speed_of
 from jaxmem_callbacks.programs.steps.program import operations_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.transforms.equations import flatten

@@ -30,9 +30,9 @@ import jaxlib
 import jaxmem_callbacks as jm
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.sources import RESULTS, is_cut_otherwise, planned_segments, row_hashes
-from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target

@@ -79,7 +79,7 @@ _EXPORT = r"from (\S+) import (?:\w+ as )?(\w+)$"  # a public name, as the packa
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
 ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "planning", "transforms")
 # What a row compiles of the library: the policies that a plan finds, or one that is given. Any other row compiles nothing of it.
-SEARCHED, GIVEN = f"benchmarks/{ROWS_BENCHMARK}.py", "jaxmem_callbacks/planning/candidates.py"
+SEARCHED, GIVEN = f"benchmarks/{ROWS_BENCHMARK}.py", "jaxmem_callbacks/planning/compile_candidate.py"
 
 
 def source_hash(benchmark: str, root: Path = ROOT) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.records.plans import Candidate
 
 

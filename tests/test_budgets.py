@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.boundary import closer
-from jaxmem_callbacks.planning.closing_in import Room
+from jaxmem_callbacks.planning.bisect import Room, closer
 from tests.target_step import keeps_remat, needs_compiler, shape
 
 TARGETS = [

@@ -16,7 +16,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
 from jaxmem_callbacks.cli.seen import Edit, Seen
 from jaxmem_callbacks.cli.train_lines import lines_to_train
-from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.planning.request import Space
 from tests import sample_plans as samples
 from tests.target_step import needs_compiler
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget, budget_for
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.explore import explore
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.orchestrate import explore
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget, budget_for
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.plans import Candidate
 from tests.target_step import needs_compiler

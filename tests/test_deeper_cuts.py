@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.offers import offers
+from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.target import resolve_target

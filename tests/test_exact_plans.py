@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.offers import offers
+from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch, choose
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.transforms.equations import flatten

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.offers import offers, with_enough_cuts, with_half_the_cuts
+from jaxmem_callbacks.planning.candidate_policies import offers, with_enough_cuts, with_half_the_cuts
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from tests.said import Said

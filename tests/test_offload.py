@@ -12,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.modelled import host_bytes, modelled_seconds
-from jaxmem_callbacks.planning.offloading import MOST_POLICIES
-from jaxmem_callbacks.planning.speeds import Speed
+from jaxmem_callbacks.planning.offload import MOST_POLICIES
+from jaxmem_callbacks.planning.step_time import Speed, host_bytes, modelled_seconds
 from jaxmem_callbacks.records.errors import PolicyError
 from tests.comparisons import assert_close, stored_bytes
 from tests.offloaded_steps import CARRY, LAYERS, ROWS, WIDTH, arguments, looped, recurrent, train_step, unrolled

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.explore import offload
-from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.modelled import host_bytes
-from jaxmem_callbacks.planning.offers import offers
-from jaxmem_callbacks.planning.offloading import MOST_POLICIES, offloading_policies, with_offload
+from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.offload import MOST_POLICIES, offloading_policies, with_offload
+from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget
+from jaxmem_callbacks.planning.step_time import host_bytes
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.plans import Candidate
 from tests.offloaded_steps import LAYERS, arguments, looped, train_step, unrolled

@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.spread import spread
+from jaxmem_callbacks.planning.request import budget_for
+from jaxmem_callbacks.planning.sharding_candidates import spread
 from jaxmem_callbacks.programs.steps.program import flags_now
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import PlanRecord

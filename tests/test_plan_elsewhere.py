@@ -17,7 +17,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.config.presets import parse_preset
-from jaxmem_callbacks.planning.budget import budget_for
+from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, RunFileError
 from jaxmem_callbacks.records.presets import EnvironmentSettings

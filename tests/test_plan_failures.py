@@ -14,12 +14,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.explore import offload
-from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.own_step import OPTIONS
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget
+from jaxmem_callbacks.planning.step_adapter import OPTIONS
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compiling_here
 from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, PlanError, PolicyError
 from tests.searched_steps import abstract, forward, train_step

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.modelled import modelled_seconds
-from jaxmem_callbacks.planning.speeds import Speed, speed_of, speed_of_device
+from jaxmem_callbacks.planning.request import budget_for
+from jaxmem_callbacks.planning.step_time import Speed, modelled_seconds, speed_of, speed_of_device
 from jaxmem_callbacks.programs.reading.hlo import count_compiler_remat
 from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomputed_flops
 from jaxmem_callbacks.programs.targets.compile import compile_for_target

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.explore import explore
-from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.orchestrate import explore
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.spread import spread
+from jaxmem_callbacks.planning.request import budget_for
+from jaxmem_callbacks.planning.sharding_candidates import spread
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from tests.sample_plans import sentences
 from tests.test_plan_search import OPTIMIZER, ROWS, abstract, forward, loss_fn, obeys, parameters, rows_of, train_step

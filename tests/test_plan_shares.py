@@ -15,12 +15,11 @@ import optax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.explore import explore, offload
-from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.orchestrate import explore, go_on, offload
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.spending import go_on
+from jaxmem_callbacks.planning.request import Budget
 from tests.target_step import keeps_remat, needs_compiler
 
 ROWS, WIDTH = 512, 64

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.beside import parse_resident
-from jaxmem_callbacks.planning.budget import parse_budget
+from jaxmem_callbacks.planning.coresident import parse_resident
+from jaxmem_callbacks.planning.request import parse_budget
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 
 pytestmark = pytest.mark.core

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.transforms.residuals import LINK_BYTE, collective_work
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 

@@ -11,7 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.modelled import host_bytes
+from jaxmem_callbacks.planning.step_time import host_bytes
 from jaxmem_callbacks.records.errors import PolicyError
 from tests.comparisons import assert_close, stored_bytes
 

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.ledger import Ledger
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import Ledger
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, options_without_device, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment

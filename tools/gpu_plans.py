@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.budget import budget_for
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.target import nearest_target, resolve_target
 from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.plans import Candidate

@@ -29,8 +29,8 @@ from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
 from jaxmem_callbacks.cli.typed import place
-from jaxmem_callbacks.planning.budget import parse_budget, size_meant
 from jaxmem_callbacks.planning.interrupts import interruption_here
+from jaxmem_callbacks.planning.request import parse_budget, size_meant
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError, PolicyError

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmem_callbacks.planning.space import SHARDINGS, parse_search
+from jaxmem_callbacks.planning.request import SHARDINGS, parse_search
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError, did_you_mean
 

@@ -15,11 +15,17 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxmem_callbacks.planning.boundary import closer
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.closing_in import Room
-from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.offers import Offer, Offered, offers, spread, with_enough_cuts, with_half_the_cuts
+from jaxmem_callbacks.planning.bisect import Room, closer
+from jaxmem_callbacks.planning.candidate_policies import (
+    Offer,
+    Offered,
+    offers,
+    spread,
+    with_enough_cuts,
+    with_half_the_cuts,
+)
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import Ledger
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy

@@ -13,10 +13,9 @@ from typing import final
 
 import jax
 
-from jaxmem_callbacks.planning.budget import Budget
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.rows import find_rows, with_rows
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.problem import Problem, find_rows, with_rows
+from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.programs.steps.placement import mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import attached_target

@@ -1,8 +1,4 @@
-"""Which policies offload, and when one of them is to be used: where its modelled time beats computing again.
-
-Enters: a compiler, or compiled candidates. Leaves: policies to compile, or the candidate to use. Operations cannot tell here,
-since offloading costs none; bytes over the host's link against the time of what is not computed again can.
-"""
+"""Candidate policies that offload, and when one of them is chosen."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxmem_callbacks.planning.candidates import Compiler
-from jaxmem_callbacks.planning.offers import own_offers
+from jaxmem_callbacks.planning.candidate_policies import own_offers
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy

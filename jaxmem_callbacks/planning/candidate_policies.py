@@ -1,9 +1,4 @@
-"""What remat may be asked for between its ends: numbers of segments with shares of what they could keep.
-
-Enters: a compiler, which traces. Leaves: policies with the bytes and operations that are modelled for them. How much is kept is
-varied for the number of segments that the library chooses; where that is small other numbers are surveyed too, and offered
-first where they promise more than the estimate may be wrong by. The lower end may then be cut deeper too.
-"""
+"""Candidate policies of remat between the two ends of a search."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.cuts import SLACK

@@ -1,4 +1,4 @@
-"""The chosen candidate enters; what donation saves it, or would save, leaves as a sentence. Compiled, never reckoned."""
+"""What donation saves a plan's candidate, or would save."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.planning.ledger import Entry, Ledger
+from jaxmem_callbacks.planning.compile_queue import Entry, Ledger
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.planning.request import Space
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes, worth_donating
 from jaxmem_callbacks.programs.steps.modules import OfArrays
 from jaxmem_callbacks.programs.steps.step import Traced

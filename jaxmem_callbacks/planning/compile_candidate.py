@@ -1,4 +1,4 @@
-"""A train step, its arguments and a policy enter; a compiled `Candidate` leaves. Nothing runs, no device memory is taken."""
+"""A policy compiled for a step: a `Candidate`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import final
 
 import jax
 
-from jaxmem_callbacks.planning.modelled import modelled_seconds
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
+from jaxmem_callbacks.planning.step_time import modelled_seconds
 from jaxmem_callbacks.programs.memory import disagreement_words
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments

@@ -1,4 +1,4 @@
-"""Policies to compile enter; candidates leave, two compiled at a time. Counts them, and keeps what failed and what was noted."""
+"""The queue of compiles, two at a time, and the budget of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.planning.candidates import Compiler
+from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.interrupts import Terminated
 from jaxmem_callbacks.programs.targets.worker import end_workers
 from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, LossRefusedError, PolicyError

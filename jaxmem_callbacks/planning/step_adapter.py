@@ -1,4 +1,4 @@
-"""What `jm.plan` was given to plan enters; the user's function and what its step says already of donation and places leave."""
+"""The user's step as the planner calls it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.space import Space
+from jaxmem_callbacks.planning.request import Space
 from jaxmem_callbacks.programs.steps.leaves import require_arguments
 from jaxmem_callbacks.programs.steps.modules import arrays_apart
 from jaxmem_callbacks.programs.steps.placement import ambient_mesh, mesh_of

@@ -1,9 +1,4 @@
-"""Other programs of a training run enter, such as evaluation; what the device must hold while each runs leaves, compiled.
-
-A program's own figure includes its arguments. While it runs the rest of the step's state stays where it is, and so do resident
-arrays: what is not among its arguments is added, what is one of them is not counted again. The same array, or else one of the
-same shape and dtype, counts as the same.
-"""
+"""Other programs of a training run, such as evaluation, that share the device."""
 
 from __future__ import annotations
 
@@ -15,9 +10,9 @@ from typing import Any, cast
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.planning.ledger import Ledger
-from jaxmem_callbacks.planning.own_step import traced_by_name
+from jaxmem_callbacks.planning.compile_queue import Ledger
 from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.step_adapter import traced_by_name
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments

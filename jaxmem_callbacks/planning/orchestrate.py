@@ -1,0 +1,451 @@
+"""How the compiles of a plan are shared out: remat, microbatches, offload, devices, the largest batch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import jax
+
+from jaxmem_callbacks.planning.bisect import last_that_fits
+from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import MOST_OF_REMAT, Entry, Ledger
+from jaxmem_callbacks.planning.coresident import Resident, compile_beside, parse_beside
+from jaxmem_callbacks.planning.offload import MOST_POLICIES, cuts_moved, offloading_policies, with_offload
+from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, with_rows
+from jaxmem_callbacks.planning.request import BatchSizes, Space
+from jaxmem_callbacks.planning.search import RematSearch, choose, rank
+from jaxmem_callbacks.planning.sharding_candidates import layouts
+from jaxmem_callbacks.planning.step_adapter import traced_with_rows
+from jaxmem_callbacks.programs.steps.leaves import named_arguments
+from jaxmem_callbacks.programs.steps.step import Traced
+from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+
+
+def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
+    """Compile policies that keep all on the device, for one placement of the state and one batch.
+
+    Args:
+        compiler: Of the problem.
+        counts: Microbatches to try besides 1, ascending.
+        ledger: Where compiles are counted and kept.
+        remat: Whether it may be used.
+        frontier: Fill the whole range; else stop where the answer is known.
+    """
+    bases = [replace(compiler.problem.base, microbatches=count) for count in (1, *counts)]
+    if frontier:
+        for index, base in enumerate(bases):
+            with ledger.within(ledger.left // (len(bases) - index)):
+                _one(RematSearch(compiler, ledger, base), remat=remat and ledger.left > 1)
+        return
+    first = RematSearch(compiler, ledger)
+    between = first.ends() if remat else first.alone()
+    if first.is_done or (counts and _fewest(compiler, bases, ledger)) or not between:
+        return
+    last = RematSearch(compiler, ledger, bases[-1])
+    if counts and last.ends(plain=False) and last.full is not None and (last.full.fits or not _fits(first.full)):
+        last.close_in()
+    else:
+        first.close_in()
+
+
+def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
+    """Compile policies under which values wait in host memory, one placement of the state after the other.
+
+    Each over as many microbatches as the best that was compiled of it. Where no compile is left, the first stands for all. What
+    is refused of one placement before any compiler sees it, such as for want of a loop, is refused of the others too.
+    """
+    for compiler in compilers:
+        known = [entry.candidate for entry in ledger.entries if entry.compiler is compiler]
+        count = min(known, key=rank).policy.microbatches if known else 1
+        base = replace(compiler.problem.base, microbatches=count)
+        policies = offloading_policies(compiler, base) if ledger.left else [cuts_moved(base)]
+        asked = [(compiler, policy) for policy in policies]
+        ledger.compile(asked)
+        if ledger.refused.issuperset(asked):
+            break
+
+
+def compile_as_written(compiler: Compiler, ledger: Ledger) -> None:
+    """The step under its author's own checkpoints, to compare with what replaces them."""
+    ledger.compile([(compiler, replace(compiler.problem.base, own_checkpoints="keep"))])
+
+
+def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
+    """Compile what lies between the two ends of some placements, with the compiles that are left: as many as for remat alone.
+
+    A pod's program takes its compiler half a minute, and a frontier of so many points is what one device has too.
+
+    Args:
+        entries: One candidate of each placement, which says over how many microbatches.
+        ledger: Where compiles are counted and kept.
+    """
+    wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
+    for index, (compiler, count) in enumerate(wanted):
+        made = sum(
+            entry.compiler is compiler and entry.candidate.policy.microbatches == count for entry in ledger.entries
+        )
+        most = min(ledger.left // (len(wanted) - index), MOST_OF_REMAT - made)
+        if most > 0:
+            with ledger.within(most):
+                base = replace(compiler.problem.base, microbatches=count)
+                _one(RematSearch(compiler, ledger, base), remat=ledger.left > 1)
+
+
+def _one(search: RematSearch, *, remat: bool) -> None:
+    if remat:
+        search.run(frontier=True)
+    else:
+        search.alone()
+
+
+def _fits(candidate: Candidate | None) -> bool:
+    return candidate is not None and candidate.fits is True
+
+
+def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> bool:
+    """Whether the step without remat, the compiler's own included, fits over some number of microbatches; compiles the fewest."""
+    ladder = bases[::-1]  # the most microbatches, and so the fewest bytes, first; the last is the whole batch
+    found: dict[int, Candidate] = {}
+
+    def guess(low: int, high: int | None) -> int:
+        most = (high or len(ladder)) - 1
+        points = [(1 / ladder[place].microbatches, each.step_bytes or 0) for place, each in found.items()]
+        limit = compiler.problem.budget.bytes
+        if len(points) < 2 or limit is None:  # noqa: PLR2004 - a line needs two
+            return most - 1
+        room = limit - compiler.problem.resident_bytes
+        (x, y), (x2, y2) = sorted(points)[-2:]
+        slope = (y2 - y) / (x2 - x)
+        under = [p for p in range(low + 1, most + 1) if y + slope * (1 / ladder[p].microbatches - x) <= room]
+        return max(under, default=low + 1)
+
+    def ask(places: Sequence[int]) -> dict[int, bool]:
+        asked = places[: ledger.left]
+        answers = ledger.compile([(compiler, ladder[place]) for place in asked])
+        found.update({place: each for place, each in zip(asked, answers, strict=True) if each is not None})
+        free = {place: each for place, each in found.items() if each.fits and not each.compiler_remat}
+        return {place: place in free for place in asked}
+
+    low, _ = last_that_fits(-1, len(ladder) - 1, guess, ask)
+    return low >= 0
+
+
+@final
+class LargestBatch:
+    """Searches the rows of one problem.
+
+    Args:
+        problem: The step, its state placed.
+        rows: Its batch.
+        sizes: Which numbers of rows to look among.
+        counts: Microbatches that may be used besides 1, ascending.
+        ledger: Where compiles are counted and kept.
+
+    Raises:
+        PlanError: there is no limit to fit into, or no number of rows is left.
+    """
+
+    def __init__(self, problem: Problem, rows: Rows, sizes: BatchSizes, counts: Sequence[int], ledger: Ledger) -> None:
+        if problem.budget.bytes is None:
+            msg = (
+                f'search["batch"] asks for the largest batch that fits, and there is no limit to fit into: '
+                f"{problem.budget.reason} Give bytes on one device: budget='12GiB'."
+            )
+            raise PlanError(msg)
+        self._problem, self._rows, self._counts, self._ledger = problem, rows, counts, ledger
+        self._unit = math.lcm(sizes.multiple_of, _parts(problem, rows) * max(counts, default=1))
+        self._most = None if sizes.at_most is None else sizes.at_most // self._unit
+        if self._most == 0:
+            msg = (
+                f'search["batch"]: no batch of at most {sizes.at_most} rows is a multiple of {self._unit}, which the devices, '
+                f"microbatches and multiple_of={sizes.multiple_of} need. Expected at_most of at least {self._unit}. Type "
+                f'search={{"batch": {{"at_most": {self._unit}}}}}.'
+            )
+            raise PlanError(msg)
+        self._compilers: dict[int, Compiler] = {}
+        self._found: dict[tuple[int, StepPolicy], Candidate] = {}
+
+    def foreseen(self, space: Space) -> int:
+        """Rows that may fit, by two sizes under what needs few bytes or, failing that, the step as it is; 0 where both fail."""
+        for policy in dict.fromkeys((self._roomy(space), self._problem.base)):
+            asked = self._two_sizes(policy)
+            if asked is not None:
+                return self._unit * min(max(self._guess(policy, *asked), asked[0]), self._most or sys.maxsize)
+        return 0
+
+    def _roomy(self, space: Space) -> StepPolicy:
+        """The first policy of those that need few bytes."""
+        remat = "full" if space.remat else "none"
+        return replace(self._problem.base, remat=remat, microbatches=max(self._counts, default=1))
+
+    def run(self, space: Space) -> None:
+        """The largest batch under what needs few bytes, then under what may need fewer; the cheapest step on so many rows.
+
+        A row more may take many bytes, so that beside the most rows there is room for values that are kept: that is the answer,
+        and comes before the largest batch of the step as it is, which only shows what it buys.
+        """
+        plain, roomy = self._problem.base, self._roomy(space)
+        further = [replace(roomy, levels=2)] if space.remat else []
+        further += [cuts_moved(roomy)] if space.offload else []
+        with self._share(1 if roomy == plain else 2):
+            reached = self._largest(roomy)
+        for index, policy in enumerate(further):
+            if reached is not None and reached != self._most:
+                with self._share(len(further) - index + 1):
+                    reached = self._beyond(policy, reached)
+        if roomy == plain:
+            return
+        if reached is not None and reached == self._most:
+            compiler = self._compiler(reached)
+            with self._ledger.within(self._ledger.left - (MOST_POLICIES if space.offload else 0)):
+                explore(compiler, self._counts, self._ledger, remat=space.remat, frontier=False)
+            offload([compiler] if space.offload else (), self._ledger)
+            return
+        if space.remat and reached:
+            with self._share(2):
+                self._keep_more(roomy, reached)
+        self._largest(plain)
+
+    def _keep_more(self, roomy: StepPolicy, reached: int) -> None:
+        """Of the most rows, the step that computes least again; nothing to compile where the roomy one does not fit."""
+        found = self._found.get((reached, roomy))
+        if found is None or not found.fits:
+            return
+        search = RematSearch(self._compiler(reached), self._ledger, replace(roomy, remat="none"))
+        if search.ends(plain=False):
+            search.close_in()
+
+    def _share(self, parts: int) -> AbstractContextManager[None]:
+        """One part of the compiles that are left."""
+        return self._ledger.within(-(-self._ledger.left // parts))
+
+    def _beyond(self, policy: StepPolicy, reached: int) -> int:
+        """The largest batch under a policy that is used only where it reaches further; one compile where it does not."""
+        fits = self._ask(policy, [reached + 1]).get(reached + 1)
+        if fits is False:
+            self._ledger.note(f"Under {policy_words(policy)} {(reached + 1) * self._unit} rows do not fit either.")
+        if not fits:
+            return reached
+        return self._between(policy, reached + 1, None if self._most is None else self._most + 1)
+
+    def _largest(self, policy: StepPolicy) -> int | None:
+        """The largest batch that fits under a policy, in units; None where nothing could be compiled."""
+        asked = self._two_sizes(policy)
+        return None if asked is None else self._between(policy, *asked)
+
+    def _two_sizes(self, policy: StepPolicy) -> tuple[int, int | None] | None:
+        """The batch as it is and half or twice of it: what fits of them, and what does not; None where none was compiled."""
+        start = max(self._rows.count // self._unit, 1)
+        start = start if self._most is None else min(start, self._most)
+        first = self._ask(policy, [start])
+        if not first:
+            return None
+        second = (
+            max(start // 2, 1)
+            if not first.get(start)
+            else 2 * start
+            if self._most is None
+            else min(2 * start, self._most)
+        )
+        answers = first | (self._ask(policy, [second]) if second != start else {})
+        low = max((place for place, fits in answers.items() if fits), default=0)
+        end = None if self._most is None else self._most + 1
+        return low, min((place for place, fits in answers.items() if not fits), default=end)
+
+    def _between(self, policy: StepPolicy, low: int, high: int | None) -> int:
+        low, high = last_that_fits(
+            low, high, lambda low, high: self._guess(policy, low, high), lambda places: self._ask(policy, places)
+        )
+        self._tell(policy, low, high)
+        return low
+
+    def _ask(self, policy: StepPolicy, places: Sequence[int]) -> dict[int, bool]:
+        answers = self._ledger.compile([(self._compiler(place), policy) for place in places])
+        known = {place: each for place, each in zip(places, answers, strict=True) if each is not None}
+        self._found |= {(place, policy): each for place, each in known.items()}
+        return {place: each.fits is True for place, each in known.items()}
+
+    def _compiler(self, place: int) -> Compiler:
+        if place not in self._compilers:
+            count = place * self._unit
+            with traced_with_rows(f"{self._problem.name} with {count} rows"):
+                self._compilers[place] = Compiler(with_rows(self._problem, self._rows, count))
+        return self._compilers[place]
+
+    def _guess(self, policy: StepPolicy, low: int, high: int | None) -> int:
+        """Where the line through what fits and what does not meets the limit; halfway where there is no such line.
+
+        Bytes may be flat in few rows and grow in many, so two points of one side say little of the other.
+        """
+        room = (self._problem.budget.bytes or 0) - self._problem.resident_bytes
+        points = sorted(
+            (place, each.step_bytes)
+            for (place, of), each in self._found.items()
+            if of == policy and each.step_bytes is not None and not each.compiler_remat
+        )
+        under, over = [point for point in points if point[0] <= low], [point for point in points if point[0] > low]
+        (x, y), (x2, y2) = (
+            (*under[-1:], *over[:1]) if under and over else (points[1:] and points[-2:]) or ((0, 0), (0, 0))
+        )
+        if y2 <= y:
+            return 2 * low if high is None else (low + high) // 2
+        return math.floor(x + (room - y) * (x2 - x) / (y2 - y))
+
+    def _tell(self, policy: StepPolicy, low: int, high: int | None) -> None:
+        words, unit = policy_words(policy), self._unit
+        why = "others could not be compiled" if self._ledger.left else "no compile was left to close in"
+        if low == 0:
+            rows = (high or 1) * unit
+            self._ledger.note(f"Under {words} not even {rows} rows fit" + ("." if high == 1 else f"; of fewer, {why}."))
+        elif self._most is not None and low == self._most:
+            self._ledger.note(f"Under {words} all {low * unit} rows fit that were allowed.")
+        elif high == low + 1:
+            self._ledger.note(f"Under {words} {low * unit} rows fit and {(low + 1) * unit} do not, both compiled.")
+        else:
+            bound = "unknown" if high is None else f"below {high * unit}"
+            self._ledger.note(f"Under {words} {low * unit} rows fit; the largest batch is {bound}: {why}.")
+
+
+def _parts(problem: Problem, rows: Rows) -> int:
+    """Into how many the devices divide the batch's rows."""
+    parts = 1
+    for name, value in named_arguments(problem.train_step, problem.args, dict(problem.kwargs)):
+        for leaf in jax.tree.leaves(value) if name in rows.arguments else ():
+            parts = max(parts, _parts_of(leaf))
+    return parts
+
+
+def _parts_of(leaf: Any) -> int:
+    place, shape = getattr(leaf, "sharding", None), tuple(getattr(leaf, "shape", ()))
+    return 1 if place is None or not shape else shape[0] // place.shard_shape(shape)[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What a plan is asked for, as `jm.plan` takes it.
+
+    Attributes:
+        target: Name of hardware that need not be there, or None.
+        budget: Bytes, text, a share, or None.
+        resident: What else stays in memory.
+        mesh: Axes of the target's devices, where the arguments carry no shardings; None for one axis, ``fsdp``.
+        search: What may be varied; None for remat, and shardings where the arguments carry none.
+        beside: Pairs of a function and its arguments: other programs that must fit.
+    """
+
+    target: str | None = None
+    budget: str | float | None = None
+    resident: Any = ()
+    mesh: Any = None
+    search: Any = None
+    beside: Any = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A problem as it was asked, and what was parsed of that."""
+
+    problem: Problem
+    traced: Traced
+    space: Space
+    ask: Ask
+    resident: Resident
+
+
+def spend(planned: Planned, counts: Sequence[int], ledger: Ledger, *, divided: bool) -> None:
+    """Everything that is to be compiled, one placement of the state after the other."""
+    problem, traced, space, ask = planned.problem, planned.traced, planned.space, planned.ask
+    rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
+    ways = list(layouts(problem, traced, space, ask.mesh, ledger)) if divided else [problem]
+    programs = parse_beside(ask.beside)
+    cut = list[Compiler]()
+    moving = MOST_POLICIES if space.offload and space.batch is None else 0
+    try:
+        with ledger.within(ledger.left - moving):
+            if space.batch is not None and rows is not None:
+                placed = (_with_beside(planned, way, programs, ledger) if programs else way for way in ways)
+                _largest_of([LargestBatch(way, rows, space.batch, counts, ledger) for way in placed], space, ledger)
+                ways = []
+            for index, way in enumerate(ways):
+                placed = _with_beside(planned, way, programs, ledger) if programs else way
+                with ledger.within(ledger.left // (len(ways) - index)):  # what one leaves is for those that follow
+                    compiler, is_whole = Compiler(placed), ask.budget is None and not divided
+                    explore(compiler, counts, ledger, remat=space.remat, frontier=is_whole)
+                    cut += [] if is_whole or ledger.left else [compiler]
+        if space.batch is None and ledger.entries:
+            _use_the_rest(planned, counts, ledger, cut, divided=divided)
+    finally:  # also of what was compiled before Ctrl-C
+        ledger.note_cut()
+
+
+def _largest_of(searches: Sequence[LargestBatch], space: Space, ledger: Ledger) -> None:
+    """The largest batch of some placements: two sizes of each say which may have most rows.
+
+    That one has the compiles that are left, and the others what it leaves: divided among several, of which each has nearly as
+    many rows, they would be too few for any. Where nothing is foreseen of any, they are divided all the same.
+    """
+    reach = [search.foreseen(space) for search in searches] if len(searches) > 1 else [0]
+    ranked = sorted(zip(reach, searches, strict=True), key=lambda each: -each[0])
+    for index, (_, search) in enumerate(ranked):
+        with ledger.within(ledger.left if max(reach) else ledger.left // (len(ranked) - index)):
+            search.run(space)
+
+
+def _use_the_rest(
+    planned: Planned, counts: Sequence[int], ledger: Ledger, cut: Sequence[Compiler], *, divided: bool
+) -> None:
+    """Offload for the best placement, then what was cut off, then offload for the others, then the frontiers."""
+    space = planned.space
+    if space.offload:
+        offload(_best_first(ledger)[:1], ledger)
+    go_on(cut, counts, ledger, remat=space.remat)
+    if space.offload and not _is_settled(ledger):
+        offload(_best_first(ledger), ledger)
+    if divided and planned.ask.budget is None and space.remat:
+        least = min(ledger.entries, key=lambda entry: entry.candidate.step_bytes or math.inf)
+        fill_frontiers([chosen(ledger)[0], least], ledger)
+
+
+def _best_first(ledger: Ledger) -> list[Compiler]:
+    """The placements of which anything was compiled."""
+    ranked = sorted(ledger.entries, key=lambda entry: rank(entry.candidate))
+    return list(dict.fromkeys(entry.compiler for entry in ranked))
+
+
+def _is_settled(ledger: Ledger) -> bool:
+    """Whether what fits computes nothing again."""
+    best = chosen(ledger)[0].candidate
+    return best.fits is True and not best.extra_flops
+
+
+def go_on(cut: Sequence[Compiler], counts: Sequence[int], ledger: Ledger, *, remat: bool) -> None:
+    """Follow to their end the placements that used up their share of the compiles, the best of them first.
+
+    What was compiled is known, so the same search goes on where it was cut off.
+    """
+    for compiler in _best_first(ledger):
+        if compiler in cut and ledger.left and not _is_settled(ledger):
+            explore(compiler, counts, ledger, remat=remat, frontier=False)
+
+
+def _with_beside(planned: Planned, placed: Problem, programs: Any, ledger: Ledger) -> Problem:
+    """The same problem, with what must fit beside it."""
+    with placed.in_mesh():
+        there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
+    found = compile_beside(placed, (planned.traced, there), programs, planned.resident, ledger)
+    return replace(placed, beside=found)
+
+
+def chosen(ledger: Ledger) -> tuple[Entry, str]:
+    """What to use of all that was compiled, and why."""
+    staying = [entry for entry in ledger.entries if not entry.candidate.policy.offload] or ledger.entries
+    index, reason = choose([entry.candidate for entry in staying])
+    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in ledger.entries])
+    return next(entry for entry in ledger.entries if entry.candidate is best), why or reason
