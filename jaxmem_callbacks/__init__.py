@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.integrations import equinox as eqx
     from jaxmem_callbacks.integrations import flax_linen as linen
     from jaxmem_callbacks.integrations import flax_nnx as nnx
-    from jaxmem_callbacks.probes.scripted import ScriptedProbe as ScriptedProbe
+    from jaxmem_callbacks.probes.protocol import ScriptedProbe as ScriptedProbe
     from jaxmem_callbacks.programs.memory import StepMemory as StepMemory
     from jaxmem_callbacks.programs.memory import step_memory as step_memory
     from jaxmem_callbacks.programs.steps.step import jit_step as jit_step
@@ -85,7 +85,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "RecoveryError": ("records.errors", "RecoveryError"),
     "RecoveryWarning": ("records.errors", "RecoveryWarning"),
     "RunFileError": ("records.errors", "RunFileError"),
-    "ScriptedProbe": ("probes.scripted", "ScriptedProbe"),
+    "ScriptedProbe": ("probes.protocol", "ScriptedProbe"),
     "SimulationError": ("records.errors", "SimulationError"),
     "StepMemory": ("programs.memory", "StepMemory"),
     "StepPolicy": ("records.policies", "StepPolicy"),

@@ -25,7 +25,7 @@ from jaxmem_callbacks.probes.allocator import AllocatorProbe, reading_of
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import NOT_REGISTERED, ProgramsProbe
-from jaxmem_callbacks.probes.scripted import ScriptedProbe
+from jaxmem_callbacks.probes.protocol import ScriptedProbe
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, Unavailable

@@ -12,7 +12,7 @@ import recorded_models as models
 from recorded_models import Watch
 
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
-from jaxmem_callbacks.probes.scripted import ScriptedProbe
+from jaxmem_callbacks.probes.protocol import ScriptedProbe
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading

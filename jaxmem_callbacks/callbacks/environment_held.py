@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.environment.choosing import verify
 from jaxmem_callbacks.environment.surroundings import surroundings
-from jaxmem_callbacks.probes.devices import devices_here
+from jaxmem_callbacks.probes.allocator import devices_here
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import Preset

@@ -70,7 +70,7 @@ def _no_start(why: str) -> Finding:
 
 def main() -> None:
     """Start the backend of this process and print one JSON object, its devices or why there are none."""
-    from jaxmem_callbacks.probes.devices import devices_here
+    from jaxmem_callbacks.probes.allocator import devices_here
 
     try:
         answer = {"devices": [dataclasses.asdict(device) for device in devices_here()]}

@@ -1,18 +1,16 @@
-"""Allocator statistics of the local devices: `Device.memory_stats()` enters, Readings leave; the runtime's 0 and -1 become None.
-
-Measured: bytes at the moment of reading; on GPU they follow dispatch, on TPU temporaries are `reserved`. Backends: GPU (BFC,
-cuda_async in part) and TPU; CPU reports nothing. Cost: about a microsecond a device, so it may run on the training thread.
-"""
+"""Allocator statistics of the local devices, and what these devices are."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import jax
 
 from jaxmem_callbacks.probes.protocol import Device, device_label
+from jaxmem_callbacks.programs.targets.target import memory_of_kind
+from jaxmem_callbacks.records.environment import DeviceFacts, Platform
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 
 Stats = Mapping[str, int]
@@ -115,3 +113,24 @@ def statistics_of(device: Device) -> Stats | None:
 def _unavailable(device: Device) -> Unavailable:
     reason = _REASONS.get(device.platform, "Device.memory_stats() returns None on this platform")
     return Unavailable(figure="allocator", device=device_label(device), reason=reason)
+
+
+def devices_here() -> tuple[DeviceFacts, ...]:
+    """This process's devices. Starts the backend where nothing has yet."""
+    return tuple(
+        DeviceFacts(
+            label=device_label(device),
+            platform=_platform(device),
+            kind=device.device_kind,
+            statistics=statistics_of(device),
+            total_bytes=memory_of_kind(device.device_kind),
+        )
+        for device in jax.local_devices()
+    )
+
+
+def _platform(device: Any) -> Platform:
+    """What a device is; JAX calls the GPUs of both makers ``gpu``."""
+    if device.platform == "gpu":
+        return "rocm" if "rocm" in str(device.client.platform_version).lower() else "cuda"
+    return "tpu" if device.platform == "tpu" else "cpu"
