@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxmem_callbacks.analysis.history import Point
-from jaxmem_callbacks.analysis.windows import Spread, Window
+from jaxmem_callbacks.analysis.timeseries import Point, Spread, Window
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent

@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.demand import NEED_LESS
-from jaxmem_callbacks.analysis.largest_block import LOWER
-from jaxmem_callbacks.analysis.replication import SPLIT
+from jaxmem_callbacks.analysis.mesh_balance import SPLIT
+from jaxmem_callbacks.analysis.near_oom import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import ScriptError, reach_step
 from jaxmem_callbacks.environment.choosing import require_applied

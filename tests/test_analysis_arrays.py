@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.analysis.donation import DonationDetector
 from jaxmem_callbacks.analysis.growth import GrowthDetector
-from jaxmem_callbacks.analysis.imbalance import ImbalanceDetector
-from jaxmem_callbacks.analysis.lasting import Lasting
+from jaxmem_callbacks.analysis.mesh_balance import ImbalanceDetector, ReplicationDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
-from jaxmem_callbacks.analysis.replication import ReplicationDetector
-from jaxmem_callbacks.analysis.trend import Trend
+from jaxmem_callbacks.analysis.recompilation import DonationDetector, RecompilationDetector
+from jaxmem_callbacks.analysis.timeseries import Lasting, Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, changed_groups, with_changes
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory

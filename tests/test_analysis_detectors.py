@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.analysis.fragmentation import Fragmentation, FragmentationDetector, fragmentation_of
-from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
+from jaxmem_callbacks.analysis.timeseries import Episode
 from jaxmem_callbacks.probes.programs import NOT_REGISTERED
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmem_callbacks.analysis.availability import KnownHere
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, figure_of, values_of
-from jaxmem_callbacks.analysis.history import History
-from jaxmem_callbacks.analysis.known import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
-from jaxmem_callbacks.analysis.spans import PICTURES, Spans
-from jaxmem_callbacks.analysis.windows import Spread, Window, Windows
+from jaxmem_callbacks.analysis.timeseries import PICTURES, History, Spans, Spread, Window, Windows
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable

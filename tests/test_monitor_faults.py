@@ -14,7 +14,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.readers.stories import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.known import KnownHere
+from jaxmem_callbacks.analysis.availability import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.windows import Spread, Window
+from jaxmem_callbacks.analysis.timeseries import Spread, Window
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.collecting import CollectingWriter

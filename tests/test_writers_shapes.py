@@ -13,7 +13,7 @@ import pytest
 import tensorboardX
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxmem_callbacks.analysis.windows import Spread, Window
+from jaxmem_callbacks.analysis.timeseries import Spread, Window
 from jaxmem_callbacks.writers.collecting import CollectingWriter
 from jaxmem_callbacks.writers.over_time import draw_over_time
 from jaxmem_callbacks.writers.shapes import as_writer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.analysis.hysteresis import Episode
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.analysis.timeseries import Episode
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable

@@ -1,19 +1,203 @@
-"""Near-OOM: little is left now or at a program's next run, a program's block can't be had, or growth meets the limit soon."""
+"""Near-OOM: little headroom now or at a program's next run, or no free block that is large enough for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.analysis.demand import Demand, alone_event, growing_event, near_event
-from jaxmem_callbacks.analysis.hysteresis import Episode
-from jaxmem_callbacks.analysis.largest_block import LargestBlock
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.trend import Trend
+from jaxmem_callbacks.analysis.timeseries import Episode, Rise, Trend
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.units import format_bytes
+
+_SMALLER = advise("preset.load", names="'donate', 'full_remat'")
+NEED_LESS = (
+    f"Lower what the step needs: {advise('step.under', step='train_step', policy=_SMALLER)}; or free arrays that are held "
+    "beside the state; or take a smaller batch."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What one device holds, or will hold, against its limit.
+
+    Attributes:
+        reading: What it was told by.
+        bytes: What is held, with the program's need where one is named.
+        limit_bytes: The device's limit.
+        program: The program whose next run needs so much, or None for what is held now.
+    """
+
+    reading: Reading
+    bytes: int
+    limit_bytes: int
+    program: ProgramMemory | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the limit."""
+        return self.bytes / self.limit_bytes
+
+
+def near_event(demand: Demand) -> MemoryEvent:
+    """Little is left, or nothing."""
+    reading, program = demand.reading, demand.program
+    free = demand.limit_bytes - demand.bytes
+    if program is None:
+        what = f"{reading.device} holds {format_bytes(demand.bytes)}"
+    else:
+        beside = demand.bytes - program.step_bytes
+        what = (
+            f"{reading.device} needs {format_bytes(demand.bytes)} at the next {program.name} ({format_bytes(program.step_bytes)} "
+            f"by its compiler, {format_bytes(beside)} of other live arrays)"
+        )
+    left = (
+        f"{format_bytes(free)} ({free / demand.limit_bytes:.1%}) left"
+        if free >= 0
+        else f"{format_bytes(-free)} too much"
+    )
+    return MemoryEvent(
+        kind="near_oom",
+        step=reading.step,
+        time_s=reading.time_s,
+        device=reading.device,
+        message=f"{what} of a limit of {format_bytes(demand.limit_bytes)}: {left}, since step {reading.step}.",
+        action=NEED_LESS,
+        figures={
+            "demand_bytes": demand.bytes,
+            "limit_bytes": demand.limit_bytes,
+            "headroom_share": round(free / demand.limit_bytes, 4),
+            "program": program.name if program else "none",
+        },
+    )
+
+
+def alone_event(program: ProgramMemory, name: str, limit: int, step: int, time_s: float) -> MemoryEvent:
+    """A program that needs more than the limit by itself."""
+    need = program.step_bytes
+    return MemoryEvent(
+        kind="near_oom",
+        step=step,
+        time_s=time_s,
+        device=name,
+        message=(
+            f"{name} alone needs {format_bytes(need)} by its compiler (arguments {format_bytes(program.argument_bytes)}, "
+            f"temporaries {format_bytes(program.temp_bytes)}), {format_bytes(need - limit)} above the limit of "
+            f"{format_bytes(limit)}, noticed at step {step}."
+        ),
+        action=NEED_LESS,
+        figures={"need_bytes": need, "limit_bytes": limit, "temp_bytes": program.temp_bytes},
+    )
+
+
+def growing_event(demand: Demand, rise: Rise, steps_left: int) -> MemoryEvent:
+    """What is held will meet the limit soon, if it goes on like this."""
+    reading = demand.reading
+    return MemoryEvent(
+        kind="near_oom",
+        step=reading.step,
+        time_s=reading.time_s,
+        device=reading.device,
+        message=(
+            f"{reading.device} meets its limit of {format_bytes(demand.limit_bytes)} in about {steps_left} steps: it needs "
+            f"{format_bytes(demand.bytes)} and grows by {format_bytes(round(rise.per_step))} a step since step {rise.since_step}."
+        ),
+        action="Find what grows and let it go: the growth event and memory/live_arrays_count say which arrays. Else: "
+        + NEED_LESS,
+        figures={
+            "demand_bytes": demand.bytes,
+            "limit_bytes": demand.limit_bytes,
+            "bytes_per_step": round(rise.per_step),
+            "steps_left": steps_left,
+            "since_step": rise.since_step,
+        },
+    )
+
+
+_FULL = advise("preset.load", names="'full_remat'")
+LOWER = (
+    "Free small long-lived arrays that lie between large ones (kept losses or metrics: float() them), or lower the "
+    f"temporaries: {advise('step.under', step='train_step', policy=_FULL)}."
+)
+
+_READINGS = 4  # in a row
+
+
+@final
+class LargestBlock:
+    """XLA:GPU takes a program's temporaries in one block.
+
+    While a program runs its block is taken, and what is left is small: then nothing is judged. Whether it runs is told by
+    what the allocator holds beyond the live arrays. Without a largest free block (jaxlib before 0.11) nothing is judged.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[Reading]] = {}
+        self._live: dict[str, int] = {}
+
+    def short(self, observation: Observation, programs: Iterable[ProgramMemory]) -> MemoryEvent | None:
+        """The event to tell while some program's block can't be had, or None."""
+        for reading in observation.readings:
+            if reading.source == "live_arrays" and reading.live_array_bytes is not None:
+                self._live[reading.device] = reading.live_array_bytes
+            elif reading.source == "allocator" and reading.largest_free_bytes is not None:
+                self._recent.setdefault(reading.device, deque(maxlen=_READINGS)).append(reading)
+        largest = max(
+            (program for program in programs if program.platform == "gpu"),
+            key=lambda each: each.temp_bytes,
+            default=None,
+        )
+        if largest is None:
+            return None
+        for device, readings in self._recent.items():
+            if len(readings) == _READINGS and self._is_short(device, readings, largest.temp_bytes):
+                return _event(readings[-1], largest)
+        return None
+
+    def _is_short(self, device: str, readings: Iterable[Reading], block: int) -> bool:
+        live = self._live.get(device)
+        if live is None:
+            return False
+        return all(_room(each) < block and (each.in_use_bytes or 0) - live < block for each in readings)
+
+
+def _room(reading: Reading) -> int:
+    """The largest block that could be had: a free one, or one that the pool still grows by."""
+    growth = 0
+    if reading.limit_bytes is not None and reading.pool_bytes is not None:
+        growth = reading.limit_bytes - reading.pool_bytes
+    return max(reading.largest_free_bytes or 0, growth)
+
+
+def _event(reading: Reading, program: ProgramMemory) -> MemoryEvent:
+    room = _room(reading)
+    whole = reading.pool_bytes or reading.limit_bytes or 0
+    free = whole - (reading.in_use_bytes or 0)
+    return MemoryEvent(
+        kind="near_oom",
+        step=reading.step,
+        time_s=reading.time_s,
+        device=reading.device,
+        message=(
+            f"The next {program.name} needs {format_bytes(program.temp_bytes)} for its temporaries in one block, and the "
+            f"largest that {reading.device} could give is {format_bytes(room)}, since step {reading.step}: "
+            f"{format_bytes(free)} are free, but in pieces."
+        ),
+        action=LOWER,
+        figures={
+            "block_bytes": program.temp_bytes,
+            "largest_free_bytes": room,
+            "free_bytes": free,
+            "program": program.name,
+        },
+    )
+
 
 _LEAST_GAIN = 0.01  # of the limit: a smaller growth foretells nothing
 _QUIET = 10  # steps in a row with enough headroom that end an episode

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import final
 
-from jaxmem_callbacks.analysis.elsewhere import Elsewhere
+from jaxmem_callbacks.analysis.availability import KnownHere, KnownRow
 from jaxmem_callbacks.analysis.figures import values_of
-from jaxmem_callbacks.analysis.history import History
-from jaxmem_callbacks.analysis.known import KnownHere, KnownRow
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
-from jaxmem_callbacks.analysis.windows import Windows
+from jaxmem_callbacks.analysis.processes import Elsewhere
+from jaxmem_callbacks.analysis.timeseries import History, Windows
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory

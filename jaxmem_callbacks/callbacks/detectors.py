@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxmem_callbacks.analysis.donation import DonationDetector
 from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
-from jaxmem_callbacks.analysis.growth import GrowthDetector
-from jaxmem_callbacks.analysis.host_growth import HostGrowthDetector
-from jaxmem_callbacks.analysis.imbalance import ImbalanceDetector
+from jaxmem_callbacks.analysis.growth import GrowthDetector, HostGrowthDetector
+from jaxmem_callbacks.analysis.mesh_balance import ImbalanceDetector, ReplicationDetector
 from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.analysis.plan_check import PlanDetector
-from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
-from jaxmem_callbacks.analysis.replication import ReplicationDetector
+from jaxmem_callbacks.analysis.recompilation import DonationDetector, RecompilationDetector
 from jaxmem_callbacks.probes.host_objects import largest_containers
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings

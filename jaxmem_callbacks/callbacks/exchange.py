@@ -16,8 +16,8 @@ from typing import Any, final
 import jax
 
 from jaxmem_callbacks._compat.coordination import Store, shared_store
-from jaxmem_callbacks.analysis.across import Heard, Told
 from jaxmem_callbacks.analysis.observation import Observation
+from jaxmem_callbacks.analysis.processes import Heard, Told
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.readings import Unavailable
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import final
 
-from jaxmem_callbacks.analysis.spans import PICTURES, Spans
+from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.records.arrays import HeapMap

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from jaxmem_callbacks.analysis.history import Point
+from jaxmem_callbacks.analysis.timeseries import Point
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent
 

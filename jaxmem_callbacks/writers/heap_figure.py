@@ -6,8 +6,8 @@ import io
 import math
 from typing import Any
 
+from jaxmem_callbacks.analysis.availability import HEAP_MAP
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, HeapLayout, cells_of, layout_of
-from jaxmem_callbacks.analysis.known import HEAP_MAP
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Picture

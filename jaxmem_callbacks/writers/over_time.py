@@ -9,8 +9,8 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.analysis.saves import DURING
+from jaxmem_callbacks.analysis.timeseries import Point
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB

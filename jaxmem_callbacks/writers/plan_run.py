@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxmem_callbacks.analysis.windows import Spread, Window
+from jaxmem_callbacks.analysis.timeseries import Spread, Window
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.writers.plan_figure import plan_picture

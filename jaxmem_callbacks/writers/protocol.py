@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxmem_callbacks.analysis.history import Point
 from jaxmem_callbacks.analysis.saves import DURING
+from jaxmem_callbacks.analysis.timeseries import Point
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes

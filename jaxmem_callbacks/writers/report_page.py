@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from jaxmem_callbacks.analysis.known import COLUMNS
+from jaxmem_callbacks.analysis.availability import COLUMNS
 from jaxmem_callbacks.analysis.plan_check import plan_row
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, final
 
-from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
 from jaxmem_callbacks.writers.pixels import pixels_of

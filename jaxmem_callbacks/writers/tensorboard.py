@@ -19,7 +19,7 @@ from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: 
 from tensorboardX.summary import custom_scalars, text
 
 from jaxmem_callbacks.analysis.figures import figure_of
-from jaxmem_callbacks.analysis.windows import Window
+from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.writers.layout import Layout, layout_of

@@ -1,4 +1,4 @@
-"""Known here: which figures this platform reports, from where, and why the others are unknown; one row a figure."""
+"""Availability: which figures this platform reports, from where, and why the others are unknown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jaxmem_callbacks.analysis.across import NAMES
 from jaxmem_callbacks.analysis.figures import (
     DERIVED,
     FIGURES,
@@ -21,6 +20,7 @@ from jaxmem_callbacks.analysis.figures import (
 from jaxmem_callbacks.analysis.fragmentation import fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.plan_check import plan_row
+from jaxmem_callbacks.analysis.processes import NAMES
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import ProgramMemory

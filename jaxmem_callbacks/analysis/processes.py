@@ -1,14 +1,16 @@
-"""Across processes: readings of one process enter and a short text leaves; the texts of all enter and one record leaves."""
+"""Readings and events of the other processes of a run."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, Figure, over_processes, values_of
-from jaxmem_callbacks.analysis.windows import Windows
+from jaxmem_callbacks.analysis.timeseries import Windows
 from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading
+from jaxmem_callbacks.records.runs import MemoryEvent
 
 _BYTES = {"GiB": "bytes", "arrays": "count", "share": "share"}
 _MISSED = 3  # rounds without a word
@@ -124,3 +126,48 @@ def _joined(name: str, said: Mapping[int, Sequence[Any]]) -> AcrossFigure:
         high_process=high,
         high_device=said[high][3],
     )
+
+
+_EACH = 3  # processes that are told one by one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToldElsewhere:
+    """An event, as the first of ``processes`` told it; the others told it in the same words."""
+
+    event: MemoryEvent
+    processes: tuple[int, ...]
+
+    @property
+    def where(self) -> str:
+        """``process 3``, ``processes 1, 2`` or ``7 processes: 1 to 9``."""
+        first, *rest = self.processes
+        if not rest:
+            return f"process {first}"
+        if len(self.processes) <= _EACH:
+            return f"processes {', '.join(map(str, self.processes))}"
+        return f"{len(self.processes)} processes: {first} to {rest[-1]}"
+
+
+@final
+class Elsewhere:
+    """Gathers them. Processes of one program mostly meet the same at the same step, a thousand of them too."""
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[str, str], MemoryEvent] = {}
+        self._processes: dict[tuple[str, str], set[int]] = {}
+
+    def add(self, process: int, event: MemoryEvent) -> None:
+        """Take in one event of one process."""
+        key = event.kind, event.message
+        self._events.setdefault(key, event)
+        self._processes.setdefault(key, set()).add(process)
+
+    @property
+    def told(self) -> Sequence[ToldElsewhere]:
+        """Each event once, by its step."""
+        found = [
+            ToldElsewhere(event=event, processes=tuple(sorted(self._processes[key])))
+            for key, event in self._events.items()
+        ]
+        return sorted(found, key=lambda each: (each.event.step, each.processes))
