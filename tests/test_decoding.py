@@ -13,7 +13,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.readers import run_lines, trace_lines
+from jaxmem_callbacks.readers import runs, traces
 from jaxmem_callbacks.readers.accounts import read_account
 from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.readers.runs import read_lines
@@ -38,7 +38,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 2**62, 10**400, 0.5, 1e308, math.nan, math.inf, -math.inf),
     *("", "inf", "nan", "text", "\ud800", [], [1], [[]], ["a", 1], nested(60), {}, {"a": 1}, {"kind": []}),
 )
-RECORDS = {**run_lines.KINDS, **{f"trace's {name}": kind for name, kind in trace_lines.KINDS.items()}}
+RECORDS = {**runs.KINDS, **{f"trace's {name}": kind for name, kind in traces.KINDS.items()}}
 RECORDS |= {"head": TraceHead, "account": Account}
 
 

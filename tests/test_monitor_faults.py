@@ -16,7 +16,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.probes.host import HostProbe
-from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading

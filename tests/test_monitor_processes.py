@@ -18,8 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.readers.parts import process_name
-from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.readers.runs import process_name, stories_of
 from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.markdown import event_title
 from tests.processes import until

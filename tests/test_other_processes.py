@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.readers.parts import process_files, process_name
-from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.readers.runs import process_files, process_name, stories_of
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent, RunStart
 from jaxmem_callbacks.writers.jsonl import JsonlWriter

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.config.presets import parse_preset
-from jaxmem_callbacks.readers.plans import plan_from
+from jaxmem_callbacks.readers.decoding import plan_from
 from jaxmem_callbacks.records.errors import CompileError, PlanError, PolicyError
 from jaxmem_callbacks.records.presets import EnvironmentSettings
 from jaxmem_callbacks.records.units import format_bytes

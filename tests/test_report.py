@@ -22,7 +22,7 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.story import Story
 from jaxmem_callbacks.analysis.timeseries import Point
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.writers.jsonl import JsonlWriter

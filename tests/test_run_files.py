@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.readers.decoding import record_from
-from jaxmem_callbacks.readers.parts import earlier_parts
-from jaxmem_callbacks.readers.run_lines import JAX_NAMES, fields_of, record_of
-from jaxmem_callbacks.readers.runs import Line, read_lines, run_files
+from jaxmem_callbacks.readers.runs import JAX_NAMES, Line, earlier_parts, fields_of, read_lines, record_of, run_files
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.readers.trace_lines import event_of, fields_of_event
-from jaxmem_callbacks.readers.traces import read_trace
+from jaxmem_callbacks.readers.traces import event_of, fields_of_event, read_trace
 from jaxmem_callbacks.records.errors import SimulationError, TargetError
 from jaxmem_callbacks.records.presets import EnvironmentSettings
 from jaxmem_callbacks.records.traces import (

@@ -16,7 +16,7 @@ from jaxmem_callbacks.planning.compile_queue import Progress
 from jaxmem_callbacks.planning.orchestrate import Ask
 from jaxmem_callbacks.planning.plan import make_plan, unfit_reason
 from jaxmem_callbacks.planning.search import pareto
-from jaxmem_callbacks.readers.plans import read_plan
+from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path
 from jaxmem_callbacks.records.errors import PlanError

@@ -23,8 +23,8 @@ from jaxmem_callbacks.callbacks.wanted import versions_now
 from jaxmem_callbacks.probes.allocations import BLIND
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
-from jaxmem_callbacks.readers.parts import JSONL_NAME, process_name
-from jaxmem_callbacks.readers.trace_lines import TRACE_NAME
+from jaxmem_callbacks.readers.runs import JSONL_NAME, process_name
+from jaxmem_callbacks.readers.traces import TRACE_NAME
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.runs import RunStart
 from jaxmem_callbacks.records.traces import TraceHead

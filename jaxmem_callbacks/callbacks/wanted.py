@@ -11,7 +11,7 @@ from typing import Any, cast
 from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.probes.protocol import Probe
-from jaxmem_callbacks.readers.plans import read_plan
+from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse, require_path
 from jaxmem_callbacks.records.plans import PlanRecord

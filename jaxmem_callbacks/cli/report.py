@@ -7,7 +7,7 @@ import argparse
 import jaxmem_callbacks
 from jaxmem_callbacks.cli.exits import OK
 from jaxmem_callbacks.cli.typed import place
-from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.terminal import put

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxmem_callbacks.analysis.story import Story
-from jaxmem_callbacks.readers.decoding import record_from
-from jaxmem_callbacks.readers.plans import plan_from
-from jaxmem_callbacks.readers.stories import stories_of
+from jaxmem_callbacks.readers.decoding import plan_from, record_from
+from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord

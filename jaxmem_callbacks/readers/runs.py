@@ -1,20 +1,191 @@
-"""A folder or file of runs enters; each record leaves in order, with its run, file and line.
-
-What a kill leaves behind (a last line that is cut) is remarked upon; anything else that is no line of a run is an error.
-"""
+"""The files of runs: their lines, their parts and the story that they hold."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.readers.parts import JSONL_NAME, earlier_parts, process_files
-from jaxmem_callbacks.readers.run_lines import RunRecord, record_of
+from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.analysis.story import Story
+from jaxmem_callbacks.readers.decoding import record_from
+from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.errors import RunFileError
+from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.readings import AcrossProcesses, CheckpointSave, Reading, Unavailable
+from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunEnd, RunStart, Said
 from jaxmem_callbacks.records.secrets import without_secrets
+
+JSONL_NAME = "memory.jsonl"
+_PROCESS = ".process-"
+_PART = re.compile(r"\.(\d{6,})$")
+
+
+def earlier_parts(path: Path) -> list[Path]:
+    """The full parts beside the newest file, oldest first."""
+    found = [each for each in path.parent.glob(f"{_escaped(path.stem)}.*{path.suffix}") if _number(each) is not None]
+    return sorted((each for each in found if _base(each) == path.stem), key=lambda each: _number(each) or 0)
+
+
+def next_part(path: Path) -> Path:
+    """The name that the newest file gets when it is full."""
+    numbers = [_number(each) or 0 for each in earlier_parts(path)]
+    return path.with_name(f"{path.stem}.{max(numbers, default=0) + 1:06}{path.suffix}")
+
+
+def process_name(process: int) -> str:
+    """The file of the events of a process that is not the first."""
+    newest = Path(JSONL_NAME)
+    return f"{newest.stem}{_PROCESS}{process}{newest.suffix}"
+
+
+def process_files(path: Path) -> dict[int, Path]:
+    """The files of the other processes by process, beside a run's newest file or a part of it; none beside one of themselves."""
+    head = f"{_base(path)}{_PROCESS}"
+    found = path.parent.glob(f"{_escaped(head)}*{path.suffix}")
+    named = {each.stem.removeprefix(head): each for each in found}
+    return dict(sorted((int(process), file) for process, file in named.items() if process.isdecimal()))
+
+
+def _number(path: Path) -> int | None:
+    match = _PART.search(path.stem)
+    return None if match is None else int(match[1])
+
+
+def _base(path: Path) -> str:
+    return _PART.sub("", path.stem)
+
+
+def _escaped(text: str) -> str:
+    """The text as a pattern that matches itself only."""
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+RunRecord = (
+    RunStart
+    | Reading
+    | Unavailable
+    | ArrayCensus
+    | AcrossProcesses
+    | HeapMap
+    | Compilation
+    | Metrics
+    | MemoryEvent
+    | CheckpointSave
+    | PlanRecord
+    | Dropped
+    | Said
+    | RunEnd
+)
+
+# Users look these up in JAX's documentation, so they are spelled as in Device.memory_stats().
+JAX_NAMES = {
+    "in_use_bytes": "bytes_in_use",
+    "reserved_bytes": "bytes_reserved",
+    "peak_bytes_since_start": "peak_bytes_in_use",
+    "limit_bytes": "bytes_limit",
+    "largest_free_bytes": "largest_free_block_bytes",
+}
+_OWN_NAMES = {theirs: ours for ours, theirs in JAX_NAMES.items()}
+KINDS: dict[str, type[Any]] = {
+    "run": RunStart,
+    "reading": Reading,
+    "unavailable": Unavailable,
+    "arrays": ArrayCensus,
+    "processes": AcrossProcesses,
+    "heap_map": HeapMap,
+    "compilation": Compilation,
+    "metrics": Metrics,
+    "event": MemoryEvent,
+    "checkpoint_save": CheckpointSave,
+    "plan": PlanRecord,
+    "dropped": Dropped,
+    "said": Said,
+    "end": RunEnd,
+}
+_KIND_OF = {record: kind for kind, record in KINDS.items()}
+
+
+def fields_of(record: object, time_s: float) -> dict[str, Any] | None:
+    """What a line says of a record beside its run; None for records that have no line, such as windows and pictures.
+
+    Args:
+        record: Any record.
+        time_s: Now, for records that do not know their time.
+    """
+    kind = _KIND_OF.get(type(record))
+    if kind is None:
+        return None
+    if isinstance(record, HeapMap):
+        return {"kind": kind, **_map_fields(record)}
+    fields = dataclasses.asdict(record)  # pyright: ignore[reportArgumentType] - the kinds are records
+    if kind == "event":
+        fields["event"] = fields.pop("kind")
+    elif kind == "reading":
+        fields = {JAX_NAMES.get(name, name): value for name, value in fields.items() if value is not None}
+    elif kind == "plan":
+        fields = {"time_s": time_s, "plan": fields}  # its `step` is a name, where other lines have a number
+    return {"kind": kind, **_plain(fields)}
+
+
+def record_of(fields: Mapping[str, Any]) -> RunRecord | None:
+    """The record of a line; None for a kind that this version does not know.
+
+    Raises:
+        ValueError: a field that is missing or of another type.
+    """
+    kind = fields.get("kind")
+    if kind not in KINDS:
+        return None
+    given: Any = fields
+    if kind == "event":
+        given = {**fields, "kind": fields.get("event")}
+    elif kind == "reading":
+        given = {_OWN_NAMES.get(name, name): value for name, value in fields.items()}
+    elif kind == "plan":
+        given = fields.get("plan")
+    elif kind == "heap_map":
+        given = _map_given(fields)
+    return record_from(KINDS[kind], given)
+
+
+def _map_fields(heap: HeapMap) -> dict[str, Any]:
+    """Thousands of buffers of few kinds: each label once, and each buffer as address, bytes and the number of its label."""
+    numbers: dict[str, int] = {}
+    rows = [[each.address, each.bytes, numbers.setdefault(each.label, len(numbers))] for each in heap.buffers]
+    names = ("device", "step", "time_s", "left_out_count", "left_out_bytes")
+    return {**{name: getattr(heap, name) for name in names}, "labels": list(numbers), "buffers": rows}
+
+
+def _map_given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round.
+
+    Raises:
+        ValueError: buffers that are no rows of three numbers, or of a label that is not there.
+    """
+    try:
+        labels = fields["labels"]
+        rows = [{"address": at, "bytes": size, "label": labels[number]} for at, size, number in fields["buffers"]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        msg = "`buffers` are not rows of an address, bytes and the number of one of its `labels`"
+        raise ValueError(msg) from error
+    return {**fields, "buffers": rows}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
 
 _SHOWN = 60
 
@@ -142,3 +313,62 @@ def _not_a_line(file: Path, number: int, text: str) -> str:
         f"{file}:{number}: {shown!r} is no line of a run. Expected an object with `run` and `kind`, as MemoryMonitor writes "
         f"them into {JSONL_NAME}. Name the run's folder, or take the line out."
     )
+
+
+def stories_of(path: Path) -> list[Story]:
+    """The runs at a place, in the order of their beginning.
+
+    Raises:
+        RunFileError: no run there, or a line that is none.
+    """
+    stories: list[Story] = []
+    for files in run_files(path):
+        found = _of_one_folder(files)
+        for process, file in process_files(files[-1]).items():
+            _join(found, process, _of_one_folder([file]))
+        stories += found
+    if not stories:
+        msg = (
+            f"{path} holds no line of a run. The monitor writes its first line at the first step that it is told of. Expected "
+            f"its logdir, or the {JSONL_NAME} there."
+        )
+        raise RunFileError(msg)
+    return sorted(stories, key=lambda story: story.span.first_s or 0.0)
+
+
+def _of_one_folder(files: Sequence[Path]) -> list[Story]:
+    """The runs of one folder's files. A line that was cut belongs to the run before it."""
+    found: dict[str, Story] = {}
+    newest: Story | None = None
+    for line in read_lines(files):
+        if line.run:
+            newest = found.setdefault(line.run, Story(run=line.run))
+        if newest is not None:
+            _tell(newest, line)
+    for story in found.values():
+        story.finish()
+    return list(found.values())
+
+
+def _join(stories: list[Story], process: int, others: Sequence[Story]) -> None:
+    """What another process told goes to the run that began next to its own: each process has a clock and run ids of its own."""
+    for other in others:
+        began_s = _began_s(other)
+        nearest = min(stories, key=lambda story: abs(_began_s(story) - began_s), default=None)
+        if nearest is None:  # the first process wrote nothing yet
+            stories.append(other)
+            continue
+        for event in other.events:
+            nearest.elsewhere.add(process, event)
+        nearest.remarks += other.remarks
+
+
+def _began_s(story: Story) -> float:
+    return story.start.time_s if story.start is not None else story.span.first_s or 0.0
+
+
+def _tell(story: Story, line: Line) -> None:
+    if line.record is not None:
+        story.learn(line.record)
+    else:
+        story.remarks.append(f"{line.file.name}, line {line.number}, is left out: {line.remark}.")

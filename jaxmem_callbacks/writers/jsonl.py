@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-from jaxmem_callbacks.readers.parts import next_part
-from jaxmem_callbacks.readers.run_lines import fields_of
+from jaxmem_callbacks.readers.runs import fields_of, next_part
 from jaxmem_callbacks.records.files import append_to
 from jaxmem_callbacks.records.runs import RunEnd, RunStart
 from jaxmem_callbacks.records.secrets import scrubbed

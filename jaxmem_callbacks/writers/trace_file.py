@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
 
-from jaxmem_callbacks.readers.trace_lines import fields_of_event, fields_of_head
+from jaxmem_callbacks.readers.traces import fields_of_event, fields_of_head
 from jaxmem_callbacks.records.files import append_to, write_file
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.traces import Trace, TraceHead, TracePart
