@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from benchmarks.sources import ROOT
 from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
-from jaxmem_callbacks.writers.simulation_figure import save_figure
+from jaxmem_callbacks.writers.simulation import save_figure
 
 CASE = "train_and_evaluate"
 PICTURE = ROOT / "docs" / "images" / "simulate.png"

@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.transforms.remat import remat as remat
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
-    from jaxmem_callbacks.writers.collecting import CollectingWriter as CollectingWriter
-    from jaxmem_callbacks.writers.shapes import as_writer as as_writer
+    from jaxmem_callbacks.writers.adapters import as_writer as as_writer
+    from jaxmem_callbacks.writers.protocol import CollectingWriter as CollectingWriter
 
 # Public name -> (module, attribute); None for a module that is itself the public name. `__all__` says the names once
 # more, for type checkers, and a test compares the three.
 _EXPORTS: dict[str, tuple[str, str | None]] = {
-    "CollectingWriter": ("writers.collecting", "CollectingWriter"),
+    "CollectingWriter": ("writers.protocol", "CollectingWriter"),
     "ComparisonError": ("records.errors", "ComparisonError"),
     "CompileError": ("records.errors", "CompileError"),
     "CompileTimeoutError": ("records.errors", "CompileTimeoutError"),
@@ -92,7 +92,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "TargetError": ("records.errors", "TargetError"),
     "apply_environment": ("answers.environment", "apply_environment"),
     "apply_policy": ("transforms.gradients", "apply_policy"),
-    "as_writer": ("writers.shapes", "as_writer"),
+    "as_writer": ("writers.adapters", "as_writer"),
     "defragment": ("recovery.defragment", "defragment"),
     "eqx": ("integrations.equinox", None),
     "grad": ("transforms.gradients", "grad"),

@@ -300,7 +300,7 @@ def main() -> None:
     import jax
 
     import jaxmem_callbacks as jm
-    import jaxmem_callbacks.writers.over_time
+    import jaxmem_callbacks.writers.figures
     import jaxmem_callbacks.writers.tensorboard
 
     jax.config.update("jax_platforms", "cpu")

@@ -16,8 +16,7 @@ from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.files import append_to, replacing, write_file
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.simulator.cases import CASES
-from jaxmem_callbacks.writers.jsonl import JsonlWriter
-from jaxmem_callbacks.writers.trace_file import write_trace
+from jaxmem_callbacks.writers.jsonl import JsonlWriter, write_trace
 from tests.sample_runs import write_run
 
 FAST = MonitorSettings(window_s=0.01, scan_s=0.01)

@@ -28,7 +28,7 @@ from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.writers.heap_figure import draw_heap
+from jaxmem_callbacks.writers.figures import draw_heap
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests.processes import until
 

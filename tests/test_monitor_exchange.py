@@ -16,7 +16,7 @@ from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.processes import NAMES, Heard, Told, across_scalars
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.writers.layout import layout_of
+from jaxmem_callbacks.writers.tensorboard import layout_of
 from tests.processes import until
 from tests.test_monitor_processes import address, finished, start
 

@@ -21,7 +21,7 @@ from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
-from jaxmem_callbacks.writers.report_words import happened
+from jaxmem_callbacks.writers.report import happened
 from tests.watching import told
 
 FAST = MonitorSettings(window_s=0.01, scan_s=0.01)

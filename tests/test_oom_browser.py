@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem_callbacks.writers.oom_page import oom_html
+from jaxmem_callbacks.writers.oom_report import oom_html
 from tests.browser import Browser, contrasts, cut_off_when_narrow, keep_picture
 from tests.oom_reports import hostile_report
 

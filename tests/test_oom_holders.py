@@ -20,7 +20,7 @@ from jaxmem_callbacks.recovery.reports.elsewhere import on_the_cards
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts
 from jaxmem_callbacks.recovery.reports.holders import FAILED, held_arrays
 from jaxmem_callbacks.recovery.reports.remedies import remedies
-from jaxmem_callbacks.writers.oom_markdown import oom_markdown
+from jaxmem_callbacks.writers.oom_report import oom_markdown
 from tests.oom_reports import hostile_report
 from tests.test_probes_driver import GPUS, Nvml
 

@@ -30,8 +30,7 @@ from jaxmem_callbacks.recovery.reports.sentence import told
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
 from jaxmem_callbacks.recovery.verdicts.judging import Verdict
 from jaxmem_callbacks.recovery.verdicts.limits import host_limits
-from jaxmem_callbacks.writers.oom_markdown import oom_markdown
-from jaxmem_callbacks.writers.oom_page import oom_html
+from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
 from tests import sample_plans
 from tests.oom_reports import HOSTILE, hostile_report
 

@@ -21,9 +21,8 @@ from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
 from jaxmem_callbacks.records.programs import Buffer
-from jaxmem_callbacks.writers.label_places import Box, place_labels
-from jaxmem_callbacks.writers.plan_page import plan_page
-from jaxmem_callbacks.writers.plan_run import require_own_folder
+from jaxmem_callbacks.writers.plan_figure import Box, place_labels
+from jaxmem_callbacks.writers.plan_page import plan_page, require_own_folder
 from jaxmem_callbacks.writers.protocol import Picture, Table
 from tests import sample_plans as samples
 from tests.sample_plans import GIB, MIB

@@ -25,12 +25,10 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.writers.figures import DEVICE_LINES
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
-from jaxmem_callbacks.writers.over_time import DEVICE_LINES
 from jaxmem_callbacks.writers.protocol import Table
-from jaxmem_callbacks.writers.report_chart import chart_html, nice_ticks
-from jaxmem_callbacks.writers.report_style import STYLE
-from jaxmem_callbacks.writers.report_words import duration_words, happened
+from jaxmem_callbacks.writers.report import STYLE, chart_html, duration_words, happened, nice_ticks
 from tests import sample_plans
 from tests.sample_runs import HOSTILE, event, write_run
 

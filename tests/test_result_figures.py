@@ -19,7 +19,7 @@ from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, 
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.simulation_text import simulation_text
+from jaxmem_callbacks.writers.simulation import simulation_text
 
 MIB = 2**20
 

@@ -111,7 +111,7 @@ def test_a_checks_result_is_stale_once_what_it_asks_changes(check, tmp_path):
 def test_what_a_benchmark_does_not_reach_makes_no_result_stale(tree, tmp_path):
     written = written_for("remat_by_hand", tree, tmp_path)
     package = tree / "jaxmem_callbacks"
-    for name in ("transforms/prefetch.py", "integrations/pytest.py", "writers/report_page.py"):
+    for name in ("transforms/prefetch.py", "integrations/pytest.py", "writers/report.py"):
         with changed(package / name):
             assert not stale(written, tree), name
     for name in ("transforms/cuts.py", "transforms/accumulation/accumulate.py", "integrations/flax_nnx.py"):

@@ -26,10 +26,10 @@ from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import CheckpointSave, Reading, SaveSpan
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.over_time import draw_over_time
+from jaxmem_callbacks.writers.figures import draw_over_time
 from jaxmem_callbacks.writers.protocol import Table
-from jaxmem_callbacks.writers.report_chart import chart_html
-from jaxmem_callbacks.writers.saves_table import SHOWN, saves_table
+from jaxmem_callbacks.writers.report import chart_html
+from jaxmem_callbacks.writers.tables import SHOWN, saves_table
 from tests.sample_records import points
 from tests.watching import NotingMonitor, assert_written
 

@@ -27,9 +27,8 @@ from jaxmem_callbacks.records.traces import (
     TraceHead,
 )
 from jaxmem_callbacks.simulator.cases import CASES, losses_in_a_list, train_and_evaluate
-from jaxmem_callbacks.writers.simulation_figure import simulation_figure
-from jaxmem_callbacks.writers.simulation_text import simulation_text
-from jaxmem_callbacks.writers.trace_file import write_trace
+from jaxmem_callbacks.writers.jsonl import write_trace
+from jaxmem_callbacks.writers.simulation import simulation_figure, simulation_text
 
 GIB = 2**30
 NUMBERS, WORDS = st.integers(0, 2**60), st.text('ab[,]"\\é\n', max_size=12)

@@ -21,7 +21,7 @@ from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import printable, put, read_json
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.console import ConsoleWriter
-from jaxmem_callbacks.writers.trace_file import write_trace
+from jaxmem_callbacks.writers.jsonl import write_trace
 from tests import sample_plans
 from tests.sample_runs import write_run
 

@@ -20,14 +20,12 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.timeseries import Spread, Window
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.runs import EventKind
-from jaxmem_callbacks.writers.collecting import CollectingWriter
 from jaxmem_callbacks.writers.console import ConsoleWriter
+from jaxmem_callbacks.writers.figures import EVENT_COLOURS, draw_over_time
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
-from jaxmem_callbacks.writers.layout import layout_of
 from jaxmem_callbacks.writers.markdown import event_markdown, event_title, table_markdown
-from jaxmem_callbacks.writers.over_time import EVENT_COLOURS, draw_over_time
-from jaxmem_callbacks.writers.protocol import Picture, Record, Table
-from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
+from jaxmem_callbacks.writers.protocol import CollectingWriter, Picture, Record, Table
+from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter, layout_of
 from tests.sample_records import COMPILED, EVENT, MIB, READING, TABLE, WINDOW, points
 
 

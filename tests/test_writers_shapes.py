@@ -14,9 +14,9 @@ import tensorboardX
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jaxmem_callbacks.analysis.timeseries import Spread, Window
-from jaxmem_callbacks.writers.collecting import CollectingWriter
-from jaxmem_callbacks.writers.over_time import draw_over_time
-from jaxmem_callbacks.writers.shapes import as_writer
+from jaxmem_callbacks.writers.adapters import as_writer
+from jaxmem_callbacks.writers.figures import draw_over_time
+from jaxmem_callbacks.writers.protocol import CollectingWriter
 from tests.sample_records import EVENT, READING, TABLE, WINDOW, points
 
 SCALARS = {"memory/in_use_gib": 2.0, "memory/in_use_gib/min": 1.0, "memory/in_use_gib/max": 4.0, "train/loss": 0.5}

@@ -224,7 +224,7 @@ class Plan:
         Raises:
             PlanError: ``logdir`` is no local folder, cannot be written, or holds a run.
         """
-        from jaxmem_callbacks.writers.plan_run import write_plan_run
+        from jaxmem_callbacks.writers.plan_page import write_plan_run
 
         return write_plan_run(self.record, self.frontier, logdir)
 

@@ -28,7 +28,7 @@ from jaxmem_callbacks.readers.traces import TRACE_NAME
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.runs import RunStart
 from jaxmem_callbacks.records.traces import TraceHead
-from jaxmem_callbacks.writers.own_events import OwnEventsWriter
+from jaxmem_callbacks.writers.jsonl import OwnEventsWriter
 from jaxmem_callbacks.writers.protocol import Writer
 
 
@@ -105,7 +105,7 @@ class Opening:
         return JsonlWriter(path, self.run_id, part_bytes=part_bytes, start=self._start())
 
     def _trace(self) -> Writer:
-        from jaxmem_callbacks.writers.trace_file import TraceWriter
+        from jaxmem_callbacks.writers.jsonl import TraceWriter
 
         first = jax.local_devices()[0]
         head = TraceHead(

@@ -29,11 +29,10 @@ from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.records.traces import TracePart
 from jaxmem_callbacks.records.units import GIB
 from jaxmem_callbacks.recovery.witness import Witnessed
-from jaxmem_callbacks.writers.heap_figure import draw_heap
-from jaxmem_callbacks.writers.over_time import draw_over_time
+from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import Record, Table, Writer
-from jaxmem_callbacks.writers.saves_table import saves_table
+from jaxmem_callbacks.writers.tables import saves_table
 
 _Record = TypeVar("_Record")
 KNOWN_TAG = "memory/known_here"

@@ -17,8 +17,8 @@ from jaxmem_callbacks.records.arguments import refuse, require_path
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings, Preset
 from jaxmem_callbacks.records.units import KIB
+from jaxmem_callbacks.writers.adapters import as_writer
 from jaxmem_callbacks.writers.protocol import Writer
-from jaxmem_callbacks.writers.shapes import as_writer
 
 _OF_A_PLAN = "plan='plan.json'"
 

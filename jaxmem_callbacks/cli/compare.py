@@ -9,7 +9,7 @@ from jaxmem_callbacks.cli.exits import GREW, OK
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.accounts import read_account
 from jaxmem_callbacks.records.terminal import put
-from jaxmem_callbacks.writers.growth_text import growth_json, growth_text
+from jaxmem_callbacks.writers.tables import growth_json, growth_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

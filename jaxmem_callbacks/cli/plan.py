@@ -340,7 +340,7 @@ def _require_places(args: argparse.Namespace) -> None:
         msg = f"--logdir '': expected a folder for the plan's page. Type {typed}."
         raise PlanError(msg)
     if args.logdir is not None:
-        from jaxmem_callbacks.writers.plan_run import require_own_folder
+        from jaxmem_callbacks.writers.plan_page import require_own_folder
 
         require_own_folder(args.logdir)
 

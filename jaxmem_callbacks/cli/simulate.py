@@ -11,8 +11,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.terminal import columns, put
 from jaxmem_callbacks.simulator.cases import CASES
-from jaxmem_callbacks.writers.simulation_figure import save_figure
-from jaxmem_callbacks.writers.simulation_text import simulation_json, simulation_text
+from jaxmem_callbacks.writers.simulation import save_figure, simulation_json, simulation_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

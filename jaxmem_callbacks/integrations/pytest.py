@@ -101,7 +101,7 @@ class StepGate:
         from jaxmem_callbacks.analysis.comparing import growth
         from jaxmem_callbacks.readers.accounts import read_account
         from jaxmem_callbacks.records.errors import ComparisonError
-        from jaxmem_callbacks.writers.growth_text import growth_text
+        from jaxmem_callbacks.writers.tables import growth_text
 
         remedy = f"If that is meant, write the baseline again and commit it: pytest {_OPTION} '{self._node.nodeid}'"
         if not path.exists():

@@ -28,9 +28,8 @@ from jaxmem_callbacks.recovery.reports.parts import Parts
 from jaxmem_callbacks.recovery.reports.told import is_first
 from jaxmem_callbacks.recovery.verdicts.judging import judge
 from jaxmem_callbacks.recovery.witness import Witness, Witnessed
-from jaxmem_callbacks.writers.oom_markdown import oom_markdown
-from jaxmem_callbacks.writers.oom_page import oom_html
-from jaxmem_callbacks.writers.report_chart import chart_html
+from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
+from jaxmem_callbacks.writers.report import chart_html
 
 _busy = threading.local()
 

@@ -1,22 +1,21 @@
-"""JSON lines: every reading that is kept, metric, compile, event and plan as one line, bytes as ints under JAX's own names.
-
-Each line is written whole and by one call, so that the file is complete to its last full line after a kill; a restart appends.
-A file that is full becomes a numbered part beside the next one; no part is ever deleted.
-"""
+"""JSON lines: a run's records, the events of its other processes, and traces of allocations."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from jaxmem_callbacks.readers.runs import fields_of, next_part
-from jaxmem_callbacks.records.files import append_to
-from jaxmem_callbacks.records.runs import RunEnd, RunStart
+from jaxmem_callbacks.readers.traces import fields_of_event, fields_of_head
+from jaxmem_callbacks.records.files import append_to, write_file
+from jaxmem_callbacks.records.runs import MemoryEvent, RunEnd, RunStart
 from jaxmem_callbacks.records.secrets import scrubbed
+from jaxmem_callbacks.records.traces import Trace, TraceHead, TracePart
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 
@@ -105,3 +104,66 @@ def _ends_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
+
+
+@final
+class OwnEventsWriter(Writer):
+    """Writes events to a file that it makes when there is one.
+
+    Args:
+        make: Opens the file.
+    """
+
+    def __init__(self, make: Callable[[], Writer]) -> None:
+        self._make = make
+        self._file: Writer | None = None
+
+    def write(self, record: Record) -> None:
+        """Write an event."""
+        if isinstance(record, MemoryEvent):
+            self._file = self._file or self._make()
+            self._file.write(record)
+
+    def flush(self) -> None:
+        """Put what was written on disk."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Say that the run was closed, where anything was written."""
+        if self._file is not None:
+            self._file.close()
+
+
+@final
+class TraceWriter(Writer):
+    """Writes the events of one run; made when the first of them comes.
+
+    Args:
+        path: The file.
+        head: What the trace is of.
+    """
+
+    def __init__(self, path: Path, head: TraceHead) -> None:
+        self._path, self._head = path, head
+        self._begun = False
+
+    def write(self, record: Record) -> None:
+        """Write a part of the trace; all other records are left out."""
+        if not isinstance(record, TracePart):
+            return
+        if not self._begun:
+            write_file(self._path, _lines([fields_of_head(scrubbed(self._head))]), private=True)
+            self._begun = True
+        with os.fdopen(append_to(self._path), "ab") as file:
+            file.write(_lines(map(fields_of_event, scrubbed(record).events)))
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a whole trace, as `read_trace` reads it."""
+    writer = TraceWriter(Path(path), trace.head)
+    writer.write(TracePart(events=trace.events))
+
+
+def _lines(fields: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in fields).encode()

@@ -1,12 +1,20 @@
-"""Events and tables as markdown, for TensorBoard's text page and for loggers that take text."""
+"""Events and tables as Markdown, and text escaped for HTML."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 
 from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import Table
+
+
+def escape(text: str) -> str:
+    r"""The text for an element or an attribute in double quotes; a character that shows nothing is written ``\u202e``."""
+    return html.escape(shown(text))
+
 
 _TITLES = {"near_oom": "Near out of memory", "plan_stale": "Stale plan"}
 

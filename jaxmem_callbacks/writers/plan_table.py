@@ -10,7 +10,7 @@ from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.terminal import columns, wrapped
 from jaxmem_callbacks.records.units import format_bytes, format_extra
-from jaxmem_callbacks.writers.html_text import escape
+from jaxmem_callbacks.writers.markdown import escape
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
 _FAR_BEYOND = 10  # times the budget

@@ -1,10 +1,11 @@
-"""Writer: where records go. Enters: one record at a time, on the monitor's own thread; leaves: files, pages, other loggers."""
+"""`Writer`: where records go; and one that collects them, for tests."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar, final
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.timeseries import Window
@@ -92,3 +93,40 @@ class Writer(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - nor hold anything
         """Write what is left and let go of files; the writer is not used again."""
+
+
+_Kind = TypeVar("_Kind")
+
+
+@final
+class CollectingWriter(Writer):
+    """Keeps records in ``records``, oldest first.
+
+    Example:
+        >>> writer = CollectingWriter()
+        >>> writer.events
+        []
+    """
+
+    takes_pictures = True
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.closed = False
+
+    def write(self, record: Record) -> None:
+        """Keep the record."""
+        self.records.append(record)
+
+    def close(self) -> None:
+        """Remember that the monitor let go."""
+        self.closed = True
+
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
+        """The records of one kind, oldest first."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def events(self) -> list[MemoryEvent]:
+        """The events, oldest first."""
+        return self.of(MemoryEvent)

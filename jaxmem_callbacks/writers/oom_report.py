@@ -1,11 +1,9 @@
-"""A report's record enters; its sections leave as headings, sentences and tables, in their order, for Markdown and for the page.
-
-The one place that says what stands in a report, so that both say the same.
-"""
+"""The report of an out-of-memory failure, as Markdown and as one HTML page."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,8 @@ from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.markdown import escape, markdown_table
+from jaxmem_callbacks.writers.report import POLICY, STYLE
 
 _EVENTS, _BUFFERS = 12, 6
 
@@ -317,3 +317,129 @@ def _surroundings(report: OomReport) -> Section:
 
 def _several(devices: Sequence[str]) -> str:
     return devices[0] if len(devices) == 1 else f"{devices[0]} and {len(devices) - 1} more" if devices else "-"
+
+
+def oom_markdown(report: OomReport) -> str:
+    """The report as Markdown."""
+    lines = [f"# {plain(report.sentence)}", "", f"{plain(when(report))}. {plain(first_thing(report))}".strip(), ""]
+    for section in sections(report):
+        lines += _markdown_section(section)
+    lines += ["## What to do, the best first", ""]
+    for number, remedy in enumerate(report.remedies, start=1):
+        lines += [f"{number}. **{plain(remedy.what)}.** {plain(' '.join(remedy_facts(remedy)))}", ""]
+        lines += ["   ```", *(f"   {line}" for line in remedy.lines), "   ```", ""] if remedy.lines else []
+    if not report.remedies:
+        lines += ["Nothing is known that would save memory here.", ""]
+    lines += [plain(report.planning), ""]
+    for section in last_sections(report):
+        lines += _markdown_section(section)
+    return "\n".join(lines)
+
+
+def _markdown_section(section: Section) -> Iterator[str]:
+    yield from (f"## {section.title}", "")
+    for sentence in section.sentences:
+        yield from (plain(sentence), "")
+    for table in section.tables:
+        rows = [[plain(cell) for cell in row] for row in table.rows]
+        yield from (markdown_table(table.columns, rows), "")
+
+
+def plain(text: str) -> str:
+    """Text on one line in which nothing is taken for HTML."""
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+
+
+# Where a cell may end a line: behind a slash of a module's path and before a key of an array's; in no size, type or kind.
+_BREAKS = (
+    (re.compile(r"(?<=\w)/(?=\w)"), "/<wbr>"),
+    (re.compile(r"\[(?=&#x27;)"), "<wbr>["),
+    (re.compile(r"(\d[\d.]* (?:[KMGT]i)?B\b|\b\w+\[[\d,]+\]|\bparameters\b)"), r"<span>\1</span>"),
+)
+_STYLE = """
+td span { white-space: nowrap; }
+.remedy { border: 1px solid var(--rule); border-left: 4px solid var(--act-edge); border-radius: 4px; padding: 10px 14px;
+  margin: 12px 0; break-inside: avoid; }
+.remedy h4 { margin: 0 0 4px; font-size: 15px; } .remedy p { margin: 4px 0; }
+.remedy pre { background: var(--band); border: 1px solid var(--rule); border-radius: 4px; padding: 8px 10px; margin: 8px 0;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: 13.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
+.bar { min-width: 90px; width: 10%; }
+.bar svg { display: block; width: 100%; height: 12px; margin-top: 5px; }
+.bar rect { fill: var(--line-0); }
+.text td { font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; white-space: pre-wrap; }
+"""
+
+
+def oom_html(report: OomReport, *, chart: str = "", version: str) -> str:
+    """The page.
+
+    Args:
+        report: The record.
+        chart: Memory over time as marks of `report_chart`, or an empty text.
+        version: Of this library.
+    """
+    parts = [
+        f'<h1>Out of memory</h1><p class="lead">{escape(report.sentence)}</p><p class="soft">{escape(when(report))}.</p>',
+        f'<p class="act">{escape(first_thing(report))} <a href="#remedies">All remedies</a></p>'
+        if report.remedies
+        else "",
+        *(part for section in sections(report) for part in _html_section(section, chart)),
+        '<h3 id="remedies">What to do, the best first</h3>',
+        *(_remedy(number, remedy) for number, remedy in enumerate(report.remedies, start=1)),
+        "" if report.remedies else "<p>Nothing is known that would save memory here.</p>",
+        f'<p class="soft">{escape(report.planning)}</p>',
+        *(part for section in last_sections(report) for part in _html_section(section, "")),
+    ]
+    foot = f"Written by jaxmem_callbacks {version} when the exception passed. Bytes are on one device; what is unknown says why."
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>Out of memory</title>'
+        f"<style>{STYLE}{_STYLE}</style></head>\n<body><main>{''.join(parts)}<footer>{escape(foot)}</footer></main></body></html>\n"
+    )
+
+
+def _remedy(number: int, remedy: Remedy) -> str:
+    lines = escape("\n".join(remedy.lines))
+    facts = "".join(f"<p>{escape(each)}</p>" for each in remedy_facts(remedy))
+    pasted = f"<pre>{lines}</pre>" if lines else ""
+    return f'<article class="remedy"><h4>{number}. {escape(remedy.what)}</h4>{pasted}{facts}</article>'
+
+
+def _html_section(section: Section, chart: str) -> Iterator[str]:
+    yield f"<h3>{escape(section.title)}</h3>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
+    if chart and section.title.startswith("The monitor"):
+        yield chart
+    yield from map(_table, section.tables)
+
+
+def _table(table: OomTable) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns) + (
+        '<th class="bar"></th>' if table.bars else ""
+    )
+    bars = table.bars or (None,) * len(table.rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + _bar(bar) + "</tr>"
+        for row, bar in zip(table.rows, bars, strict=True)
+    )
+    kind = "text" if table.columns == ("text",) else "facts" if len(table.columns) == 2 else ""  # noqa: PLR2004 - name and value
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cell(text: str) -> str:
+    marked = escape(text)
+    for pattern, instead in _BREAKS:
+        marked = pattern.sub(instead, marked)
+    return marked
+
+
+def _bar(share: float | None) -> str:
+    if share is None:
+        return ""
+    return (
+        '<td class="bar"><svg viewBox="0 0 100 12" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="{100 * share:.1f}" height="12" rx="1"/></svg></td>'
+    )

@@ -1,23 +1,81 @@
-"""as_writer: the user's own logger enters, a Writer leaves; loggers are recognised by their methods, never imported.
-
-Calls come from the monitor's own thread, once a window. The logger stays the user's: it is flushed where that harms no other
-thread, never closed.
-"""
+"""`as_writer`: adapters for the loggers that users have, known by their shape."""
 
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
-from jaxmem_callbacks.writers.pixels import pixels_of
+from jaxmem_callbacks.writers.markdown import escape, event_markdown, table_markdown
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
-from jaxmem_callbacks.writers.wandb_rows import WandbRows
+
+
+def pixels_of(picture: Picture) -> Any:
+    """The picture as height x width x 3 colours of uint8, on white: not every logger takes a fourth for what shines through."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    image = np.asarray(imread(io.BytesIO(picture.png), format="png"))
+    solid = image[..., 3:]
+    return ((image[..., :3] * solid + (1 - solid)) * 255).round().astype(np.uint8)
+
+
+STEP = "memory/step"
+
+
+@final
+class WandbRows:
+    """Logs to a ``wandb.Run``.
+
+    Args:
+        run: What ``wandb.init`` returned.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._named = False
+        self._row = self._window_step = -1
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One window."""
+        if not self._named and callable(getattr(self._run, "define_metric", None)):
+            self._run.define_metric("memory/*", step_metric=STEP)
+        self._named = True
+        row, before = int(self._run.step), self._row
+        self._row, ahead = row, row == before and row < self._window_step
+        self._window_step = step
+        if ahead:
+            self._row = row + 1
+            self._run.log({**values, STEP: step}, step=self._row)
+        else:
+            self._add({**values, STEP: step})
+
+    def text(self, step: int, tag: str, words: str) -> None:
+        """An event or a table, as it is written."""
+        make = self._media("Html")
+        if make is not None:
+            self._add({tag: make(f"<pre>{escape(words)}</pre>"), STEP: step})
+
+    def picture(self, picture: Picture) -> None:
+        """A drawn figure."""
+        make = self._media("Image")
+        if make is not None:
+            self._add({picture.tag: make(pixels_of(picture)), STEP: picture.step})
+
+    def _add(self, data: Mapping[str, Any]) -> None:
+        """To the row that is open when it arrives: the loop goes on meanwhile, and a row that is named may be behind by then."""
+        self._run.log(dict(data), commit=False)
+
+    def _media(self, name: str) -> Any:
+        """A class of the package that the run comes from; it is loaded, since the run exists."""
+        return getattr(sys.modules.get(type(self._run).__module__.partition(".")[0]), name, None)
+
 
 SendScalars = Callable[[int, Mapping[str, float]], object]
 SendText = Callable[[int, str, str], object]

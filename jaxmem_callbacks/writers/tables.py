@@ -1,4 +1,4 @@
-"""What grew between two accounts enters; a table and its verdict in plain text, or the same as JSON, leave."""
+"""Tables of growth and of checkpoint saves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 from collections.abc import Sequence
 
 from jaxmem_callbacks.analysis.comparing import Growth
+from jaxmem_callbacks.analysis.saves import DURING
 from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.terminal import columns
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.protocol import Table
 
 _HEAD = ("", "before", "after", "change", "share", "")
 _WORTH = 0.001  # of the largest judged figure: alignment is no explanation
@@ -75,3 +78,34 @@ def _share(change: Change) -> str:
     if not change.before:
         return "0.0%" if not change.after else "from nothing"
     return f"{change.bytes / change.before:+.1%}"
+
+
+TAG = "memory/checkpoint_saves"
+SHOWN = 20
+_COLUMNS = {"in_use_bytes": "held by the allocator", "live_array_bytes": "live arrays", "resident_bytes": "host"}
+
+
+def saves_table(saves: Sequence[CheckpointSave]) -> Table:
+    """The latest saves, newest first: when, how long, and the highest values that were read during each.
+
+    Args:
+        saves: At least one, oldest first.
+    """
+    rows = [
+        (_when(save), f"{save.time_s - save.began_s:.2f}", *(_high(save, name) for name in _COLUMNS))
+        for save in reversed(saves[-SHOWN:])
+    ]
+    columns = (DURING, "seconds", *(f"{what}, highest" for what in _COLUMNS.values()))
+    return Table(tag=TAG, step=saves[-1].step, time_s=saves[-1].time_s, columns=columns, rows=rows)
+
+
+def _when(save: CheckpointSave) -> str:
+    how = "in the background" if save.background else "while the training waited"
+    return f"after step {save.first_step} to {save.step}, {how}"
+
+
+def _high(save: CheckpointSave, name: str) -> str:
+    high, before = save.highs.get(name), save.before.get(name)
+    if high is None:
+        return "unknown, because nothing was read meanwhile"
+    return format_bytes(high) + ("" if before is None else f" ({format_bytes(before)} before)")
