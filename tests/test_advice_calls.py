@@ -22,8 +22,8 @@ from jaxmem_callbacks.cli.script import ScriptError, reach_step
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.texts.explain import tries
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
-from jaxmem_callbacks.recovery.texts.log_words import tries
 from jaxmem_callbacks.recovery.verdicts.failing import Failing
 from tests.pasting import pasted, run, value
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.recovery.texts.explain import tries, why
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
-from jaxmem_callbacks.recovery.texts.log_words import tries, why
 from tests.pasting import pasted
 
 AGAIN = """

@@ -30,10 +30,16 @@ from jaxmem_callbacks.recovery.defragment import (
     free_blocks,
     placed_buffers,
 )
-from jaxmem_callbacks.recovery.moving.mover import Mover, address_on
-from jaxmem_callbacks.recovery.moving.moves import plan_moves
-from jaxmem_callbacks.recovery.moving.rates import device_copy_rate, host_link_rate
-from jaxmem_callbacks.recovery.moving.staging import STAYS_WEAK, copied_by_program, copied_by_runtime
+from jaxmem_callbacks.recovery.moving.compaction import plan_moves
+from jaxmem_callbacks.recovery.moving.mover import (
+    STAYS_WEAK,
+    Mover,
+    address_on,
+    copied_by_program,
+    copied_by_runtime,
+    device_copy_rate,
+    host_link_rate,
+)
 from tests.sample_devices import GPU, Card
 
 pytestmark = pytest.mark.core

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.records.defragment import MoveStep, PlacedBuffer
-from jaxmem_callbacks.recovery.moving.following import follow, keep_copy
-from jaxmem_callbacks.recovery.moving.pool_model import ALIGNMENT, PoolModel, rounded
+from jaxmem_callbacks.recovery.moving.compaction import ALIGNMENT, PoolModel, follow, keep_copy, rounded
 from jaxmem_callbacks.simulator.allocators import Bfc
 
 BASE = 0x7F00_0000_0000

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.records.defragment import MovePlan, PlacedBuffer
-from jaxmem_callbacks.recovery.moving.moves import FIXED, IN_PLACE, TOO_LARGE, plan_moves
-from jaxmem_callbacks.recovery.moving.pool_model import ALIGNMENT, rounded
+from jaxmem_callbacks.recovery.moving.compaction import ALIGNMENT, FIXED, IN_PLACE, TOO_LARGE, plan_moves, rounded
 
 MIB = 2**20
 BASE = 0x7F00_0000_0000

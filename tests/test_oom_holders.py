@@ -16,8 +16,8 @@ import pytest
 from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.records.oom import Holder, OnTheCard
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.recovery.reports.elsewhere import on_the_cards
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts
+from jaxmem_callbacks.recovery.reports.gathering import on_the_cards
 from jaxmem_callbacks.recovery.reports.holders import FAILED, held_arrays
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.writers.oom_report import oom_markdown

@@ -17,8 +17,8 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.oom import OomFacts, OomLog
+from jaxmem_callbacks.recovery.texts.explain import sentence, tries, why
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
-from jaxmem_callbacks.recovery.texts.log_words import sentence, tries, why
 
 GIB, MIB = 2**30, 2**20
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.recovery.texts.needles import needles
-from jaxmem_callbacks.recovery.texts.rule import size_of
+from jaxmem_callbacks.recovery.texts.rule import needles, size_of
 from jaxmem_callbacks.recovery.texts.statements import RULES, statements
 
 DATA = Path(__file__).resolve().parent / "data"

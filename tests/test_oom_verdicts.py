@@ -11,7 +11,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.reading.hlo import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
-from jaxmem_callbacks.recovery.reports.sentence import told
+from jaxmem_callbacks.recovery.reports.gathering import told
 from jaxmem_callbacks.recovery.verdicts import judging
 from jaxmem_callbacks.recovery.verdicts.failing import failing_program
 from jaxmem_callbacks.recovery.verdicts.judging import judge

@@ -17,10 +17,15 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.presets import RecoverySettings
-from jaxmem_callbacks.recovery.ladder.offers import fitting_count, microbatch_counts, offers, stronger_remats
-from jaxmem_callbacks.recovery.ladder.reuse import addresses, reused_bytes
-from jaxmem_callbacks.recovery.ladder.rungs import defragmented
-from jaxmem_callbacks.recovery.ladder.wanted import frontier_below
+from jaxmem_callbacks.recovery.ladder.config import frontier_below
+from jaxmem_callbacks.recovery.ladder.fallback_options import (
+    defragmented,
+    fitting_count,
+    microbatch_counts,
+    offers,
+    stronger_remats,
+)
+from jaxmem_callbacks.recovery.ladder.runner import addresses, reused_bytes
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot
 from tests.processes import bytes_of_others
 

@@ -20,7 +20,7 @@ LOW_MIB = 8  # what is put in first and let go of first, so that there is a lowe
 
 def moved_together(*, small: bool) -> dict[str, Any]:
     """Copies on the device by either way, and the two pools."""
-    from jaxmem_callbacks.recovery.moving.staging import copied_by_program, copied_by_runtime
+    from jaxmem_callbacks.recovery.moving.mover import copied_by_program, copied_by_runtime
 
     x = jax.block_until_ready(jnp.arange((1 if small else 64) * MIB // 4, dtype=jnp.float32))
     copies = {}

@@ -49,10 +49,8 @@ from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.presets import MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.recovery.ballast import Ballast
-from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom
-from jaxmem_callbacks.recovery.witness import Witnessed
+from jaxmem_callbacks.recovery.witness import Ballast, CallsBefore, Witnessed
 
 _LOOK_S = 0.1
 

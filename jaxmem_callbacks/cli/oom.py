@@ -17,9 +17,9 @@ from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.oom import LoggedBuffer, OomLog, PoolDump
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.texts.explain import sentence, tries, why
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
-from jaxmem_callbacks.recovery.texts.log_words import sentence, tries, why
-from jaxmem_callbacks.recovery.texts.text import encoding_of
+from jaxmem_callbacks.recovery.texts.parsing import encoding_of
 
 _PIECE = 2**20
 _FIGURES = {

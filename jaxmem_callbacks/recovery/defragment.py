@@ -22,11 +22,15 @@ from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, Mo
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import parse_bytes
-from jaxmem_callbacks.recovery.moving.following import follow, keep_copy
-from jaxmem_callbacks.recovery.moving.mover import Mover, address_on, local_bytes
-from jaxmem_callbacks.recovery.moving.pool_model import rounded
-from jaxmem_callbacks.recovery.moving.rates import device_copy_rate, host_link_rate
-from jaxmem_callbacks.recovery.moving.staging import why_not_staged
+from jaxmem_callbacks.recovery.moving.compaction import follow, keep_copy, rounded
+from jaxmem_callbacks.recovery.moving.mover import (
+    Mover,
+    address_on,
+    device_copy_rate,
+    host_link_rate,
+    local_bytes,
+    why_not_staged,
+)
 
 _Tree = TypeVar("_Tree")
 _LEAST_EXTRA = 2**30

@@ -14,10 +14,8 @@ from typing import Any, Self, TypeVar, cast, final
 
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path, require_whole
-from jaxmem_callbacks.recovery.ballast import Ballast
-from jaxmem_callbacks.recovery.calls import CallsBefore
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
-from jaxmem_callbacks.recovery.witness import Witness
+from jaxmem_callbacks.recovery.witness import Ballast, CallsBefore, Witness
 
 _REPORTS = "outdir='reports'"
 

@@ -18,15 +18,13 @@ from jaxmem_callbacks.records.errors import JaxmemError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
-from jaxmem_callbacks.recovery.ladder.keeping import Keeper
-from jaxmem_callbacks.recovery.ladder.replay import Batches, Inputs
-from jaxmem_callbacks.recovery.ladder.rungs import Maker
-from jaxmem_callbacks.recovery.ladder.running import Running
-from jaxmem_callbacks.recovery.ladder.saving import Saving
-from jaxmem_callbacks.recovery.ladder.telling import Listener, Telling
-from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
-from jaxmem_callbacks.recovery.ladder.walking import Failure, Walk
-from jaxmem_callbacks.recovery.ladder.wanted import frontier_below, policy_wanted, record_of, settings_wanted
+from jaxmem_callbacks.recovery.ladder.checkpoints import Saving
+from jaxmem_callbacks.recovery.ladder.config import frontier_below, policy_wanted, record_of, settings_wanted
+from jaxmem_callbacks.recovery.ladder.fallback import Failure, Walk
+from jaxmem_callbacks.recovery.ladder.fallback_options import Maker
+from jaxmem_callbacks.recovery.ladder.notify import Listener, Telling
+from jaxmem_callbacks.recovery.ladder.runner import Running, Turn, first_line
+from jaxmem_callbacks.recovery.ladder.snapshot_store import Batches, Inputs, Keeper
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 

@@ -1,7 +1,4 @@
-"""An exception passes; where it is an out-of-memory failure, a folder with its report is written and one line says where.
-
-Nothing here raises: what fails is told on stderr in the same one line. The exception is neither caught nor changed.
-"""
+"""Reports of out-of-memory failures: when one is written, and into which folder."""
 
 from __future__ import annotations
 
@@ -9,27 +6,111 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import jaxmem_callbacks
-from jaxmem_callbacks.records.files import write_file
+from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
 from jaxmem_callbacks.records.oom import OomReport
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.terminal import printable, say
-from jaxmem_callbacks.recovery.calls import CallsBefore
-from jaxmem_callbacks.recovery.reports.folders import forget_oldest, new_folder
-from jaxmem_callbacks.recovery.reports.gathering import gather, process_index
-from jaxmem_callbacks.recovery.reports.parts import Parts
-from jaxmem_callbacks.recovery.reports.told import is_first
+from jaxmem_callbacks.recovery.reports.gathering import Parts, gather, process_index
 from jaxmem_callbacks.recovery.verdicts.judging import judge
-from jaxmem_callbacks.recovery.witness import Witness, Witnessed
+from jaxmem_callbacks.recovery.witness import CallsBefore, Witness, Witnessed
 from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
 from jaxmem_callbacks.writers.report import chart_html
+
+REPORT_FILES = ("report.md", "report.html", "facts.json")
+_NAME = re.compile(r"oom-\d{8}-\d{6}-process(\d+)-pid\d+(?:-(\d+))?")
+_TRIES = 1000
+
+
+def new_folder(outdir: Path, *, process: int, pid: int, time_s: float) -> Path:
+    """Make a folder that nobody has, named by time and process.
+
+    Args:
+        outdir: Made when it is not there.
+        process: Index of this process in the run.
+        pid: Its number on this machine.
+        time_s: Seconds since the epoch.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    outdir.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(time_s))
+    name = f"oom-{stamp}-process{process}-pid{pid}"
+    for number in range(1, _TRIES):
+        folder = outdir / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(PRIVATE_FOLDER)
+            return folder
+    msg = f"{outdir} holds {_TRIES} reports of one second"
+    raise FileExistsError(msg)
+
+
+def forget_oldest(outdir: Path, *, process: int, keep: int) -> tuple[Path, ...]:
+    """Remove the oldest reports of a process until no more than ``keep`` are there.
+
+    Args:
+        outdir: Where they lie.
+        process: Only reports of this index are counted and removed, so that no process removes another's.
+        keep: How many stay.
+
+    Returns:
+        What was removed.
+    """
+    own = sorted(
+        (folder for folder in outdir.iterdir() if _is_own(folder, process)),
+        key=lambda folder: (folder.stat().st_mtime_ns, folder.name),
+    )
+    removed: list[Path] = []
+    for folder in own[: max(len(own) - keep, 0)]:
+        for name in REPORT_FILES:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+        removed.append(folder)
+    return tuple(removed)
+
+
+def _is_own(folder: Path, process: int) -> bool:
+    match = _NAME.fullmatch(folder.name)
+    if match is None or int(match[1]) != process or folder.is_symlink() or not folder.is_dir():
+        return False
+    inside = [each.name for each in folder.iterdir()]
+    return bool(inside) and set(inside) <= set(REPORT_FILES)
+
+
+_lock = threading.Lock()
+_told: dict[int, weakref.ref[BaseException]] = {}
+_MOST = 64
+_MARK = "_jaxmem_told"
+
+
+def is_first(error: BaseException) -> bool:
+    """Whether nobody asked about this very exception before; from now on somebody has."""
+    with _lock:
+        try:
+            mark = weakref.ref(error)
+        except TypeError:
+            # Python's own, such as MemoryError, of which the next one often lies in the same place and has the same words.
+            first = _MARK not in vars(error)
+            vars(error)[_MARK] = True
+            return first
+        known = _told.get(id(error))
+        if known is not None and known() is error:
+            return False
+        while len(_told) >= _MOST:
+            del _told[next(iter(_told))]
+        _told[id(error)] = mark
+        return True
+
 
 _busy = threading.local()
 

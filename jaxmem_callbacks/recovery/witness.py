@@ -1,15 +1,60 @@
-"""What a report takes from whoever watched the run, and how: a small protocol, which the monitor keeps."""
+"""What a report takes from whoever watched the run, and the host memory that is kept free for it."""
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, final
 
 from jaxmem_callbacks.analysis.timeseries import Point
+from jaxmem_callbacks.programs.steps import registry
+from jaxmem_callbacks.programs.steps.registry import Step
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent
+
+BALLAST_BYTES = 48 * 2**20
+
+
+@final
+class Ballast:
+    """Address space that costs no memory until it is needed: nobody touches it.
+
+    Args:
+        size: Bytes.
+    """
+
+    def __init__(self, size: int = BALLAST_BYTES) -> None:
+        self._size = size
+        self._held: list[mmap.mmap] = []  # one for each guard around the same code; appended and popped whole
+
+    def hold(self) -> None:
+        """Take it, where there is so much left."""
+        try:
+            self._held.append(mmap.mmap(-1, self._size))
+        except (OSError, MemoryError, ValueError):  # there is little left already
+            return
+
+    def release(self) -> None:
+        """Let go of what was taken last."""
+        if self._held:
+            self._held.pop().close()
+
+
+@final
+class CallsBefore:
+    """The counts of this moment. Keeps no step alive."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Step, int] = weakref.WeakKeyDictionary()
+        for step, _ in registry.steps():
+            self._counts[step] = step.calls
+
+    def called_since(self, step: Step) -> bool:
+        """Whether a step was called after this moment."""
+        return step.calls > self._counts.get(step, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,15 @@
-"""Who holds device memory after a failure: live arrays enter; names, kinds, bytes and creation sites leave, the largest first.
-
-An array is named by its path in the failing step's arguments, where it is that very array, else by the user's variable, else by
-the path of an argument of its shape. Nothing is kept alive and nothing is allocated on a device. The largest arrays are named
-first, and those that there is no time for are counted.
-"""
+"""What holds device memory after a failure: live arrays by name, kind and line."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -20,7 +19,148 @@ from jaxmem_callbacks._compat.creation import creation_site
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.oom import Holder, ModuleHolder
-from jaxmem_callbacks.recovery.reports.modules import family_of, modules_of, same_form
+from jaxmem_callbacks.records.source_files import Owner, owner_of
+from jaxmem_callbacks.recovery.verdicts.failing import frames_of
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, kind_of_argument
+
+_Parts = tuple[str, ...]
+_PART = re.compile(r"^(\w+)|\.(\w+)|\[(\d+)\]|\['((?:[^'\\]|\\.)*)'\]|\[\"((?:[^\"\\]|\\.)*)\"\]")
+_STATISTICS = "batch_stats"
+_COLLECTIONS = ("params", _STATISTICS)  # of Flax Linen: between the variables and the outermost module
+_BOXES = ("value", "raw_value")  # what holds an array with its partitioning or as an NNX variable, and is no module
+_NUMBER = re.compile(r"\d+")
+
+
+def modules_of(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Path of an array -> its module, such as ``Block_3/Dense_0``; paths without one are left out."""
+    inside: dict[str, _Parts] = {}
+    others: dict[str, _Parts] = {}
+    for leaf in leaves:
+        parts = _parts(leaf.path)
+        if leaf.kind == OPTIMIZER:
+            others[leaf.path] = parts
+        elif (start := _start(parts, leaf.kind)) is not None:
+            inside[leaf.path] = parts[start:]
+    known = set(inside.values())
+    for path, parts in others.items():
+        found = next((parts[at:] for at in range(1, len(parts)) if parts[at:] in known), ())
+        inside[path] = found
+    return {path: "/".join(parts[:-1]) for path, parts in inside.items() if len(parts) > 1}
+
+
+def same_form(modules: Sequence[str]) -> str:
+    """What stands for several modules that differ in numbers alone, ``Block_*/Dense_0``; an empty text for others."""
+    if len(set(modules)) <= 1:
+        return next(iter(modules), "")
+    rows = [module.split("/") for module in modules]
+    if len({len(row) for row in rows}) > 1:
+        return ""
+    columns = [set(column) for column in zip(*rows, strict=True)]
+    forms = [{_NUMBER.sub("*", part) for part in column} for column in columns]
+    if any(len(form) > 1 for form in forms):
+        return ""
+    return "/".join(
+        column.pop() if len(column) == 1 else form.pop() for column, form in zip(columns, forms, strict=True)
+    )
+
+
+def family_of(modules: Iterable[str]) -> Callable[[str], tuple[str, str]]:
+    """A function that tells the repeated module around a module, and its family.
+
+    Args:
+        modules: Every module of the model.
+
+    Returns:
+        ``Block_3/Dense_0`` -> ``("Block_3", "Block_*")`` where there are more of ``Block_*``; else the module itself, twice.
+    """
+    numbered: dict[_Parts, set[str]] = {}
+    for module in modules:
+        parts = tuple(module.split("/"))
+        for at, part in enumerate(parts):
+            numbered.setdefault((*parts[:at], _NUMBER.sub("*", part)), set()).add(part)
+
+    @cache
+    def told(module: str) -> tuple[str, str]:
+        parts = tuple(module.split("/"))
+        for at, part in enumerate(parts):
+            form = (*parts[:at], _NUMBER.sub("*", part))
+            if len(numbered.get(form, ())) > 1:
+                return "/".join(parts[: at + 1]), "/".join(form)
+        return module, module
+
+    return told
+
+
+def _parts(path: str) -> _Parts:
+    """``state.params['Block_0']['kernel']`` -> state, params, Block_0, kernel."""
+    parts = tuple(next(filter(None, found.groups()), "") for found in _PART.finditer(path))
+    return parts[:-1] if parts[-1:] and parts[-1] in _BOXES else parts
+
+
+def _start(parts: _Parts, kind: str) -> int | None:
+    """Where the outermost module stands on a path, or None where it leads through none."""
+    at = next((i for i, part in enumerate(parts[:-1]) if part == _STATISTICS or _is_of_parameters(part)), None)
+    if at is not None:
+        at += 1
+        while parts[at : at + 1] and parts[at] in _COLLECTIONS:
+            at += 1
+        return at
+    if kind != PARAMETERS:
+        return None
+    # Parameters by their class, as of Flax NNX, in whatever the user calls it: a tuple of model and optimizer has numbers.
+    return next((i for i, part in enumerate(parts) if i and not part.isdecimal()), None)
+
+
+def _is_of_parameters(part: str) -> bool:
+    return kind_of_argument(part) == PARAMETERS
+
+
+_MOST = 100_000  # entries of one variable, and of all: looking at them must not take long
+
+
+def array_variables(error: BaseException) -> dict[int, str]:
+    """``id(array)`` -> the variable that holds it, such as ``losses`` of ``train.py``; innermost functions first."""
+    found: dict[int, str] = {}
+    left = _MOST
+    for where, names in _scopes(error):
+        for name, value in list(names.items()):
+            if name.startswith("_") or left <= 0:
+                continue
+            arrays, words = _arrays(value), f"{name} ({where})"
+            left -= len(arrays)
+            for leaf in arrays:
+                found.setdefault(id(leaf), words)
+    return found
+
+
+def users_frames(error: BaseException) -> list[FrameType]:
+    """The frames of the user's own code, outermost first."""
+    return [frame for frame in frames_of(error) if owner_of(frame.f_code.co_filename) is Owner.USER]
+
+
+def _scopes(error: BaseException) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    running = next(iter(frames_of(error)), None)
+    seen: set[int] = set()
+    for frame in reversed(users_frames(error)):
+        where = Path(frame.f_code.co_filename).name
+        if frame is not running and frame.f_code.co_name != "<module>":
+            yield f"{where}, {frame.f_code.co_name}", frame.f_locals
+        if id(frame.f_globals) not in seen:
+            seen.add(id(frame.f_globals))
+            yield where, frame.f_globals
+
+
+def _arrays(value: Any) -> list[jax.Array]:
+    if isinstance(value, jax.Array):
+        return [value]
+    if isinstance(value, list | tuple | dict) and len(value) > _MOST:  # type: ignore[arg-type]
+        return []
+    try:
+        leaves = jax.tree.leaves(value)
+    except (TypeError, ValueError):  # a dictionary whose keys have no order
+        return []
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
 
 _LISTED, _MODULES = 24, 8
 _SECONDS = 0.75  # for sizes and names; a report takes no more than two

@@ -1,20 +1,241 @@
-"""``jm.parse_oom``: an exception or a text enters, what it says of an out-of-memory failure leaves, or None for none.
-
-The text's statements (``oom_statements.py``) that speak of one failure are joined; the failing status speaks first.
-"""
+"""`parse_oom`: what an exception or a text states about a failure for want of memory."""
 
 from __future__ import annotations
 
+import codecs
+import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxmem_callbacks.records.oom import OomFacts
-from jaxmem_callbacks.recovery.texts.details import Around, details
-from jaxmem_callbacks.recovery.texts.plain import plain
+from jaxmem_callbacks.recovery.texts.rule import Around, details
 from jaxmem_callbacks.recovery.texts.statements import Statement, statements
-from jaxmem_callbacks.recovery.texts.text import text_of
+
+_DEEPEST = 64
+_LOOKED_AT, _MOST = 400, 0.6
+_LONGEST = 4 * 2**20
+"""Characters of one text that are read, from its beginning: an exception that says more repeats itself."""
+
+
+def text_of(source: object) -> str:
+    """All that an exception or a text says, with the exception itself first.
+
+    Args:
+        source: An exception, text, or bytes of text in UTF-16 or any encoding near UTF-8.
+
+    Returns:
+        The texts, a line each; an empty one where nothing can be said. Never raises, whatever the object's own methods do.
+    """
+    if isinstance(source, str):
+        return source
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source).decode(encoding_of(bytes(source)), errors="replace")
+    if isinstance(source, BaseException):
+        return "\n".join(_texts(source))
+    return _said(source)
+
+
+def encoding_of(beginning: bytes) -> str:
+    """The encoding of bytes that a text begins with: UTF-16 by its mark, or by the zero in every other byte of plain letters."""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    seen = beginning[:_LOOKED_AT]
+    for encoding, zeros, letters in (("utf-16-le", seen[1::2], seen[::2]), ("utf-16-be", seen[::2], seen[1::2])):
+        if zeros.count(0) > _MOST * len(zeros) and letters.count(0) < len(letters) / 10:
+            return encoding
+    return "utf-8-sig"
+
+
+def _texts(error: BaseException) -> Iterator[str]:
+    """Each exception once: itself, its notes, its members, its cause or, where that is hidden, what it was raised while."""
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting and len(seen) < _DEEPEST:
+        current = waiting.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield f"{type(current).__name__}: {_said(current)}"
+        notes = getattr(current, "__notes__", None)
+        yield from (_said(note) for note in notes[:_DEEPEST]) if isinstance(notes, list | tuple) else ()
+        members = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+        waiting += members[:_DEEPEST]
+        behind = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        waiting += [behind] if behind is not None else []
+
+
+def _said(thing: object) -> str:
+    try:
+        return str(thing)[:_LONGEST]
+    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure that is being told
+        return ""
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]{0,24}[A-Za-z]")
+_BAR = re.compile(r"(?:(?<=\n)|\A)(?:[^\n\r]{0,200}\d%[^\n\r]{0,200}\r){1,200}(?!\r*\n)")
+# `\n` of JSON and of Python's repr is white space that is no line of the log; `\"` and `\'` are quotes.
+# Each run of backslashes is looked at once, from its beginning.
+_BREAK = re.compile(r"(?<!\\)\\++[nrt]")
+_QUOTE = re.compile(r"(?<!\\)\\++(?=[\"'])")
+_DATE = r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[+-]\d{2}:?\d{2})?:?"
+_HEAD = re.compile(
+    r"\n(?:[ \t]{0,40}(?:"
+    r"\[(?:(?:rank|process|proc|worker|host|node)[ _-]?)?\d{1,6}\]:?[ \t]"  # torchrun and its like
+    r"|\[\d{1,6},\d{1,6}\]<std(?:err|out)>:[ \t]?"  # Open MPI
+    r"|\(\w[^()\n]{0,80}\bpid=\d{1,10}[^()\n]{0,120}\)[ \t]"  # Ray
+    r"|(?:(?:rank|process|proc|worker|host|node)[_-]?)?\d{1,6}:[ \t]"  # srun --label, and launchers that name what they number
+    r"|[\w.-]{1,60}[ \t]{1,20}\|[ \t]"  # docker compose
+    rf"|{_DATE}[ \t](?:std(?:err|out)[ \t][FP][ \t])?"  # clocks; containerd
+    r")|[ \t]{2,40}[|+][ \t]){1,4}"  # the margin of an exception group
+)
+_LONGEST_LINE = 2**16
+
+
+def plain(text: str) -> str:
+    """A text without what stands around its message; it has as many lines as before."""
+    return "".join(without_heads(_lines(_without_known(text))))
+
+
+def plain_pieces(pieces: Iterable[str]) -> Iterator[str]:
+    """The same of a log in pieces, cut anywhere; what leaves is cut at line ends, but in a line of many thousand characters."""
+    return without_heads(line for piece in _whole_lines(pieces) for line in _lines(_without_known(piece)))
+
+
+def _whole_lines(pieces: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        end = rest.rfind("\n") + 1
+        if not end and len(rest) > _LONGEST_LINE:
+            end = len(rest)
+        if end:
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def _lines(text: str) -> list[str]:
+    """A text's lines with their ends; no other white space ends one."""
+    lines = [f"{line}\n" for line in text.split("\n")]
+    lines[-1] = lines[-1][:-1]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _without_known(text: str) -> str:
+    """A text without colours, escapes, what a progress bar overwrote, and the heads of known forms, which one line may show."""
+    text = _COLOUR.sub("", text) if "\x1b" in text else text
+    text = _BAR.sub("", text) if "\r" in text else text
+    if "\\" in text:
+        text = _QUOTE.sub("", _BREAK.sub("\v", text))
+    return _HEAD.sub("\n", f"\n{text}")[1:]
+
+
+_BLOCK = 32  # lines that are neighbours, with those of the block before and behind
+_LEAST, _SHARE = 2, 0.6
+_DEEPEST_JSON = 5
+_MARK = re.compile(
+    r"[^\n]{0,100}?(?:[^\s|]\s{0,20}\|[ \t]|[\]:)\u203a>](?:[ \t]|(?<=:)(?![\d:/\s]))|(?<=\S[ \t])-[ \t])"
+)
+# Two names, of a pod and its container, and a clock.
+_POD = re.compile(r"\s{0,8}(?=[^\s-]{1,60}-)[\w./-]{3,80}[ ][\w./-]{1,60}[ ](?:\d{4}-\d\d-\d\dT[\d:.]{8,20}Z?[ ])?")
+_JSON = re.compile(r"\s{0,8}\{[^\n]{0,300}?\"(?:msg|message|MESSAGE|log|text|line)\"\s{0,4}:\s{0,4}\"")
+_JSON_END = re.compile(
+    r"\"(?:\s{0,4},\s{0,4}\"[\w.@-]{1,40}\"\s{0,4}:\s{0,4}(?:\"[^\"\n]{0,80}\"|[\w.+-]{1,40})){0,8}\s{0,4}\}{1,3}\s*\Z"
+)
+_LONGEST_END = 400
+# Numbers, levels and the letter that stands for one differ from line to line.
+_DIFFERS = re.compile(r"\d+|\b[IWEFD](?=\d{4}\s)|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|FATAL|CRITICAL)\b")
+_TELLING = (
+    *(
+        "ut of ",
+        "OUT_OF",
+        "xhausted",
+        "EXHAUSTED",
+        "OOM",
+        "oom",
+        "xceed",
+        "MemoryError",
+        "Attempting to ",
+        "InUse:",
+        "Size:",
+    ),
+    *("led to alloc", "nable to alloc", "not alloc", "bad_alloc", "MemoryAlloc", "OutOfM", "ALLOC_F", "illed"),
+)
+# Words of a failure are what is said, however often.
+_SAID = re.compile(r"[Mm]emory|MEMORY|xhaust|EXHAUST|OOM|[Oo]om\b|Error\b|[Kk]ill|xceed|alloc|ALLOC|InUse|Limit|Size")
+
+
+def without_heads(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without what they share at their heads, a block at a time. A line's head depends on its neighbours alone.
+
+    Args:
+        lines: Lines with their ends.
+    """
+    numbered = iter(lines)
+    blocks = iter(lambda: list(itertools.islice(numbered, _BLOCK)), [])
+    before, here = _Block([]), _Block(next(blocks, []))
+    while here.lines:
+        behind = _Block(next(blocks, []))
+        heads = set[str]().union(*(block.heads for block in (before, here, behind) if block.tells or here.tells))
+        yield "".join(_without(line, heads) for line in here.lines) if heads else here.text
+        before, here = here, behind
+
+
+class _Block:
+    """Lines beside each other; where they tell of no failure, heads stand in nobody's way."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines, self.text = lines, "".join(lines)
+        self.tells = any(words in self.text for words in _TELLING)
+
+    @functools.cached_property
+    def heads(self) -> set[str]:
+        """The forms of heads that most of the lines have."""
+        return _shared(self.lines)
+
+
+def _shared(lines: list[str]) -> set[str]:
+    """The forms of heads that most of the lines have, each with what stands before it."""
+    most = max(_LEAST, _SHARE * sum(not line.isspace() for line in lines))
+    places, found = [(line, "", 0) for line in lines], set[str]()
+    for _ in range(_DEEPEST_JSON):
+        places = [(line, *more) for line, form, end in places if (more := _longer(line, form, end)) is not None]
+        counts = collections.Counter(form for _, form, _ in places)
+        common = {form for form, count in counts.items() if count >= most}
+        if not common:
+            break
+        found |= common
+        places = [place for place in places if place[1] in common]
+    return found
+
+
+def _longer(line: str, form: str, end: int) -> tuple[str, int] | None:
+    """The form and the end of a head with one more mark."""
+    found = None if end else _JSON.match(line) or _POD.match(line)
+    found = found or _MARK.match(line, end)
+    if found is None or _SAID.search(found[0]):
+        return None
+    return form + _DIFFERS.sub("0", found[0]), found.end()
+
+
+def _without(line: str, heads: set[str]) -> str:
+    form, end = "", 0
+    for _ in range(_DEEPEST_JSON):
+        more = _longer(line, form, end)
+        if more is None or more[0] not in heads:
+            break
+        form, end = more
+    if not end or not form.endswith('"'):
+        return line[end:]
+    low = max(end, len(line) - _LONGEST_END)
+    closing = _JSON_END.search(line, low)
+    return line[end:] if closing is None else line[end : closing.start()] + "\n" * line.endswith("\n")
+
 
 _TOLERANCE = 0.011
 """Two printed decimals hold no more than one in a hundred: `1.74GiB` and its bytes are one request."""

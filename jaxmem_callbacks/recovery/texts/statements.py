@@ -1,8 +1,4 @@
-"""Where a text says that memory ran out: a text enters, its statements leave, in the text's order, with what each states.
-
-Rules are tried only near words that announce them, in windows of bounded length, so that a text of any size is read in time
-that grows with its length.
-"""
+"""Where a text states that memory ran out, and where it only speaks of it."""
 
 from __future__ import annotations
 
@@ -14,8 +10,183 @@ from dataclasses import dataclass
 
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.recovery.texts import gpu, host, tpu
-from jaxmem_callbacks.recovery.texts.prose import is_prose
 from jaxmem_callbacks.recovery.texts.rule import Rule, size_of
+
+_BEFORE, _AFTER, _NEAR = 400, 600, 160
+
+# What belongs to the message itself and stands before the words that a rule knows.
+_HEAD = re.compile(
+    r"(?:(?:[\w.]{1,80}(?:Error|Exception)|[A-Z]{2,20}(?:_[A-Z]{2,20})?|[Rr]esource exhausted|error):\s+){0,4}\Z"
+)
+# A message that begins like one, with a capital letter or a name of code, yet behind a plain word: a sentence has taken it in.
+_BEGINS = re.compile(r"[A-Z]|std::|(?:cuda|hip)Error|\w{1,80}\.\w")
+_PLAIN_WORD = re.compile(
+    r"(?:\A|[\s(\"'`])(?:(?:of|in|with|against|for|to|from|into|on|by|about|as|like|than|when|whenever|if|whether|and|or|but|that"
+    r"|which|what|is|are|was|were|be|the|an?|this|these|such|fewer|more|no|not|never|usually|often|fix|see|get|called|named"
+    r"|[a-z]{2,20}(?:[^su]s|ing)),?[ \t]+[\"'`\u201c\u2018(]{0,2}|[a-z]{2,20},?[ \t]+\()\Z"
+)
+# Words that a program puts before an error that it met.
+_MET = re.compile(
+    r"\b(?:because|failed|failure|errors?|exception|raised|threw|thrown|got|hit|status|entry|returned|received|encountered|caught|code"
+    r"|reason|cause|message|killed|after|due\s+to|instance\s+of"
+    r"|(?:failed|failing|died|crashed|exited|exiting|ended|aborted|terminated|stopped|returned)\s+with(?:\s+(?:an?|the|status))?)"
+    r",?[ \t]+[\"'`\u201c\u2018(]{0,2}\Z"
+)
+_WORDS = r"(?:\s+(?:an?|the|this|such|errors?|messages?|failures?|like|as|with|by|of|for|from|out\s+of\s+memory)){0,5}"
+_LEADS = re.compile(
+    r"(?:"
+    # What may come, or is to be avoided.
+    r"\b(?:[Ii]f|[Ww]hen(?:ever)?|[Ss]hould|[Ii]n\s+case|[Uu]nless)\s+(?:you|one|users?|it|we|they|jax|xla)\s+(?:ever\s+)?"
+    r"(?:sees?|gets?|hits?|meets?|have|has|encounters?|runs?\s+into|fails?|dies|ends?|stops?)"
+    r"|\b[Ii]n\s+(?:the\s+)?(?:case|event)\s+of"
+    r"|\b(?:[Aa]void|[Pp]revent)(?:s|ed|ing)?"
+    r"|\b(?:[Ii]f|[Ww]hen|[Ww]hether)\s+(?:the|an?|your|one|any)(?:\s+(?:worker|main|child|parent|training))?"
+    r"|\b(?:may|might|could|can|would|will|to)\s+(?:still\s+|also\s+|then\s+)?(?:fail|cause|raise|throw|give|get|hit|see|meet"
+    r"|lead\s+to|end\s+in|result\s+in|run\s+into|trigger|produce)"
+    # What never came, and what is named.
+    r"|\b(?:[Nn]ever|no\s+longer|not)\s+(?:saw|sees?|seen|met|meets?|got|gets?|hit|fail(?:s|ed)?|raises?|raised|ends?)"
+    r"|\b(?:such\s+as|(?:errors?|messages?|failures?|lines?|words|texts?)\s+like|e\.g\.)"
+    rf"|\b[Ww]hat\s+(?:does|is|are)){_WORDS}\s+[\"'`\u201c\u2018(]{{0,3}}\Z"
+    r"|\b(?:[Tt]he|[Aa]n?|[Tt]hese|[Tt]hose)\s+(?:words?|messages?|errors?|lines?|texts?|wordings?)\s+[\"'`\u201c\u2018]\Z"
+    r"|\bmay\s+fail\s+with\s[^\n.;:]{0,60}:\s\Z"
+    r"|\b(?:[Pp]reviously|[Ff]ormerly|[Ss]olved|[Ff]ixed|[Rr]esolved):?\s\Z"
+    r"|\b[Nn]o\s\Z|\*\*\Z"
+)
+# libtpu's lines on what it goes on after.
+_PASSED_OVER = re.compile(
+    r"\b(?:[Ss]uppressing\s[^\n:]{1,60}\sdue\s+to\s+\w{1,60}:|defragment\s+and\s+retry\s+after\s+seeing\s+error:)"
+)
+# How a sentence, a table of names or an enumeration goes on behind the words.
+_FOLLOWS = re.compile(
+    r"[\"'`\u201d\u2019)]{0,3},?\s+(?:is|are|will\s+be|can\s+be|was|were|gets?)\s+"
+    r"(?:raised|returned|reported|thrown|printed|handled|recovered|caught|what|expected|meant|an?\s|the\s|not\s|no\s)"
+    r"|[\"'`\u201d\u2019)]{1,3},?\s+(?:means?|says?|say|comes?|indicates?|shows?|appears?|errors?\b|messages?\b|failures?\b|when(?:ever)?\s"
+    r"|if\s|then\b|mean\b|by\s|in\s+(?:str|repr|text|message|output|the\s+log|your)\b|not\s+in\s)"
+    r"|\s*=\s*\d|[\"'],\s*(?:\n|\Z)"
+)
+# A line of source code: what introduces a statement, or a remark at its end.
+_CODE = re.compile(
+    r"\A\s{0,200}>?\s{0,80}(?:(?:if|elif|while|assert|except|return|raise|def|import)\b[^\n]{0,200}[(\"'=:]"
+    r"|with\s+[\w.]{1,80}\(|case\s+[\"']"
+    r"|[\w.\[\]]{1,80}\s=\s(?:re\.compile\(|[(\[{]?[rfb]{0,2}[\"'])"
+    r"|[^\n]{0,200}\b(?:match|pattern|regex)=[rfb]{0,2}[\"']"
+    r"|#:|//|enum\s)"
+    r"|\A[^\n#]{0,300}[\w)\]}:,\"']\s{2,4}#\s|\A[ \t]{1,80}#\s"
+)
+# A command that searches for the words or says them, in a script or as a shell tells what it does.
+_COMMAND = re.compile(
+    r"(?:\A\s{0,40}|[|;&(`!+$#%>][ \t]{0,4}|\b(?:if|while|until|then|do)\s)(?:sudo\s|command\s|exec\s)?"
+    r"(?:[ezp]{0,2}grep|rg|ag|ack|sed|[gm]?awk|perl|echo|printf|jq|findstr|Select-String|git\s(?:log|grep|commit))\s[^\n]{0,300}[\"'/]"
+)
+# What looks for the words: a name that says so with its value or values, a call, a comparison, a verb.
+_SOUGHT = re.compile(
+    r"(?:(?i:\b\w{0,40}(?:retr[iy]|pattern|match|ignore|regex|expect|known|alert|filter|trigger|needle|contain|signature|allow|deny"
+    r"|expr|substr|marker)\w{0,20})[\"']?(?:\s?=\s?[\"'/]?|\s?[:=]\s?(?:[\[({][^\n]{0,200})?[rfb]{0,2}[\"'/])"
+    r"|(?:\.(?:includes|[Cc]ontains|find|search|match|fullmatch|compile|[Ss]tarts[Ww]ith|[Ee]nds[Ww]ith|split|count|index|replace|sub"
+    r"|test)|\b(?:assert\w{1,30}|print(?:ln|f)?|strstr))\([^\n]{0,200}[\"'/]"
+    r"|(?:[=!]=|=~|\|[=~]|!~)\s{0,4}[*(]{0,2}[\"'/]"
+    r"|\b(?:contains|matches|like|LIKE|(?:search|look|watch|wait|scan|check|grep)\w{0,5}\s(?:\w{1,20}\s){0,3}for)\s[\"'/*%]{1,3})\Z"
+)
+# Titles: of an issue, of a commit, of a part of a document, of a page; and what is to be done about the words.
+_TITLE = re.compile(
+    r"(?:\b(?:[Ii]ssue|PR|[Bb]ug|[Tt]icket|[Pp]ull [Rr]equest)\s#?\d{1,7}[:)]?\s{1,3}|\A\s{0,8}\[?#\d{1,7}\]?:?\s{1,3}"
+    r"|\[(?i:bug|question|issue|feature)\]:?\s{1,3}"
+    r"|\A\s{0,8}(?:[-*]\s|[0-9a-f]{7,40}\s)?(?:(?:fix|docs?|feat|chore|perf|refactor)(?:\([^()\n]{1,40}\))?!?:\s)?"
+    r"(?:(?:[Ff]ix(?:e[sd])?|[Hh]andle[sd]?|[Cc]atch|[Rr]etry\son|[Ww]ork\saround|[Dd]ocument|[Ee]xplain|[Mm]itigate|[Rr]esolve[sd]?"
+    r"|[Cc]lose[sd]?|[Ii]gnore|[Dd]etect|[Rr]ecover\sfrom|[Tt]reat|[Rr]eproduce|[Dd]ebug|[Dd]iagnose)\s(?:\w{1,20}\s){0,5}"
+    r"|(?<=:\s)))\Z"
+)
+_TO_DO = re.compile(r"\b(?:TODO|FIXME|XXX)(?:\([^()\n]{1,40}\))?:")
+_PAGE_OR_LINK = re.compile(r"[^\n]{0,200}(?:\s·\s[\w.-]{1,40}/[\w.-]{1,80}|\]\(https?:)")
+_HEADING = re.compile(r"\A\s{0,3}#{2,6}\s{1,3}")
+_PARAGRAPH = re.compile(r"[ \t\r]{0,8}\n\s{0,8}[A-Za-z]")
+_ITEM = re.compile(r"\A\s{0,40}-\s{1,3}[\"']\Z")
+_TAG = re.compile(r"<(code|tt|kbd|samp|em|i|b|strong|q|li|td|h[1-6]|title)\b[^<>\n]{0,80}>\s{0,4}\Z")
+_TICKS = re.compile(r"`{1,40}")
+# Quotes that no program writes; where a word stands at one, a sentence goes on.
+_FOREIGN = (("„", "“”"), ("«", "»"), ("»", "«"), ("「", "」"), ("『", "』"), ("《", "》"))
+# The line of code that a traceback quotes stands under the line that names its place, further to the right.
+_FRAME = re.compile(r"\A\s{0,200}File \"[^\"\n]{1,500}\", line \d{1,9}, in ")
+_TABLE = re.compile(r"\A\s{0,20}\|[^\n|]{0,120}\Z")
+
+
+def is_prose(text: str, start: int, end: int) -> bool:
+    """Whether the words between two places are part of a sentence, of a list or of code, and no message of a program."""
+    line = max(text.rfind("\n", max(0, start - _BEFORE), start) + 1, start - _BEFORE, 0)
+    before, after = text[line:start], text[end : end + _AFTER]
+    rest = after.partition("\n")[0]
+    head = _HEAD.search(before)
+    begins = start - len(head[0] if head else "")
+    lead, told = text[line:begins], text[max(0, begins - _NEAR) : begins]
+    if _in_code_span(before, rest) or _CODE.match(before) or _is_quoted_by_a_frame(text, line):
+        return True
+    if _COMMAND.search(lead) or _SOUGHT.search(lead) or _TITLE.search(lead) or _TO_DO.search(before):
+        return True
+    if _is_part_of_a_document(lead, after) or _is_quoted_abroad(lead, rest):
+        return True
+    if _PASSED_OVER.search(before) or (_TABLE.match(before) and "|" in rest):
+        return True
+    quoting = before[: _opening(before, rest)]
+    if _FOLLOWS.match(after) or _LEADS.search(told) or _LEADS.search(quoting) or _is_within(quoting):
+        return True
+    return bool(_BEGINS.match(text, begins)) and _is_within(told)
+
+
+def _is_within(told: str) -> bool:
+    """Whether what comes next stands in a sentence: behind a plain word, which is none that a program puts before an error."""
+    return bool(_PLAIN_WORD.search(told)) and not _MET.search(told)
+
+
+def _in_code_span(before: str, rest: str) -> bool:
+    """Whether the words stand in backticks within a line: one each, as in Markdown, or two."""
+    opened = ""
+    for ticks in _TICKS.findall(before):
+        if len(ticks) < len("```"):
+            opened = "" if ticks == opened else opened or ticks
+    return bool(opened) and opened in rest
+
+
+def _is_part_of_a_document(lead: str, after: str) -> bool:
+    """Whether the words are a heading, an item of a list of texts, a link or part of marked-up text."""
+    rest, _, below = after.partition("\n")
+    tag = _TAG.search(lead)
+    if tag is not None and f"</{tag[1]}" in rest and "<pre" not in lead:
+        return True
+    if _HEADING.match(lead) and _PARAGRAPH.match(below):
+        return True
+    return bool(_PAGE_OR_LINK.match(rest)) or bool(_ITEM.match(lead) and rest.rstrip().endswith(('"', "'")))
+
+
+def _is_quoted_abroad(before: str, rest: str) -> bool:
+    """Whether the words stand in quotes of another language, in a sentence that goes on before or behind them."""
+    if before.isascii():
+        return False
+    for opens, closes in _FOREIGN:
+        at = before.rfind(opens)
+        end = next((place for place, sign in enumerate(rest) if sign in closes), None)
+        if at >= 0 and end is not None and not any(sign in before[at + 1 :] for sign in closes):
+            return rest[end + 1 :].lstrip()[:1].isalpha() or before[:at].rstrip()[-1:].isalpha()
+    return False
+
+
+def _opening(before: str, rest: str) -> int:
+    """Behind the mark that begins the quotation in which the words stand, or 0 where they stand in none."""
+    for opens, closes in (('"', '"'), ("“", "”")):
+        count = before.count(opens)
+        if closes in rest and (count % 2 if opens == closes else count > before.count(closes)):
+            return before.rindex(opens) + 1
+    return 0
+
+
+def _is_quoted_by_a_frame(text: str, line: int) -> bool:
+    above = text.rfind("\n", max(0, line - 1 - _BEFORE), max(0, line - 1)) + 1
+    frame = text[above : max(0, line - 1)]
+    return bool(_FRAME.match(frame)) and _margin(text[line : line + 200]) > _margin(frame)
+
+
+def _margin(line: str) -> int:
+    return len(line) - len(line.lstrip(" \t"))
+
 
 RULES: tuple[Rule, ...] = (
     *gpu.STATUSES,

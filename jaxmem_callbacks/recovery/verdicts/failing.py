@@ -25,7 +25,7 @@ from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.records.oom import OomFacts
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.recovery.calls import CallsBefore
+from jaxmem_callbacks.recovery.witness import CallsBefore
 
 _CALLS = {JitStep.__call__.__code__, JitStep.judge.__code__, JitStep.lower.__code__}
 _COMPILING = "JitStep._judged"  # where a step is lowered and compiled, and never run

@@ -1,13 +1,11 @@
-"""One walk down the ladder: a failure enters; the failed step done under another policy leaves, or the error to end with.
-
-What runs is decided by what all processes have said, so that all of them stand on the same rung at the same step.
-"""
+"""A fallback: from a failure to a step that runs, or to the end of the run with its state saved."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -17,15 +15,56 @@ from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import RecoveryMove, RecoverySettings, Rung
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
-from jaxmem_callbacks.recovery.ladder.keeping import Keeper
-from jaxmem_callbacks.recovery.ladder.leaving import saved_last
-from jaxmem_callbacks.recovery.ladder.offers import Offer, offers
-from jaxmem_callbacks.recovery.ladder.replay import Batches, Inputs
-from jaxmem_callbacks.recovery.ladder.rungs import defragmented, need_of, rows_of, try_policy, why_not_moved
-from jaxmem_callbacks.recovery.ladder.running import Running
-from jaxmem_callbacks.recovery.ladder.saving import Saving
-from jaxmem_callbacks.recovery.ladder.turns import Turn, first_line
-from jaxmem_callbacks.recovery.verdicts.shortage import ran_out
+from jaxmem_callbacks.recovery.ladder.checkpoints import Saving
+from jaxmem_callbacks.recovery.ladder.fallback_options import (
+    Offer,
+    defragmented,
+    need_of,
+    offers,
+    rows_of,
+    try_policy,
+    why_not_moved,
+)
+from jaxmem_callbacks.recovery.ladder.runner import Running, Turn, first_line
+from jaxmem_callbacks.recovery.ladder.snapshot_store import Batches, Inputs, Keeper
+from jaxmem_callbacks.recovery.snapshots import HostSnapshot
+from jaxmem_callbacks.recovery.verdicts.judging import ran_out
+
+
+def saved_last(
+    saving: Saving, keeper: Keeper, agreement: Agreement, *, policy: StepPolicy, stuck: tuple[int, ...]
+) -> tuple[Path | None, str]:
+    """Save the snapshot with the policy to go on with; where it is, or why not.
+
+    Args:
+        saving: Where to.
+        keeper: Has the snapshot.
+        agreement: With the other processes; all of them say how it went.
+        policy: What the next run should run under.
+        stuck: Processes that wait in a collective for one that failed: their devices answer nobody.
+    """
+    snapshot = keeper.snapshot
+    where, why = None, ""
+    try:
+        if saving.folder is None:
+            why = "no folder was given, as checkpoints='runs/a/checkpoints' of jm.Recovery would"
+        elif snapshot is None:
+            why = "no snapshot was taken"
+        elif not stuck and agreement.count > 1:
+            where = saving.save(snapshot.step, snapshot.restore(), policy)
+        elif not isinstance(snapshot, HostSnapshot):
+            where = saving.save(snapshot.step, snapshot.restore(), policy) if not stuck else None
+            why = "" if where else f"the snapshot of step {snapshot.step} on disk stays as it is"
+        elif agreement.own == 0:  # the one whose NumPy arrays Orbax writes; its devices are asked for nothing
+            if snapshot.is_whole:
+                where = saving.save_alone(snapshot, policy)
+            else:
+                why = "process 0 has not the whole state; snapshots on disk (`recovery: {snapshots: orbax}`) would be complete"
+    except Exception as error:  # noqa: BLE001 - the failure that ends the run must not be hidden by another one
+        why = f"it could not be written: {first_line(error)}"
+    heard = agreement.exchange({"where": None if where is None else str(where), "why": why})
+    place = next((words["where"] for words in heard if words["where"]), None)
+    return (Path(place), "") if place else (None, next((words["why"] for words in heard if words["why"]), ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

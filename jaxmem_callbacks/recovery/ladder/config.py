@@ -1,4 +1,4 @@
-"""What the user asked for: presets, policies and plans in any accepted form enter; settings, a policy and records leave."""
+"""The configuration of a recovery: presets, policies and plans in any accepted form."""
 
 from __future__ import annotations
 

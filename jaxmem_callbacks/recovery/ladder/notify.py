@@ -1,4 +1,4 @@
-"""What recovery says: a move or a remark enters; one line on stderr and one event for the run's own files leave."""
+"""What a recovery reports: a line on stderr and a record for the monitor."""
 
 from __future__ import annotations
 

@@ -1,0 +1,284 @@
+"""The step in force, and one run of it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, final
+
+import jax
+
+from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks.programs.steps.program import Program
+from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.errors import DonationWarning, PolicyError, RecoveryError
+from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Words
+from jaxmem_callbacks.recovery.ladder.config import promised_by
+from jaxmem_callbacks.recovery.ladder.fallback_options import Maker, fitting_count, rows_of
+from jaxmem_callbacks.recovery.ladder.notify import Telling
+from jaxmem_callbacks.recovery.ladder.snapshot_store import Inputs
+from jaxmem_callbacks.recovery.verdicts.judging import ran_out
+
+How = Literal["ok", "ran_out", "stuck", "refused"]
+_LISTEN_S = 0.25
+_SHORTEST_S, _LONGEST_S = 0.0001, 0.002
+_WORDS = 300
+
+
+@dataclass(slots=True)
+class Turn:
+    """How a run went.
+
+    Attributes:
+        result: What the step returned, complete; None where it failed here or was not complete.
+        error: The failure for want of memory on this process.
+        words: What each process said of it.
+    """
+
+    result: Any
+    error: Exception | None
+    words: Sequence[Words]
+
+    def on(self, how: How) -> tuple[int, ...]:
+        """The processes on which it went so."""
+        return tuple(number for number, said in enumerate(self.words) if said["how"] == how)
+
+    @property
+    def failed(self) -> bool:
+        """Whether memory ran out anywhere."""
+        return bool(self.on("ran_out"))
+
+    @property
+    def refusal(self) -> str:
+        """Why the library refused the policy, on the first process that says so; empty where none does."""
+        return next((said["text"] for said in self.words if said["how"] == "refused"), "")
+
+    @property
+    def near(self) -> bool:
+        """Whether any process has seen a near-OOM event since the last run."""
+        return any(said.get("near") for said in self.words)
+
+
+def take_turn(  # noqa: PLR0913 - a run, and what is known of it
+    run: Callable[..., Any],
+    call: Callable[[], tuple[Any, ...]],
+    agreement: Agreement,
+    *,
+    grace_s: float,
+    near: bool = False,
+    on_trial: bool = False,
+) -> Turn:
+    """Run a step and hear how it went everywhere.
+
+    Args:
+        run: The jitted step.
+        call: Gives its arguments, which nobody here keeps.
+        agreement: With the other processes.
+        grace_s: How long a run may go on after another process has said that it failed.
+        near: What this process says of a near-OOM event.
+        on_trial: Whether the policy is a new one, which the library may refuse for this loss and batch.
+
+    Raises:
+        RecoveryError: another process ended, or did not say anything in time.
+        Exception: what the step raised, where that was no want of memory.
+    """
+    result: Any = None
+    error: Exception | None = None
+    how, text = cast("How", "ok"), ""
+    try:
+        result = run(*call())
+        if not _is_complete(result, agreement, grace_s):
+            how, result = "stuck", None
+    except Exception as raised:
+        if on_trial and isinstance(raised, PolicyError):
+            how, text = "refused", first_line(raised)
+        elif ran_out(raised) is None:
+            raise
+        else:
+            error, how, text, result = raised, "ran_out", first_line(raised), None
+        traceback.clear_frames(
+            raised.__traceback__
+        )  # they hold the arrays of the call; the lines of the traceback stay
+    return Turn(result, error, agreement.exchange({"how": how, "text": text, "near": near}))
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_WORDS]
+
+
+def _is_complete(result: Any, agreement: Agreement, grace_s: float) -> bool:
+    """Wait for the results; False where another process failed and they do not come."""
+    if agreement.can_look:
+        # typed random keys cannot be asked; they come from the same program as the others
+        arrays: list[Any] = [leaf for leaf in jax.tree.leaves(result) if hasattr(leaf, "is_ready")]
+        pause, look_at, ends = _SHORTEST_S, time.monotonic() + _LISTEN_S, None
+        while not all(array.is_ready() for array in arrays):
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _LISTEN_S
+                if ends is None and any(said.get("how") != "ok" for said in agreement.heard()):
+                    ends = now + grace_s
+            if ends is not None and now >= ends:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+    jax.block_until_ready(result)
+    return True
+
+
+Addresses = list[tuple[int, frozenset[tuple[int, int]]]]
+ENOUGH = 0.95  # of what the program reuses
+
+
+def addresses(state: Any) -> Addresses:
+    """For each array its bytes on one device, and where it lies on each; none where the platform does not tell."""
+    found: Addresses = []
+    for leaf in jax.tree.leaves(state):
+        if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        try:
+            parts = parts_of(leaf)
+            places = frozenset((part.device.id, part.unsafe_buffer_pointer()) for part in parts)
+            found.append((parts[0].nbytes if parts else 0, places))
+        except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+            found.append((0, frozenset()))
+    return found
+
+
+def reused_bytes(before: Addresses, after: Addresses) -> int | None:
+    """Bytes on one device of the old state whose memory holds the new one; None where no address is known."""
+    if not any(places for _, places in before):
+        return None
+    taken = frozenset[tuple[int, int]]().union(*(places for _, places in after))
+    return sum(size for size, places in before if places and places <= taken)
+
+
+def promised_bytes(program: Program | None) -> int:
+    """Bytes on one device of the first argument that the compiled program reuses; 0 where nothing was compiled."""
+    if program is None or not program.uses:
+        return 0
+    state = program.uses[0].argument
+    return sum(use.bytes for use in program.uses if use.argument == state and use.requested and use.aliased)
+
+
+_GRACE_S, _GRACE_STEPS = 5.0, 3
+
+
+@final
+class Running:
+    """Runs the step under the policy in force.
+
+    Args:
+        maker: Makes the jitted step.
+        policy: The policy to begin with.
+        agreement: With the other processes.
+        telling: Told of a donation that is lost after a restore.
+        plan: What was foretold of the step, or None.
+    """
+
+    def __init__(
+        self, maker: Maker, policy: StepPolicy, agreement: Agreement, telling: Telling, plan: PlanRecord | None
+    ) -> None:
+        self.maker, self.agreement = maker, agreement
+        self._telling, self._plan = telling, plan
+        self.step: JitStep = maker.make(policy)
+        self._asked = policy.microbatches
+        self._chosen_for: int | None = None  # rows of the batch for which recovery chose how many microbatches
+        self._others: dict[StepPolicy, JitStep] = {}
+        self.verify = False  # whether the next run is the first one after a restore
+        self._longest_s = 0.0
+        self._near = self._near_heard = False
+        self._runs = 0
+
+    def take_policy(self, policy: StepPolicy) -> None:
+        """Go on under another policy."""
+        self.step, self._chosen_for = self.maker.make(policy), None
+
+    def take_step(self, step: JitStep, inputs: Inputs) -> None:
+        """Go on with a step that was made for a batch like this one."""
+        self.step, self._chosen_for = step, rows_of(inputs)
+
+    def step_for(self, inputs: Inputs) -> JitStep:
+        """The step in force, for a batch that its microbatches divide; else the same with as many as divide this one.
+
+        Only where recovery chose how many there are: under the user's own policy such a batch is an error.
+        """
+        policy = self.step.policy
+        rows = None if policy.microbatches == self._asked else rows_of(inputs)
+        if not rows or rows % policy.microbatches == 0:
+            return self.step
+        other = replace(policy, microbatches=fitting_count(rows, policy.microbatches, self._chosen_for))
+        if other not in self._others:
+            self._others[other] = self.maker.make(other)
+        return self._others[other]
+
+    def near_anywhere(self, *, here: bool) -> bool:
+        """Whether any process had seen a near-OOM event at the last run; what is seen here is said at the next one."""
+        self._near, heard, self._near_heard = here, self._near_heard, False
+        return heard
+
+    def turn(self, holder: list[Any], inputs: Inputs, *, on_trial: bool = False) -> Turn:
+        """Run the step on the state in ``holder``, which is empty then.
+
+        Args:
+            holder: Has the state.
+            inputs: What the step takes besides.
+            on_trial: Whether the policy is new, and may be refused.
+        """
+        began, grace_s = time.monotonic(), max(_GRACE_S, _GRACE_STEPS * self._longest_s)
+        watched = addresses(holder[0]) if self.verify else None
+        step = self.step_for(inputs)
+        turn = take_turn(
+            step,
+            lambda: (holder.pop(), *inputs),
+            self.agreement,
+            grace_s=grace_s,
+            near=self._near,
+            on_trial=on_trial,
+        )
+        self._runs += 1
+        self._near_heard = turn.near
+        if watched is not None and turn.result is not None:
+            self.verify = False
+            self._require_reuse(step, reused_bytes(watched, addresses(self.pair(turn.result)[0])))
+        if not turn.failed:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+        return turn
+
+    def pair(self, result: Any) -> tuple[Any, Any]:
+        """State and metrics of what the step returned.
+
+        Raises:
+            RecoveryError: it returned something else.
+        """
+        if isinstance(result, tuple) and len(result) == 2:  # noqa: PLR2004 - a pair
+            return result
+        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        msg = (
+            f"{self.step.name} returned {kind}. Expected (state, metrics), where the state is all that the next step takes over: "
+            "return (params, opt_state), {'loss': loss}, and take them apart at the step's beginning."
+        )
+        raise RecoveryError(msg)
+
+    def _require_reuse(self, step: JitStep, reused: int | None) -> None:
+        """After a restore: the old state's memory must hold the new state, as compiled, and as a plan foretold."""
+        promised, foretold = promised_bytes(step.latest), promised_by(self._plan, step.policy) or 0
+        expected = max(promised, foretold)
+        if reused is None or reused >= ENOUGH * expected:
+            return
+        by = "the plan foretold" if foretold > promised else "the program reuses"
+        message = (
+            f"the first step after a restore reused {format_bytes(reused)} of the old state's memory, where {by} "
+            f"{format_bytes(expected)}: old and new state are held at once."
+        )
+        action = f"Copy the restored state once: {advise('donation.copy', state='state')}, before the first step."
+        self._telling.event("donation_lost", self._runs, message, action, lost_bytes=expected - reused)
+        warnings.warn(f"{message} {action}", DonationWarning, stacklevel=5)
