@@ -59,7 +59,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "simulator": (
         "simulator",
-        "jaxmem_callbacks/callbacks/traces.py",
+        "jaxmem_callbacks/callbacks/sampler.py",
         "jaxmem_callbacks/probes/allocations.py",
         "jaxmem_callbacks/records/traces.py",
         "jaxmem_callbacks/records/traces.py",

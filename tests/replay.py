@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.callbacks.detectors import detectors_of
+from jaxmem_callbacks.callbacks.monitor import detectors_of
 from jaxmem_callbacks.readers.runs import JAX_NAMES
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, with_changes
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord

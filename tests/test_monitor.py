@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.timeseries import Window
+from jaxmem_callbacks.callbacks.config import preset_given, split_of
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
-from jaxmem_callbacks.callbacks.wanted import preset_given, split_of
 from jaxmem_callbacks.probes.allocator import AllocatorProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.records.presets import MonitorSettings

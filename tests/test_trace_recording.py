@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.callbacks import traces as traces_module
+from jaxmem_callbacks.callbacks import sampler as traces_module
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.presets import MonitorSettings

@@ -59,7 +59,7 @@ def record(name: str, out: Path) -> dict[str, Any]:
     import jax
 
     import jaxmem_callbacks as jm
-    from jaxmem_callbacks.callbacks.wanted import split_of, versions_now
+    from jaxmem_callbacks.callbacks.config import split_of, versions_now
     from jaxmem_callbacks.records.presets import MonitorSettings
 
     jax.config.update("jax_num_cpu_devices", 4)

@@ -1,7 +1,4 @@
-"""MemoryMonitor: sampler, detectors and recorder joined. Enters: a call a step; leaves: TensorBoard, JSON lines, events.
-
-The call only stamps the step. A daemon thread looks ten times a second, reads what is dearer, judges and writes.
-"""
+"""`MemoryMonitor`: a hook for the training loop. Sampler, detectors and recorder, joined."""
 
 from __future__ import annotations
 
@@ -12,23 +9,20 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from jaxmem_callbacks.callbacks.detectors import detectors_of
-from jaxmem_callbacks.callbacks.environment_held import tell_of_environment
-from jaxmem_callbacks.callbacks.exchange import Exchange
-from jaxmem_callbacks.callbacks.faults import Faults
-from jaxmem_callbacks.callbacks.heap_maps import HeapMaps
-from jaxmem_callbacks.callbacks.opening import Opening
-from jaxmem_callbacks.callbacks.recorder import Recorder
-from jaxmem_callbacks.callbacks.sampler import Sampler, Stamp
-from jaxmem_callbacks.callbacks.ticker import Ticker
-from jaxmem_callbacks.callbacks.traces import Traces
-from jaxmem_callbacks.callbacks.wanted import (
+from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
+from jaxmem_callbacks.analysis.growth import GrowthDetector, HostGrowthDetector
+from jaxmem_callbacks.analysis.mesh_balance import ImbalanceDetector, ReplicationDetector
+from jaxmem_callbacks.analysis.near_oom import NearOomDetector
+from jaxmem_callbacks.analysis.observation import Detector
+from jaxmem_callbacks.analysis.plan_check import PlanDetector
+from jaxmem_callbacks.analysis.recompilation import DonationDetector, RecompilationDetector
+from jaxmem_callbacks.callbacks.config import (
     folder_of,
     plan_of,
     preset_given,
@@ -39,18 +33,84 @@ from jaxmem_callbacks.callbacks.wanted import (
     with_environment,
     writers_of,
 )
+from jaxmem_callbacks.callbacks.exchange import Exchange
+from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.recorder import Recorder
+from jaxmem_callbacks.callbacks.run_folder import Opening
+from jaxmem_callbacks.callbacks.sampler import HeapMaps, Sampler, Stamp, Traces
+from jaxmem_callbacks.callbacks.ticker import Ticker
 from jaxmem_callbacks.config.named import Name
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
+from jaxmem_callbacks.environment.choosing import verify
+from jaxmem_callbacks.environment.surroundings import surroundings
+from jaxmem_callbacks.probes.allocator import AllocatorProbe, devices_here
 from jaxmem_callbacks.probes.driver import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.probes.host_objects import largest_containers
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.probes.saves import SavesProbe
+from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.errors import EnvironmentSettingError
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom
 from jaxmem_callbacks.recovery.witness import Ballast, CallsBefore, Witnessed
+from jaxmem_callbacks.transforms.sharding.shapes import would_split
+
+
+def detectors_of(
+    settings: MonitorSettings,
+    *,
+    split: str | None = None,
+    plan: PlanRecord | None = None,
+    versions: Mapping[str, str] | None = None,
+    since_s: float = 0.0,
+) -> tuple[Detector, ...]:
+    """All of them, fresh.
+
+    Args:
+        settings: Their thresholds.
+        split: How the policy splits the state over a mesh, or None.
+        plan: What was foretold of the step, or None.
+        versions: Package -> version of the process, for a plan.
+        since_s: When the run began: compiles before are history.
+    """
+    return (
+        NearOomDetector(settings),
+        FragmentationDetector(settings),
+        GrowthDetector(settings),
+        HostGrowthDetector(settings, largest_containers),
+        DonationDetector(since_s=since_s),
+        RecompilationDetector(since_s=since_s),
+        ReplicationDetector(settings, split, would_split),
+        ImbalanceDetector(settings),
+        *([PlanDetector(plan, versions or {})] if plan is not None else []),
+    )
+
+
+_PART = "environment"
+
+
+def tell_of_environment(preset: Preset, faults: Faults) -> None:
+    """Say what the runtime's own figures contradict; nothing where all holds or is unknown.
+
+    Args:
+        preset: With an environment.
+        faults: Told of it; with ``on_error="raise"`` the user's own thread raises ``EnvironmentSettingError``.
+    """
+    checks = verify(preset.environment, devices_here(), surroundings(started=True))
+    broken = "; ".join(f"{check.setting}: {check.told}" for check in checks if check.outcome == "broken")
+    if not broken:
+        return
+    more = advise("command.typed", typed="doctor --start")
+    words = f"{preset.name}: the backend does not obey its environment. {broken}. `{more}` says more."
+    if faults.raises:
+        faults.report(_PART, EnvironmentSettingError(words))
+    else:
+        faults.note(_PART, words)
+
 
 _LOOK_S = 0.1
 

@@ -1,8 +1,4 @@
-"""Sampler: stamps of the training thread and the probes' readings enter, Observations leave.
-
-On the training thread the monitor appends to a bounded ring and calls `attend` when something is due. `collect` runs on the
-monitor's own thread.
-"""
+"""What the monitor reads: metrics and heap maps on the training thread, probes on its own."""
 
 from __future__ import annotations
 
@@ -10,22 +6,178 @@ import bisect
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
+import jax
+
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
-from jaxmem_callbacks.callbacks import metrics as user_metrics
+from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
 from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.probes.allocator import AllocatorProbe, Snapshot
 from jaxmem_callbacks.probes.driver import DriverProbe
+from jaxmem_callbacks.probes.heap import HeapProbe
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
 from jaxmem_callbacks.probes.saves import HeardSave
-from jaxmem_callbacks.records.arrays import ArrayCensus
+from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.readings import Reading, SaveSpan, Unavailable
+from jaxmem_callbacks.records.traces import TraceEvent
+
+ONLY = "metric"  # the name of a metric that was handed over without one
+
+
+def scalars_of(metrics: Any, skipped: set[str], prefix: str = "") -> dict[str, Any]:
+    """The scalars among the metrics, unread: nothing larger is ever held.
+
+    Args:
+        metrics: A mapping of scalars, nested or not, or one scalar.
+        skipped: Names of what is no scalar are added here.
+        prefix: Of the names, in recursion.
+    """
+    if not isinstance(metrics, Mapping):
+        if _is_scalar(metrics):
+            return {ONLY: metrics}
+        skipped.add(f"{type(metrics).__name__} (expected a mapping of names to scalars)")
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if _is_scalar(value):
+            found[f"{prefix}{name}"] = value
+        elif isinstance(value, Mapping):
+            found.update(scalars_of(value, skipped, f"{prefix}{name}/"))
+        else:
+            skipped.add(f"{prefix}{name}")
+    return found
+
+
+def all_ready(values: Mapping[str, Any]) -> bool:
+    """Whether reading these would wait for nothing."""
+    return all(_is_ready(value) for value in values.values())
+
+
+def read_metrics(values: Mapping[str, Any], skipped: set[str]) -> dict[str, float]:
+    """Ready values as floats; what was deleted meanwhile is left out, what is no number is added to ``skipped``."""
+    floats: dict[str, float] = {}
+    # Only this thread's guard is opened: a guard that the user set for the whole process is about his own code.
+    with jax.transfer_guard("allow"):
+        for name, value in values.items():
+            try:
+                floats[name] = float(value)
+            except (TypeError, ValueError, OverflowError):
+                skipped.add(name)
+            except RuntimeError:  # deleted or donated meanwhile
+                continue
+    return floats
+
+
+def _is_scalar(value: Any) -> bool:
+    return type(value) in (float, int, bool) or getattr(value, "shape", None) == ()
+
+
+def _is_ready(value: Any) -> bool:
+    is_ready, is_deleted = getattr(value, "is_ready", None), getattr(value, "is_deleted", None)
+    if is_ready is None:
+        return True
+    # A deleted array is never asked: jaxlib 0.10.2 crashes the process in is_ready(). Reading it raises without waiting.
+    try:
+        return (is_deleted is not None and is_deleted()) or bool(is_ready())
+    except RuntimeError:  # deleted between the two
+        return True
+
+
+@final
+class HeapMaps:
+    """The latest maps that were not collected yet.
+
+    Args:
+        every_s: Seconds between two that are taken by themselves, at first.
+        faults: Told of a probe that raises.
+    """
+
+    def __init__(self, every_s: float, faults: Faults) -> None:
+        self._spans = Spans(every_s, PICTURES)
+        self._spans.begin(time.monotonic())
+        self._faults = faults
+        self._probe = HeapProbe()
+        self._taken: tuple[HeapMap | Unavailable, ...] = ()
+
+    def is_due(self) -> bool:
+        """Whether the next call of the hook should take one; true once a span."""
+        now = time.monotonic()
+        over = self._spans.is_over(now)
+        if over:
+            self._spans.begin(now)
+        return over
+
+    def take(self, step: int) -> None:
+        """Read the addresses now, on the caller's thread."""
+        self._taken = tuple(self._faults.attempt("the heap map", self._probe.read, step, default=()))
+
+    def collect(self) -> tuple[Sequence[HeapMap], Sequence[Unavailable]]:
+        """What was taken since the last time: maps, and why there are none."""
+        taken, self._taken = self._taken, ()
+        maps = [each for each in taken if isinstance(each, HeapMap)]
+        return maps, [each for each in taken if isinstance(each, Unavailable)]
+
+
+MOST_ARRAYS = 5000  # looking at so many takes some milliseconds of every step
+MOST_EVENTS = 500_000  # some 40 MB of lines
+
+
+@final
+class Traces:
+    """Takes the trace of a run's first calls.
+
+    Args:
+        steps: How many calls; 0 for none.
+        faults: Told of a probe that raises and of a trace that ends early.
+        has_folder: Whether there is a folder to write it to.
+    """
+
+    def __init__(self, steps: int, faults: Faults, *, has_folder: bool) -> None:
+        self._left = steps if has_folder else 0
+        self._faults = faults
+        self._probe: AllocationsProbe | None = None
+        self._events = 0
+        self._taken: deque[TraceEvent] = deque()
+        if steps and not has_folder:
+            faults.note("trace", "trace_steps is set, and without a logdir there is no file to write a trace to.")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next call is still to be looked at."""
+        return self._left > 0
+
+    def take(self, step: int) -> None:
+        """Look at what changed since the last call, on the caller's thread."""
+        self._left = self._faults.attempt("the trace of allocations", self._take, step, default=0)
+
+    def collect(self) -> tuple[TraceEvent, ...]:
+        """What was taken since the last time."""
+        return tuple(self._taken.popleft() for _ in range(len(self._taken)))
+
+    def _take(self, step: int) -> int:
+        """Calls that are left to look at."""
+        if self._probe is None:
+            if jax.process_index() != 0:  # nobody else writes
+                return 0
+            self._probe = AllocationsProbe()
+        events, alive = self._probe.read(step)
+        self._taken.extend(events)
+        self._events += len(events)
+        if alive <= MOST_ARRAYS and self._events <= MOST_EVENTS:
+            return self._left - 1
+        why = f"{alive} arrays are alive" if alive > MOST_ARRAYS else f"it has {self._events} events"
+        self._faults.note(
+            "trace", f"the trace of allocations ends at step {step}: {why}, and more would hold the run up."
+        )
+        return 0
+
 
 _RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
 _HELD = 2  # steps whose metric scalars are held
@@ -102,7 +254,7 @@ class Sampler:
 
     def _hold(self, serial: int, step: int, now: float, metrics: Any) -> None:
         try:
-            self._held.append((serial, step, now, user_metrics.scalars_of(metrics, self._skipped)))
+            self._held.append((serial, step, now, scalars_of(metrics, self._skipped)))
         except Exception as error:  # noqa: BLE001 - an odd metric takes nothing else with it
             self._takes_metrics = False
             self._faults.report("taking metrics", error)
@@ -181,7 +333,7 @@ class Sampler:
         """At the end of a run, give the metrics of running steps a moment, by looking at them; no device is waited for."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while time.monotonic() < deadline and not all(
-            user_metrics.all_ready(values) for *_, values in (*self._awaited, *self._held)
+            all_ready(values) for *_, values in (*self._awaited, *self._held)
         ):
             time.sleep(0.005)
 
@@ -262,9 +414,9 @@ class Sampler:
         found: list[Metrics] = []
         held = tuple(self._held)
         for serial, step, time_s, values in (*self._awaited, *held):
-            if serial > self._read_serial and user_metrics.all_ready(values):
+            if serial > self._read_serial and all_ready(values):
                 self._read_serial = serial
-                floats = user_metrics.read(values, self._skipped)
+                floats = read_metrics(values, self._skipped)
                 found.append(Metrics(step=step, time_s=time_s, values=floats))
                 self._let_go_of(serial)
         # Of a loop dispatched far ahead of the device the last two steps are never ready: one is waited for, look by look.

@@ -1,4 +1,4 @@
-"""What the user asked for: a preset, a folder and loggers in any accepted form enter; settings, a path and writers leave."""
+"""The monitor's configuration: a preset, a folder and loggers in any accepted form."""
 
 from __future__ import annotations
 
