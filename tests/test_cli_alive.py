@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxmem_callbacks.cli.alive import alive_beside, alive_words
+from jaxmem_callbacks.cli.live_arrays import alive_beside, alive_words
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.cli.other_steps import other_steps
+from jaxmem_callbacks.cli.script import other_steps
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.units import MIB
 from tests.pasting import pasted
@@ -142,7 +142,7 @@ def test_of_a_step_that_is_returned_it_is_said_when(tmp_path: Path, capsys: Any)
 
 
 def test_where_jax_does_not_start_nothing_is_alive(tmp_path: Path) -> None:
-    program = "from jaxmem_callbacks.cli.alive import alive_beside; assert alive_beside((), {}) is None"
+    program = "from jaxmem_callbacks.cli.live_arrays import alive_beside; assert alive_beside((), {}) is None"
     environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True)
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.jit_hook import as_written
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import Reached, reach_step
 from jaxmem_callbacks.cli.seen import Seen
-from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.records.advice import ADVICE
 from tests.pasting import pasted, run, value
 from tests.target_step import needs_compiler

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.cli.search_option import EXPECTED, search_of
+from jaxmem_callbacks.cli.plan import EXPECTED, search_of
 from jaxmem_callbacks.cli.seen import Edit, Seen
 from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.planning.request import Space

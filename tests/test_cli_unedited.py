@@ -16,10 +16,10 @@ import pytest
 from flax import nnx
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.jit_hook import as_written
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.cli.source import is_unedited
-from jaxmem_callbacks.cli.unedited import as_written
 from jaxmem_callbacks.records.errors import ScriptError
 from tests.target_step import needs_compiler
 from tests.unedited_scripts import SCRIPTS, TWO, written

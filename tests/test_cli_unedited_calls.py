@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import pytest
 
+from jaxmem_callbacks.cli.jit_hook import as_written
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
-from jaxmem_callbacks.cli.unedited import as_written
 from tests.unedited_scripts import LAYERS, SCRIPTS, TWO, written
 
 # After the models and data of LAYERS; each step is found before the script says that it went on.

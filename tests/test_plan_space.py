@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.cli.search_option import search_of
+from jaxmem_callbacks.cli.plan import search_of
 from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.coresident import parse_beside
 from jaxmem_callbacks.planning.request import SHARDINGS, BatchSizes, Space, parse_search

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.cli.search_option import search_of
+from jaxmem_callbacks.cli.plan import search_of
 from jaxmem_callbacks.planning.plan import unfit_reason
 from tests.pasting import pasted, value
 from tests.sample_plans import sentences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jaxmem_callbacks.analysis.comparing import growth, parse_share
-from jaxmem_callbacks.cli.exits import GREW, OK
+from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.accounts import read_account
 from jaxmem_callbacks.records.terminal import put

@@ -13,8 +13,8 @@ import textwrap
 from typing import Any
 
 from jaxmem_callbacks._compat.backends import settings_were_read
-from jaxmem_callbacks.cli.exits import FINDINGS, OK
-from jaxmem_callbacks.cli.starting import devices_started
+from jaxmem_callbacks.cli.backend_probe import devices_started
+from jaxmem_callbacks.cli.exit_codes import FINDINGS, OK
 from jaxmem_callbacks.environment.choosing import start_findings
 from jaxmem_callbacks.environment.figures import figures_here, in_effect, platform_to_come
 from jaxmem_callbacks.environment.surroundings import surroundings

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from jaxmem_callbacks.cli.exits import FAILED, OK
+from jaxmem_callbacks.cli.exit_codes import FAILED, OK
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step, show_start
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.typed import whole
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     target = None if args.target is None else resolve_target(args.target)
     source_of(args.script, "inspect")
     show_start(args.script)
-    from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
+    from jaxmem_callbacks.cli.jit_hook import as_written  # which imports JAX: mistakes are told before
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
@@ -91,7 +91,7 @@ class _Report:
 
     @classmethod
     def of(cls, reached: Reached, target: str | None, top: int) -> _Report:
-        from jaxmem_callbacks.cli.alive import alive_words
+        from jaxmem_callbacks.cli.live_arrays import alive_words
         from jaxmem_callbacks.programs.memory import as_step, step_memory
 
         step = as_step(reached.step)

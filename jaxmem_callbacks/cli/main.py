@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxmem_callbacks
-from jaxmem_callbacks.cli.exits import OK, code_of, refused
-from jaxmem_callbacks.cli.leaving import Leaving, leave
+from jaxmem_callbacks.cli.exit_codes import OK, Leaving, code_of, leave, refused
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.terminal import put

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxmem_callbacks.cli.exits import NOTHING_FOUND, OK
+from jaxmem_callbacks.cli.exit_codes import NOTHING_FOUND, OK
 from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.oom import LoggedBuffer, OomLog, PoolDump

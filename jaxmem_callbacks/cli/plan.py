@@ -1,4 +1,4 @@
-"""``jaxmem plan SCRIPT``: a training script and hardware enter, the cheapest way to make its step fit leaves; no step runs."""
+"""``jaxmem plan SCRIPT``: the cheapest way to make a training script's step fit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem_callbacks.cli.called import called_as
-from jaxmem_callbacks.cli.exits import FAILED, OK, REFUSED, exit_of, signal_of
+from jaxmem_callbacks.cli.exit_codes import FAILED, OK, REFUSED, exit_of, signal_of
+from jaxmem_callbacks.cli.frames import called_as
 from jaxmem_callbacks.cli.script import (
     Reached,
     ScriptFailedError,
@@ -24,16 +25,15 @@ from jaxmem_callbacks.cli.script import (
     require_program,
     show_start,
 )
-from jaxmem_callbacks.cli.search_option import add_search_argument, search_of
 from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.planning.interrupts import interruption_here
-from jaxmem_callbacks.planning.request import parse_budget, size_meant
+from jaxmem_callbacks.planning.request import SHARDINGS, parse_budget, parse_search, size_meant
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.errors import PlanError, PolicyError
+from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import OutputError, flush, put, wrapped
@@ -42,6 +42,115 @@ from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.answers.plan import Plan
+
+
+# Key -> what a shell says after it, and an example.
+EXPECTED = {
+    "remat": ("yes or no", "remat=no"),
+    "own_checkpoints": ("the key alone, yes or no", "own_checkpoints"),
+    "offload": ("the key alone, yes or no", "offload"),
+    "microbatches": (
+        "whole numbers of at least 1 with commas between, or the key alone for every power of two that divides the rows",
+        "microbatches=2,4",
+    ),
+    "donate": ("the key alone, yes or no", "donate"),
+    "sharding": (
+        f"some of {', '.join(SHARDINGS)} with commas between, or the key alone for all",
+        "sharding=zero1,fsdp",
+    ),
+    "batch": (
+        "batch=largest, or batch.multiple_of and batch.at_most as whole numbers of at least 1, or batch.argnames as names",
+        "batch.at_most=512",
+    ),
+}
+_WORDS = {"yes": True, "true": True, "no": False, "false": False}
+
+
+def add_search_argument(parser: argparse.ArgumentParser) -> None:
+    """The option, which may be given several times."""
+    parser.add_argument(
+        "--search",
+        metavar="KEY[=VALUE]",
+        action="append",
+        default=[],
+        help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  offload  own_checkpoints  batch=largest  "
+        "batch.multiple_of=8  batch.at_most=512  remat=no; a key alone means all of it; may be given several times",
+    )
+
+
+def search_of(texts: Sequence[str]) -> dict[str, Any] | None:
+    """What the options say together; None where there are none.
+
+    Args:
+        texts: Such as ``["microbatches=1,2,4", "donate", "batch.at_most=512"]``.
+
+    Raises:
+        PlanError: a key or a value that `jm.plan` would refuse, in a shell's words.
+    """
+    for text in texts:
+        _require_meant(text)
+    found = _read(texts)
+    if found.get("offload") is True and found.get("remat") is False:
+        msg = (
+            "Offload without remat: what is moved into host memory is what remat stores, so there is nothing to move. Take "
+            "remat=no out of what is searched."
+        )
+        raise PlanError(msg)
+    batch = found.get("batch")
+    least = batch.get("multiple_of", 1) if isinstance(batch, dict) else 1
+    if isinstance(batch, dict) and "at_most" in batch and batch["at_most"] < least:
+        msg = (
+            f"batch.at_most={batch['at_most']} is below batch.multiple_of={least}, so no batch is left. Type "
+            f"{advise('option.typed', option='search', value=f'batch.at_most={least}')}, or more."
+        )
+        raise PlanError(msg)
+    return found or None
+
+
+def _require_meant(text: str) -> None:
+    """Refuse one option that means nothing.
+
+    Raises:
+        PlanError: says what was expected there, and what to type.
+    """
+    try:
+        parse_search(_read([text]))
+    except PlanError:
+        key, typed = text.partition("=")[0].partition(".")[0].strip(), "--search " + text
+        if key in EXPECTED:
+            expected, example = EXPECTED[key]
+            words = text.partition("=")[2].split(",") if key == "sharding" else []
+            near = did_you_mean(next((word for word in words if word not in SHARDINGS), ""), SHARDINGS)
+            msg = f"{typed}: expected {expected}.{near} Type {advise('option.typed', option='search', value=example)}."
+        else:
+            msg = (
+                f"{typed}: there is no key {key!r}.{did_you_mean(key, EXPECTED)} Expected one of: "
+                f"{', '.join(EXPECTED)}. Type for example "
+                f"{advise('option.typed', option='search', value='batch.at_most=512')}."
+            )
+        raise PlanError(msg) from None
+
+
+def _read(texts: Sequence[str]) -> dict[str, Any]:
+    """The mapping that options say together; nothing is judged here."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        outer, _, inner = key.strip().partition(".")
+        if inner:
+            before = found.get(outer)
+            found[outer] = (before if isinstance(before, dict) else {}) | {inner: _value(value)}
+        elif not isinstance(found.get(outer), dict):
+            found[outer] = _value(value) if value else True
+    return found
+
+
+def _value(text: str) -> Any:
+    """One value, or several with commas between: numbers and switches as such."""
+    parts = [part.strip() for part in text.split(",")]
+    values = [int(part) if re.fullmatch(r"-?[0-9]+", part) else _WORDS.get(part.lower(), part) for part in parts]
+    return values[0] if len(values) == 1 else values
+
 
 _MESH = advise("option.typed", option="mesh", value="data=2,fsdp=-1")
 _SAVE, _OF_A_PLAN = advise("option.typed", option="save", value="plan.json"), "plan='plan.json'"
@@ -114,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     if args.target is not None:
         resolve_target(args.target)
     show_start(args.script)
-    from jaxmem_callbacks.cli.unedited import as_written  # which imports JAX: mistakes are told before
+    from jaxmem_callbacks.cli.jit_hook import as_written  # which imports JAX: mistakes are told before
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
@@ -282,7 +391,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
 
 def _with_remarks(made: Plan, reached: Reached) -> Plan:
     """The plan with what is to be said of the script that its step was found in."""
-    from jaxmem_callbacks.cli.alive import alive_words
+    from jaxmem_callbacks.cli.live_arrays import alive_words
 
     best, record = made.chosen, made.record
     beside = alive_words(reached.alive, reached.when, best.step_bytes, record.resident_bytes, reached.copies)

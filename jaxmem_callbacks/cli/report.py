@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import jaxmem_callbacks
-from jaxmem_callbacks.cli.exits import OK
+from jaxmem_callbacks.cli.exit_codes import OK
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import RunFileError

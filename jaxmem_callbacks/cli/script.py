@@ -1,11 +1,9 @@
-"""A user's script enters; what is to be known of its train step leaves, found inside the first call of it, which never runs.
-
-Contexts, settings and the thread are then those that the script calls its step in. Afterwards the script is ended.
-"""
+"""A user's script: its train step, found inside the first call of it."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.machinery
@@ -19,15 +17,13 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jaxmem_callbacks.cli.exits import OK, code_of
-from jaxmem_callbacks.cli.leaving import Leaving
-from jaxmem_callbacks.cli.other_steps import other_steps, steps_written_in
+from jaxmem_callbacks.cli.exit_codes import OK, Leaving, code_of
 from jaxmem_callbacks.cli.seen import Seen
-from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text
+from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text, syntax_of
 from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.cli.undisturbed import InMain, Streams, opened, own_streams, undisturbed
 from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
@@ -37,8 +33,74 @@ from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
 from jaxmem_callbacks.records.terminal import flush, put
 
 if TYPE_CHECKING:
-    from jaxmem_callbacks.cli.alive import Copy
+    from jaxmem_callbacks.cli.live_arrays import Copy
     from jaxmem_callbacks.planning.interrupts import Interruption
+
+
+_JITS, _OWN_JITS = {"jit", "filter_jit", "pjit"}, {"jit_step"}
+_GRADIENTS = {"grad", "value_and_grad", "filter_grad", "filter_value_and_grad"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def other_steps(script: pathlib.Path, step: str) -> str:
+    """Which other steps a script has, and how to name one; empty where there is none, or the script cannot be read.
+
+    A step is a function that takes a gradient in its own lines, is jitted by a decorator or by its name, and is not called by
+    another one. In a script that makes a step of this library only such steps are found by their names.
+    """
+    names = dict.fromkeys(each.name for each in steps_written_in(script) if each.name != step)
+    if not names:
+        return ""
+    others = " or ".join(advise("option.typed", option="step", value=name) for name in names)
+    return f"{step} is the first step that {script.name} calls. Another one by its name: {others}."
+
+
+def steps_written_in(script: pathlib.Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The definitions of a script's steps, by their lines, without those that another one calls."""
+    tree = syntax_of(script)
+    if tree is None:
+        return []
+    jits = _JITS | _OWN_JITS if is_unedited(script) else _OWN_JITS
+    jitted = {name for call in _calls(tree) if _names(call.func) & jits for name in _first_name(call)}
+    steps = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, _FUNCTIONS)
+        and (node.name in jitted or any(_names(each) & jits for each in node.decorator_list))
+        and any(_names(call.func) & _GRADIENTS for call in _own_calls(node))
+    ]
+    inner = {name for node in steps for call in _own_calls(node) for name in _names(call.func)}
+    return sorted((node for node in steps if node.name not in inner), key=lambda node: node.lineno)
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+
+
+def _own_calls(function: ast.AST) -> Iterator[ast.Call]:
+    """Calls in a function's own lines: those of functions inside it are made when these are called."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, ast.Call):
+            yield node
+        if not isinstance(node, _FUNCTIONS):
+            yield from _own_calls(node)
+
+
+def _first_name(call: ast.Call) -> set[str]:
+    """The name of the function that a call is given first, through a `functools.partial` too."""
+    given = call.args[0] if call.args else None
+    if isinstance(given, ast.Call) and "partial" in _names(given.func):
+        return _first_name(given)
+    return _names(given) if isinstance(given, ast.Name | ast.Attribute) else set()
+
+
+def _names(node: ast.AST) -> set[str]:
+    """The last name of a piece of code such as ``jax.jit``; of a decorator such as ``partial(jax.jit, ...)`` those in it too."""
+    if isinstance(node, ast.Call):
+        return {name for each in (node.func, *node.args) for name in _names(each)}
+    name = getattr(node, "attr", getattr(node, "id", None))
+    return {name} if isinstance(name, str) else set()
+
 
 _NAMED = advise("option.typed", option="step", value="NAME")
 _THEN = "# import jaxmem_callbacks as jm; then call step(...) in your loop"
@@ -367,7 +429,7 @@ class _FirstStep:
         raise _StopScript
 
     def _do(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from jaxmem_callbacks.cli.alive import alive_beside, copies_of_arguments
+        from jaxmem_callbacks.cli.live_arrays import alive_beside, copies_of_arguments
 
         self._is_working, signals = True, None
         try:
@@ -410,7 +472,7 @@ def _require_jit(reached: Reached) -> None:
     Raises:
         ScriptError: with what to write.
     """
-    from jaxmem_callbacks.cli.pmapped import refuse_pmapped  # which imports JAX
+    from jaxmem_callbacks.cli.jit_hook import refuse_pmapped  # which imports JAX
 
     refuse_pmapped(reached.step, reached.args, reached.kwargs)
 
@@ -490,7 +552,7 @@ def _end_threads_silently() -> None:
 
 
 def _ask(path: pathlib.Path, module: types.ModuleType, name: str) -> Reached:
-    from jaxmem_callbacks.cli.alive import alive_beside
+    from jaxmem_callbacks.cli.live_arrays import alive_beside
 
     _execute(path, module)
     maker = getattr(module, name, None)
@@ -544,7 +606,7 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         traceback.print_exception(
             error.with_traceback(place), file=shown_to
         )  # none of the script's: it does not parse, say
-        from jaxmem_callbacks.cli.advice import advice
+        from jaxmem_callbacks.cli.error_hints import advice
 
         told = advice(error) or ("its own alarm went off" if _is_of_alarm(error) else "")
         msg = f"{path} failed before its first step{f': {told}. Its' if told else '; its'} own traceback is above."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 
-from jaxmem_callbacks.cli.called import Called
+from jaxmem_callbacks.cli.frames import Called
 from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.terminal import put
 

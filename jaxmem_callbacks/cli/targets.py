@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxmem_callbacks.cli.exits import FAILED, OK
+from jaxmem_callbacks.cli.exit_codes import FAILED, OK
 from jaxmem_callbacks.programs.targets.compilers import (
     PLATFORMS,
     compiler_versions,

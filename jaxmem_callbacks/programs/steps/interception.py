@@ -1,6 +1,6 @@
 """Who wants to see the first call of a step before anything is compiled: `jaxmem inspect` stops a script there.
 
-In a script without a step of this library what its jits make is wrapped, to be seen as well: see `cli/watched.py`.
+In a script without a step of this library what its jits make is wrapped, to be seen as well: see `cli/jit_hook.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user's script failed with enters; what to type leaves, where the script is right and only the machine another one."""
+"""What to type where a user's script failed in a way that JAX's own words do not explain."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""What the command line's exit codes mean, and which one a command has."""
+"""Exit codes of the command line, and the end of a process whose script does not end."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable
+from typing import NoReturn, final
 
 from jaxmem_callbacks.planning.interrupts import Terminated
 from jaxmem_callbacks.records.errors import JaxmemError
@@ -76,3 +80,53 @@ def refused(message: str) -> int:
     """The code of what is refused, which is said."""
     put(f"jaxmem: {message}\n", sys.stderr)
     return REFUSED
+
+
+_LEAVES_S = 5.0
+
+
+@final
+class Leaving:
+    """Ends the process some seconds from now, or once a signal comes, unless `cancel` is called.
+
+    Args:
+        code: Gives the exit code.
+        signals: Brings those that came.
+    """
+
+    # Whether the process is a command's own. Of one that only calls a command, nothing is ended.
+    in_own_process = False
+
+    def __init__(
+        self, code: Callable[[], int], signals: queue.SimpleQueue[type[KeyboardInterrupt]] | None = None
+    ) -> None:
+        self._code, self._cancelled = code, threading.Event()
+        self._signals: queue.SimpleQueue[type[KeyboardInterrupt]] = signals or queue.SimpleQueue()
+        if self.in_own_process:
+            threading.Thread(target=self._wait, daemon=True).start()
+
+    def cancel(self) -> None:
+        """The script let itself be ended."""
+        self._cancelled.set()
+
+    def _wait(self) -> None:
+        came = None
+        with contextlib.suppress(queue.Empty):
+            came = self._signals.get(timeout=_LEAVES_S)
+        if not self._cancelled.is_set():
+            code = self._code()
+            _leave(code if came is None else exit_of(came))
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code. What a script registered for the end has some seconds."""
+    Leaving(lambda: code)
+    atexit._run_exitfuncs()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - it has no other name
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a script may have set anything
+            stream.flush()
+    os._exit(code)

@@ -1,8 +1,4 @@
-"""A start of JAX in a process of its own: its devices leave, or a finding that says in its own words why there are none.
-
-XLA ends the process on an unknown flag, and a plugin may crash or wait for ever: none of it ends the command. The process
-takes no GPU's pool, and what it has is free again when it ends.
-"""
+"""JAX started in a process of its own: its devices, or why it has none."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ def devices_started(*, limit_s: float = LIMIT_S) -> tuple[DeviceFacts, ...] | Fi
     Args:
         limit_s: Seconds after which it is ended.
     """
-    command = [sys.executable, "-P", "-m", "jaxmem_callbacks.cli.starting"]
+    command = [sys.executable, "-P", "-m", "jaxmem_callbacks.cli.backend_probe"]
     variables = os.environ | {PREALLOCATE: "false"}
     try:
         done = subprocess.run(  # noqa: S603 - our own module, in our own interpreter

@@ -1,8 +1,4 @@
-"""JAX's gradient functions enter, and Flax NNX's and Equinox's; this library's leave under their names, which obey policies.
-
-Only what the user's own files call is another function; what installed packages call stays theirs. Both note that a gradient is
-taken: the jitted function that takes one is the step.
-"""
+"""JAX's, Flax NNX's and Equinox's gradient functions, replaced by this library's while a script runs."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmem_callbacks.cli.callers import caller_of, is_asked_for_shapes, place_of_user
+from jaxmem_callbacks.cli.frames import caller_of, is_asked_for_shapes, place_of_user
 from jaxmem_callbacks.cli.seen import GRADIENTS, Edit, Seen, Word
 from jaxmem_callbacks.records.source_files import Owner, short_path
 from jaxmem_callbacks.records.terminal import put

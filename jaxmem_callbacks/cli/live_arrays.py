@@ -1,8 +1,4 @@
-"""What else is alive when a script calls its step, and a sentence on it.
-
-A plan counts the step's arguments and its program. A script with two steps (a GAN, an actor and its critic) holds the other one's
-state meanwhile, and an EMA copy or a dataset on the device lies there too.
-"""
+"""The arrays alive beside a step when a script calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.cli.called import is_read_from, line_above
+from jaxmem_callbacks.cli.frames import is_read_from, line_above
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.records.advice import advise

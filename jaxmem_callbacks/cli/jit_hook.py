@@ -1,33 +1,36 @@
-"""What compiles enters, as a script and the packages that it imports call it; the call that is the step's is announced.
-
-The step is the outermost call of a jitted function, or of a loop that runs by itself, in which a gradient is taken that its
-results depend on. A small jit inside it is none, nor is one that makes the first state, whose gradients nobody keeps.
-"""
+"""A script as its user has it: the hook on `jax.jit` that finds its step."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
+import os
 import types
 import weakref
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.cli.callers import call_of_user, caller_of, is_asked_for_shapes, is_of_user
-from jaxmem_callbacks.cli.seen import LOOPS, Edit, Seen
-from jaxmem_callbacks.cli.stand_ins import StandIns, Within
+from jaxmem_callbacks.cli.frames import call_of_user, caller_of, is_asked_for_shapes, is_of_user
+from jaxmem_callbacks.cli.grad_patches import StandIns, Within
+from jaxmem_callbacks.cli.seen import AT_ONCE, GRADIENTS, JITS, LOOPS, Edit, Seen
+from jaxmem_callbacks.cli.source import is_unedited, source_of
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.steps.user_jit import LOOP, jax_traced
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn
+from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.errors import ScriptError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.source_files import Owner
 from jaxmem_callbacks.transforms.policy import Gradients, active_policy
@@ -349,3 +352,196 @@ def _kind(arguments: Any) -> Hashable:
 
     leaves, tree = jax.tree.flatten(arguments)
     return str(tree), *map(kind_of, leaves)  # a tree's own hash is that of its static parts, which need not have one
+
+
+class Pmapped(Watched):
+    """A function under `jax.pmap`. The script ends at its first call that takes a gradient, with what to write."""
+
+    def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        traced, results = jax.make_jaxpr(
+            functools.partial(self.watched_jit, **kwargs), static_argnums=self._static, return_shape=True
+        )(*args)
+        self._results = jax.tree.leaves(results)
+        return takes_gradient(traced)
+
+    def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._watching.seen.refused = ScriptError(self.refused(args))
+        announce(types.SimpleNamespace(name=self._name), args, kwargs)
+
+    def is_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it takes a gradient; not where it cannot be traced, which its call tells."""
+        try:
+            return self._takes_gradient(args, kwargs)
+        except Exception:  # noqa: BLE001 - whatever the user's own step raises
+            return False
+
+    @property
+    def _static(self) -> tuple[int, ...]:
+        return _places(self._options.get("static_broadcasted_argnums", ()))
+
+    def refused(self, args: Sequence[Any]) -> str:
+        """Why no plan is made of it, and what to write."""
+        why = (
+            f"{self._name} takes a gradient under jax.pmap, and no plan is made of it: policies and shardings need "
+            "jax.jit. It was stopped before its first step."
+        )
+        if self._whose is Owner.PACKAGE:
+            return f"{why} An installed package puts it under jax.pmap. Does that package, or a newer one, train under jax.jit?"
+        function = self._expression(args)
+        if not function:
+            return (
+                f"{why} Can it run under jax.shard_map inside of jax.jit, over a mesh of all devices? Its arguments then have no "
+                "axis of devices."
+            )
+        axis = str(self._options.get("axis_name") or "devices")
+        whole = self._whole(args)
+        kept = [place for place in range(len(args)) if place not in self._static]
+        divided = advise("step.pmap.divided", axis=axis)
+        specs = ", ".join("jax.P()" if place in whole else divided for place in kept)
+        donated = [at for at, place in enumerate(kept) if place in _places(self._options.get("donate_argnums", ()))]
+        arguments = f"step, donate_argnums={donated!r}" if donated else "step"
+        names = self._names(len(args))
+        once = " and ".join(names[place] for place in kept if place in whole)
+        split = " and ".join(names[place] for place in kept if place not in whole)
+        lines = advise("step.pmap", axis=axis, function=function, specs=f"({specs},)", arguments=arguments)
+        return (
+            f"{why} Take jax.pmap off {self._name}, and write:\n{lines}\n"
+            f"No argument then has an axis of devices. Pass {once or 'none'} as one copy, not replicated, and "
+            f"{split or 'none'} with the rows of all devices in the first dimension. Is something drawn at random on "
+            "each device? "
+            f"Its key is then the same on all, unless the device's place on the axis {axis} is folded into it."
+        )
+
+    def _expression(self, args: Sequence[Any]) -> str:
+        """The function under the pmap as code, its static arguments bound; empty where it has no name or they have none."""
+        function, bound = self._function, dict[str, Any]()
+        while isinstance(function, functools.partial) and not function.args:
+            bound |= function.keywords
+            function = cast("functools.partial[Any]", function).func
+        name = self._watching.written(function)
+        names = self._names(len(args))
+        static = {names[place]: args[place] for place in self._static if place < len(args)}
+        if not name or not all(isinstance(value, _PLAIN) for value in (bound | static).values()):
+            return ""
+        words = [f"{key}={value!r}" for key, value in bound.items()]
+        if static:  # by name, for one may stand before an array
+            given = [f"{key}={static[key]!r}" if key in static else f"{key}={key}" for key in names]
+            taken = ", ".join(key for key in names if key not in static)
+            return advise("step.pmap.static", names=taken, function=name, arguments=", ".join(given + words))
+        return advise("step.pmap.partial", function=name, arguments=", ".join(words)) if words else name
+
+    def _names(self, count: int) -> list[str]:
+        """Names of the arguments by place."""
+        try:
+            names = list(inspect.signature(self._function).parameters)
+        except (TypeError, ValueError):
+            names = []
+        return [*names[:count], *(f"argument {place}" for place in range(len(names), count))]
+
+    def _whole(self, args: Sequence[Any]) -> set[int]:
+        """Places of arguments that every device has alike: they are returned updated, or are not divided."""
+        axes = self._options.get("in_axes", 0)
+        several = list(axes) if isinstance(axes, tuple | list) else [axes] * len(args)
+        made = Counter((leaf.shape, leaf.dtype) for leaf in self._results)
+        whole: set[int] = set()
+        for place, value in enumerate(args):
+            if place in self._static:
+                continue
+            leaves = Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype"))
+            if (place < len(several) and several[place] is None) or (leaves and leaves <= made):
+                whole.add(place)
+                made -= leaves
+        return whole
+
+
+class Named(Pmapped):
+    """The same in a script that names its step itself: it is asked about where that is the step, and else runs as it is."""
+
+    @contextmanager
+    def seen_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None]:
+        """Around a call, which is nobody's affair."""
+        del args, kwargs
+        yield
+
+
+def refuse_pmapped(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a step under `jax.pmap`, that of `jm.jit_step` too.
+
+    Args:
+        step: What a script reached.
+        args: The arguments of its first call.
+        kwargs: The keyword arguments.
+
+    Raises:
+        ScriptError: it takes a gradient; says what to write.
+    """
+    inner = step.__wrapped__ if isinstance(step, JitStep) else step
+    if isinstance(inner, Pmapped) and inner.is_step(args, kwargs):
+        raise ScriptError(inner.refused(args))
+
+
+def _places(said: Any) -> tuple[int, ...]:
+    return (said,) if isinstance(said, int) else tuple(cast("Iterable[int]", said))
+
+
+_CPU_DEVICES = "xla_force_host_platform_device_count"
+_MOST_DEVICES = 64  # a script may make a copy of its state for each
+_MADE = {("jax", "pmap"): Pmapped}  # what makes other jitted functions -> what stands for them
+
+
+@contextmanager
+def as_written(script: str, *, step: str | None = None, target: Target | None = None) -> Generator[Seen]:
+    """Inside, an unedited script's step is announced to `first_calls_seen_by`, and its gradients obey the policy of a step.
+
+    Args:
+        script: As typed: ``train.py``, or ``train.py:name``, whose step need not be found. One that makes a step of this
+            library is left alone.
+        step: The name of the jitted function that is the step; None for the first that takes a gradient.
+        target: What the step is to be compiled for; None for the attached devices.
+    """
+    seen = Seen()
+    if target is not None:
+        _see_devices_of(target)
+    source = source_of(script)
+    is_found_by_name, is_edited = source.function is not None, not is_unedited(source.path)
+    gradients = StandIns(seen, is_told=is_found_by_name or step is not None)
+    watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
+    before: list[tuple[types.ModuleType, str, Any]] = []
+    try:
+        unedited = (
+            *GRADIENTS,
+            *AT_ONCE,
+            *(() if is_found_by_name else (*JITS, *(("jax.lax", name) for name in LOOPS))),
+        )
+        for place in (*(() if is_edited else unedited), *_MADE):
+            module_name, attribute = place
+            try:
+                module = importlib.import_module(module_name)
+                real = getattr(module, attribute)
+            except Exception:  # noqa: BLE001, S112 - not every user has every framework, or one that goes with this JAX
+                continue
+            before.append((module, attribute, real))
+            if place in GRADIENTS:
+                new = gradients.instead_of(*place, real)
+            elif place in AT_ONCE:
+                new = gradients.at_once(real)
+            else:
+                made_as = _MADE.get(place, Watched) if not (is_edited or is_found_by_name) else Named
+                new = watching.loop(real) if place[0] == "jax.lax" else watching.jit(real, made_as)
+            setattr(module, attribute, new)
+        yield seen
+    finally:
+        watching.is_on = False
+        for module, attribute, real in reversed(before):
+            setattr(module, attribute, real)
+
+
+def _see_devices_of(target: Target) -> None:
+    """Let the script see as many devices as the target has, where its own are CPUs: a mesh of all of them is then the target's.
+
+    What the user says of their number holds, and so does a backend that has started already.
+    """
+    is_said = jax.config.values["jax_num_cpu_devices"] > 0 or _CPU_DEVICES in os.environ.get("XLA_FLAGS", "")
+    if 1 < target.device_count <= _MOST_DEVICES and not is_said:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", target.device_count)
