@@ -284,7 +284,7 @@ class Argument:
 
     Attributes:
         path: Such as ``state.params['w']``.
-        kind: What it holds, in the words of `transforms.kinds`.
+        kind: What it holds, in the words of `transforms.arg_roles`.
         elements: Its elements on all devices together; 0 where unknown.
     """
 

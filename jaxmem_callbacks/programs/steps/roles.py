@@ -60,7 +60,7 @@ class Role:
     """What one input is in a step.
 
     Attributes:
-        kind: A word of `transforms.kinds`, or None where dataflow does not tell.
+        kind: A word of `transforms.arg_roles`, or None where dataflow does not tell.
         updated: Whether some result is the same array updated.
         accumulates: Whether gradients are added to it until some step begins anew, as `optax.MultiSteps` does.
     """

@@ -95,7 +95,7 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
 ) -> Found:
     """The arguments to slice into ``count`` microbatches.
 
-    What the user said is taken. Else the arguments named like a batch (`transforms.kinds`); where none is, all arguments
+    What the user said is taken. Else the arguments named like a batch (`transforms.arg_roles`); where none is, all arguments
     whose arrays have one leading dimension in common. Scalars in a batch go whole to every microbatch.
 
     Raises:
