@@ -11,7 +11,6 @@ from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.terminal import put
-from jaxmem_callbacks.writers.report import happened
 
 _NAME = "report.html"
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """
     stories = stories_of(args.place)
     from jaxmem_callbacks.planning.search import pareto  # after what was typed was found good
-    from jaxmem_callbacks.writers.report import report_html
+    from jaxmem_callbacks.writers.report import happened, report_html
 
     source = str(args.place) if args.place.name else str(args.place.resolve().name)
     page = report_html(stories, source=source, version=jaxmem_callbacks.__version__, frontier=pareto)
