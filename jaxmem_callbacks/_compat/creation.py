@@ -1,4 +1,4 @@
-"""Where an array was made: an array enters, the line of the user's code leaves, or why it is unknown.
+"""The line of the user's code that made an array, or why it is unknown.
 
 `jax.Array.traceback` is the runtime's own record, kept since jaxlib 0.4 and present in 0.10.2 and 0.12.0.1; reading it
 costs half a microsecond and nothing on the training thread. It is not documented, so its absence is an answer too.

@@ -1,4 +1,4 @@
-"""Two accounts enter; what grew between them leaves, or why they are not two accounts of one thing. Pure functions."""
+"""What grew between two accounts, or why they are not two accounts of one thing. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heap map: (address, bytes, label) rows of one device enter; groups, stretches and holes by address leave, and cells to draw."""
+"""Heap map: groups, stretches and holes by address, and cells to draw, from one device's rows of (address, bytes, label)."""
 
 from __future__ import annotations
 

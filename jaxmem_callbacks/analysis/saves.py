@@ -1,4 +1,4 @@
-"""Checkpoint saves in a run: observations enter, what was held during each save leaves, and events are told that fell into one.
+"""Checkpoint saves in a run: what was held during each, and the events that fell into one.
 
 A save copies the state, on the device or to the host, so that memory is highest while it runs: a peak that no step explains.
 """

@@ -1,4 +1,4 @@
-"""Story: the records of one run enter one by one, what a report tells of it leaves; bounded memory, however long the run was."""
+"""Story: what a report shows of one run, gathered record by record in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jm.apply_environment``: a preset enters; this process's environment says it, before the backend starts, or there is an error.
+"""``jm.apply_environment``: a preset's settings for this process, set before the backend starts.
 
 Imports no JAX, so that it may stand above ``import jax``.
 """

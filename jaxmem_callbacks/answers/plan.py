@@ -1,4 +1,4 @@
-"""`jm.plan`: a train step, hardware and a budget enter; a `Plan` to read, to look at and to train with leaves."""
+"""`jm.plan`: a `Plan` of a train step for hardware and a budget, to read, to look at and to train with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jm.simulate_allocator``: a trace and settings in any form users have enter; what the memory would have looked like leaves.
+"""``jm.simulate_allocator``: a trace of allocations replayed under an allocator's settings.
 
 Presets are read here, so that what is simulated is what ``jm.apply_environment`` would set. Starts no backend.
 """

@@ -1,4 +1,4 @@
-"""Exchange: what this process read enters; on process 0 what all of them told leaves, at an interval, where a preset asks for it.
+"""Exchange: the readings of all processes on process 0, at an interval, where a preset asks for it.
 
 Through the key-value store of `jax.distributed`, by a thread of its own: no device, no collective, and nobody waits for a process
 that does not answer. A round that hangs, as where the coordinator is stopped, is left alone until it comes back.

@@ -1,4 +1,4 @@
-"""Faults of the monitor itself: an exception enters, one line on stderr leaves, and the part that failed is switched off.
+"""Faults of the monitor itself: one line on stderr for each, and the part that failed is switched off.
 
 With `on_error="raise"` (tests) the exception is kept and raised at the next call from the user's own thread instead.
 """

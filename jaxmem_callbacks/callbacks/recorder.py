@@ -1,4 +1,4 @@
-"""Recorder: observations and events enter; windows, tables, a figure and the events go to the writers.
+"""Recorder: windows, tables, figures and events of a run, handed to its writers.
 
 Runs on the monitor's own thread only. A writer that raises is switched off by itself; the others go on.
 """

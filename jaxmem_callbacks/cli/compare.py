@@ -1,4 +1,4 @@
-"""``jaxmem compare A B``: two runs, plans or saved step memories enter; what grew leaves, and an exit code that is a gate."""
+"""``jaxmem compare A B``: what grew between two runs, plans or saved step memories, with an exit code that is a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jaxmem doctor``: this machine enters; its settings, what is wrong with them and which figures exist here leave.
+"""``jaxmem doctor``: this machine's settings, what is wrong with them, and which figures exist here.
 
 Starts no backend unless asked. With ``--start`` another process does, without taking a GPU's pool: it allocates nothing.
 """

@@ -1,4 +1,4 @@
-"""``jaxmem inspect SCRIPT``: a training script enters, what its step needs leaves, with and without its policy; no step runs."""
+"""``jaxmem inspect SCRIPT``: what a training script's step needs, with and without its policy. No step runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jaxmem oom LOG``: a log enters, what it tells of its first out-of-memory failure leaves, with the line of each figure."""
+"""``jaxmem oom LOG``: the first out-of-memory failure of a log, with the line of each figure."""
 
 from __future__ import annotations
 

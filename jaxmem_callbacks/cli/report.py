@@ -1,4 +1,4 @@
-"""``jaxmem report RUN``: what a monitor wrote enters, one self-contained HTML file leaves, and its sentence on the screen."""
+"""``jaxmem report RUN``: one self-contained HTML file of what a monitor wrote, and a sentence on the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jaxmem simulate TRACE``: a trace of allocations enters; under which settings the run would have survived leaves."""
+"""``jaxmem simulate TRACE``: the allocator settings under which a run would have survived, by its trace of allocations."""
 
 from __future__ import annotations
 

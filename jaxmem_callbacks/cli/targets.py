@@ -1,4 +1,4 @@
-"""``jaxmem targets``: kinds of absent hardware enter; which of their compilers are here leaves, and, if asked, they are fetched.
+"""``jaxmem targets``: which compilers of absent hardware are here; if asked, they are fetched.
 
 They go into a folder that only this library's compile workers see: beside JAX, JAX itself would load them wherever it starts.
 """

@@ -1,4 +1,4 @@
-"""A plan enters, and where it was saved; the lines that train so, to paste into the script, leave."""
+"""The lines to paste into a script so that it trains as planned."""
 
 from __future__ import annotations
 

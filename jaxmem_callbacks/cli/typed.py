@@ -1,4 +1,4 @@
-"""What is typed for an option enters; a place or a number leaves, or argparse's words of what was expected."""
+"""Types of options for argparse: places and numbers, with words of what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was seen of a process enters; which figures of memory exist here leaves, with "unknown, because ..." for the rest."""
+"""Which figures of memory exist in this process, with "unknown, because ..." for the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orbax: a state and a note enter, a checkpoint leaves, and the other way round. Complete when a call returns.
+"""Orbax: checkpoints of a state and a note, written and read. Complete when a call returns.
 
 Arrays that Orbax restores can lie in memory that XLA does not own: a step that donates them then copies, and holds two. They
 are copied once here, so that the first step after a restore needs what it needed before.

@@ -1,7 +1,6 @@
 """Which modules of a model a pattern means, for both Flax interfaces.
 
-Enters: what the user typed and the modules that exist, by path (``blocks/0/attention``). Leaves: the policy of each module
-that matches, or a `PatternError` that lists what could have matched.
+Modules have paths (``blocks/0/attention``). A pattern that matches none is a `PatternError` that lists what could have matched.
 """
 
 from __future__ import annotations

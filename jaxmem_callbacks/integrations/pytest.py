@@ -1,4 +1,4 @@
-"""The pytest plugin: a step and its arguments enter; a test fails where its compiled bytes grew beyond a committed baseline.
+"""The pytest plugin: a test fails where a step's compiled bytes grew beyond a committed baseline.
 
 Installed with the package. It brings the fixture `assert_step_memory` and the option ``--jaxmem-update``, which writes baselines,
 and imports neither JAX nor the rest of the package before a test uses the fixture.

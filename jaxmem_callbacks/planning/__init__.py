@@ -1,1 +1,1 @@
-"""A train step and a target enter; which policies were compiled, what each needs and costs, and the one to use leave."""
+"""Plans: the policies of a train step that were compiled for a target, what each needs and costs, and the one to use."""

@@ -1,4 +1,4 @@
-"""A long work such as a plan enters; Ctrl-C, and SIGTERM where a command asks for it, end it by an exception in its own thread.
+"""Ctrl-C, and SIGTERM where a command asks for it, as an exception in the thread of a long work such as a plan.
 
 Python runs handlers of signals in the main thread only, and raises `KeyboardInterrupt` wherever that happens to be: in a
 finalizer it is printed as ignored, and lost. One that comes while C code runs for long is raised by the first Python function

@@ -1,4 +1,4 @@
-"""Which policies to compile for a target, and which of them to use. Enters: a compiler of candidates. Leaves: candidates.
+"""The search over remat policies: which to compile for a target, and which of them to use.
 
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
 shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for. Where the

@@ -1,1 +1,1 @@
-"""Files that runs, plans and commands have written enter; records leave. Errors name file and line."""
+"""Readers of the files that runs, plans and commands write. Errors name file and line."""

@@ -1,4 +1,4 @@
-"""A run's folder, a plan's JSON or a saved step memory enters; its account leaves, to be compared with another of its kind."""
+"""Accounts, to be compared, of a run's folder, a plan's JSON or a saved step memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An argument of a public call enters; it leaves as it was, or an error that names the call, the argument and what was expected.
+"""Checks of public arguments. Errors name the call, the argument and what was expected.
 
 Each check is one line where the argument is taken, before anything is traced, donated or written.
 """

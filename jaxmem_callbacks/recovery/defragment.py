@@ -1,4 +1,4 @@
-"""``jm.defragment``: a tree of arrays enters; it leaves with its arrays moved together, and a report.
+"""``jm.defragment``: a tree's arrays moved together, and a report.
 
 It plans over the addresses of live arrays (``moves.py``), moves (``mover.py``) and looks (``following.py``). Where arrays really
 come to lie is the allocator's choice, and is read back. The runtime's own ``defragment()`` is never called: it aborts on today's

@@ -1,4 +1,4 @@
-"""`jm.Recovery`: steps of the user's own loop enter; each comes back done, also where memory ran out on the way.
+"""`jm.Recovery`: steps of the user's own loop, done also where memory ran out on the way.
 
 One page: a snapshot where one is due, the step, and where that fails the ladder: a rung, the state again, the steps since.
 """

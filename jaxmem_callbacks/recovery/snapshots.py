@@ -1,4 +1,4 @@
-"""A training state enters; a copy in host memory leaves, which comes back as often as needed, as it was placed.
+"""Snapshots: a copy of a training state in host memory, which comes back as often as needed, placed as it was.
 
 Sharding, memory kind, layout, weak type and whether it was committed come back with it. Memory that comes back belongs to XLA
 alone: a CPU client would take NumPy's own memory for the array where that is aligned to 64 bytes, then copy it when it is

@@ -1,1 +1,1 @@
-"""Allocators as pure models: a trace and settings enter, what the memory would have looked like leaves."""
+"""Pure models of allocators, and the replay of a trace under their settings."""

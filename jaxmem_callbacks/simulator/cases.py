@@ -1,4 +1,4 @@
-"""Three runs out of memory from public reports, as traces: nothing enters but a name, a modelled trace leaves.
+"""Three runs out of memory from public reports, as modelled traces.
 
 The reports say what the programs are and how it ends; they hold no sizes that could be replayed. Each case says in `tells` what
 is from its reports, and that the sizes are modelled.

@@ -1,6 +1,6 @@
 """Where to cut a loss: positions in its list of equations that make the estimated peak of the backward pass smallest.
 
-Enters: flat equations. Leaves: cut positions. Behind the choice is a model of what is alive while one segment is
+Behind the choice is a model of what is alive while one segment is
 differentiated: the values stored at the cuts before it, what it holds of its own, and gradients. The smallest budget under
 which a sequence of segments exists is found by bisection; for one budget a dynamic programme finds the sequence that
 stores least. Distances between cuts follow from bytes, not from layers.

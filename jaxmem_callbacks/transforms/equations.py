@@ -1,6 +1,6 @@
 """A traced function as one flat list of equations: nested jits inlined, unused equations dropped, effects judged.
 
-Enters: a closed jaxpr. Leaves: `Equations`, whose variables are each made once and which no other function shares.
+The variables of `Equations` are each made once, and no other function shares them.
 """
 
 from __future__ import annotations

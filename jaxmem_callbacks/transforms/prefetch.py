@@ -1,4 +1,4 @@
-"""`jm.prefetch`: an iterator of host batches enters, batches on the device leave, a few ahead of the step that takes them.
+"""`jm.prefetch`: batches of a host iterator on the device, a few ahead of the step that takes them.
 
 A thread takes from the iterator and transfers. How far ahead is bounded in batches and in bytes, and what counts is which batches
 are still alive, not which were handed out.

@@ -1,4 +1,4 @@
-"""A plan enters; its table in plain text or HTML, and its figures as JSON, leave. Every figure says where it comes from."""
+"""A plan's table in plain text or HTML, and its figures as JSON. Every figure says where it comes from."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text and dumps of the compiler enter, figures leave: bytes, aliases, instructions, buffers and their live ranges."""
+"""Readers of the compiler's text and dumps: bytes, aliases, instructions, buffers and their live ranges."""

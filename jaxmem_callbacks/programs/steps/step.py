@@ -1,4 +1,4 @@
-"""A user's train step and a policy enter; a jitted step that obeys it leaves, its donation decided, proved and watched.
+"""`jm.jit_step`: a train step, jitted under a policy, with its donation decided, proved and watched.
 
 At the first call of a new signature the step is lowered and compiled once, judged, written to the registry and run with that
 same compile. Every other call is the jitted function's own, inside the policy's context.

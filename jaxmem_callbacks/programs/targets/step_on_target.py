@@ -1,4 +1,4 @@
-"""A step, its arguments and a target enter; that target's compiler answers, argument by argument.
+"""A step as a target's compiler answers for it, argument by argument.
 
 The step is traced here under its policy and handed over as a function of arrays only, so that NNX objects, static
 arguments and the user's own jit go the same way as plain trees.

@@ -1,4 +1,4 @@
-"""Processes of one run agree: what each says of a step enters, what all said leaves, or an error that names who is missing.
+"""Agreement of a run's processes on how a step went. An error names who is missing.
 
 No process waits for a device of another one: words go over JAX's coordination service, and every wait has a limit.
 """

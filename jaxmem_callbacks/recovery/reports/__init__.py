@@ -1,1 +1,1 @@
-"""A failure explained: a verdict enters; holders, predictions and remedies leave as one report, without secrets."""
+"""The parts of a failure's report: holders of memory, forecasts and remedies, without secrets."""

@@ -1,4 +1,4 @@
-"""What other policies would need: a failed step and a deadline enter; compiled figures leave, or why there are none.
+"""Forecasts: what other policies of a failed step need, compiled before a deadline, or why that is unknown.
 
 The step is traced in this thread, on shapes alone, and compiled by worker processes that are ended at the deadline: no device
 memory is taken, and neither a crash nor a hanging compiler reaches the process whose exception waits.

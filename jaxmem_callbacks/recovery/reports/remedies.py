@@ -1,4 +1,4 @@
-"""What to do after a failure: forecasts, holders and the cause enter; remedies leave, the best first, as lines to paste.
+"""Remedies of a failure by its forecasts, holders and cause: the best first, as lines to paste.
 
 First what saves enough, by the operations that it adds to a step, to the whole percent; of those that add as many, what disturbs
 least: donation, remat, microbatches (whose smaller matrices no count of operations shows), then letting go of an array, which

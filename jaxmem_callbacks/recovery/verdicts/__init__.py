@@ -1,1 +1,1 @@
-"""Whether memory ran out, and which program it was: an exception and the bounds of memory enter, a verdict leaves."""
+"""Verdicts on an exception: whether memory ran out, and which program failed."""

@@ -1,4 +1,4 @@
-"""Which program failed: an exception and what its text says enter; the step, its call and its compiler's figures leave.
+"""The program that failed: its step, its call and its compiler's figures, from an exception.
 
 A step of `jm.jit_step` is found where the exception passed through its call, which also tells the arrays of that call, and so
 which of its compiles it was. An error that came later, when a result was waited for, is told by the program's name, or by the

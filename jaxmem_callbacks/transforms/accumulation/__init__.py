@@ -1,1 +1,1 @@
-"""Gradients over microbatches: one gradient call and its batch enter, the same gradient in less memory leaves."""
+"""Gradients accumulated over microbatches: the same gradient in less memory."""

@@ -1,4 +1,4 @@
-"""A loss's call enters; which of its arguments are the batch leaves, or an error that says what to type.
+"""The arguments of a loss's call that are its batch, or an error that says what to type.
 
 Never a guess that could be wrong: an argument that might be rows or might not is asked about, not sliced.
 """

@@ -1,1 +1,1 @@
-"""Where a training state lies on a mesh: a state, a mesh and a policy enter, one sharding an array leaves."""
+"""Shardings of a training state on a mesh, by a policy."""

@@ -1,4 +1,4 @@
-"""Axes as typed enter, or those of a mesh; their sizes leave, and which shard the state, split matrices and divide the batch.
+"""Mesh axes: their sizes, and which shard the state, split matrices or divide the batch.
 
 Imports no JAX: the command line judges axes before it starts.
 """

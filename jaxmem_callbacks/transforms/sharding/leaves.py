@@ -1,4 +1,4 @@
-"""A state enters, of any framework; its arrays leave, each with its path, shape, role and its author's words on its axes."""
+"""The arrays of a state of any framework, each with its path, shape, role and its author's names of its axes."""
 
 from __future__ import annotations
 
