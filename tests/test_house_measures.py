@@ -1,0 +1,87 @@
+"""Measures of how easy the package is to follow. They may get better; a bound is raised only by an edit that says why."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "jaxmem_callbacks"
+# Rooms where a small file is the rule: a private touch of JAX, a framework, a command.
+SMALL_BY_RULE = {"_compat", "integrations", "cli"}
+SMALL = 60  # lines
+# Words of a private language: texts state, show, report, name or return.
+PRIVATE = re.compile(r"\b(tells?|told|says?|said)\b")
+CONVEYOR = re.compile(r"\b(enters?|leaves)\b[^.]{0,80}(;|,)[^.]{0,120}\b(enters?|leaves?)\b")
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """Module -> its text, without `__init__` files."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text("utf-8") for path in paths}
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Module -> the package's modules that it imports at its top."""
+    found: dict[str, set[str]] = {module: set() for module in sources()}
+    for module, text in sources().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                targets = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+                found[module] |= (targets & set(found)) - {module}
+    return found
+
+
+def depth(module: str) -> int:
+    """The longest way down the imports of a module, itself counted."""
+    return 1 + max(map(cached_depth, imports()[module]), default=0)
+
+
+cached_depth = functools.cache(depth)
+
+
+def small_files() -> int:
+    """Files of at most 60 lines that are no command, integration or private touch."""
+    return sum(
+        text.count("\n") <= SMALL and module.split(".")[1] not in SMALL_BY_RULE for module, text in sources().items()
+    )
+
+
+def importers_of_one() -> float:
+    """The share of modules that one other module imports."""
+    counts = [sum(module in found for found in imports().values()) for module in sources()]
+    return counts.count(1) / len(counts)
+
+
+def private_words() -> float:
+    """Words of a private language in a thousand lines."""
+    text = "\n".join(sources().values())
+    return 1000 * len(PRIVATE.findall(text)) / text.count("\n")
+
+
+MEASURES = {
+    "files": (lambda: len(sources()), 250),
+    "small files": (small_files, 15),
+    "share of modules with one importer": (importers_of_one, 0.24),
+    "import depth": (lambda: max(map(cached_depth, sources())), 27),
+    "private words in a thousand lines": (private_words, 26.0),
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_the_house_gets_no_harder_to_follow(measure):
+    value, most = MEASURES[measure]
+    assert value() <= most
+
+
+def test_docstrings_of_modules_say_what_a_file_is():
+    """A noun phrase or an imperative, and no account of what comes in and goes out."""
+    opened = {module: ast.get_docstring(ast.parse(text)) or "" for module, text in sources().items()}
+    assert [module for module, text in opened.items() if CONVEYOR.search(text.splitlines()[0])] == []
+    assert all(opened.values())
