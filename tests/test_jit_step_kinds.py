@@ -177,7 +177,7 @@ def test_settings_that_only_the_users_jit_can_keep_are_refused():
     with pytest.raises(DonationError, match=re.escape("Write donate_argnames=('s',) in the jax.jit of <lambda>, or")):
         jm.jit_step(jax.jit(lambda s: s), donate_argnames="s")
     with pytest.raises(DonationError, match="state_shardings was given for <lambda>, which is already jitted"):
-        jm.jit_step(jax.jit(lambda s: s), state_shardings=1)
+        jm.jit_step(jax.jit(lambda s: s), state_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     step = jm.jit_step(jax.jit(lambda s: s), jm.StepPolicy(donate=("s",)))
     with pytest.raises(DonationError, match="is already jitted and does not donate s"):
         step(jnp.ones(3))
