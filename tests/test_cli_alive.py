@@ -222,6 +222,13 @@ def test_a_second_copy_of_the_state_is_named(kind: str, tmp_path: Path, capsys) 
 
 
 HELD_TWICE = {
+    "a parameter that is read above the loop": """
+def fit(initial):
+    params = jax.tree.map(lambda a: a + 1, initial)
+    for _ in range(2):
+        params = step(params, jnp.ones((8, W)))
+fit({"w": jnp.ones((W, W))})
+""",
     "a parameter": """
 def fit(initial):
     step(jax.tree.map(lambda a: a + 1, initial), jnp.ones((8, W)))
