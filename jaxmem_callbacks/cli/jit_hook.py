@@ -177,10 +177,8 @@ class Watched:
         written: str | None = None,
     ) -> None:
         functools.update_wrapper(self, made)  # its attributes too, which `functools.wraps` of this one hands on
-        for name in (
-            "lower",
-            "trace",
-        ):  # a pmap has them as attributes of its own, which would hide those of this class
+        # A pmap has these as attributes of its own, which would hide the methods of this class.
+        for name in ("lower", "trace"):
             self.__dict__.pop(name, None)
         self.watched_jit = made
         self.known: set[Hashable] = set()

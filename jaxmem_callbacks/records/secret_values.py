@@ -131,7 +131,7 @@ def _is_joined(text: str, name: re.Match[str], joint: re.Match[str], level: int)
         and joint["mark"] in (":", "|")
         and not joint["close"]
         and not _is_collection(text, joint)
-        and not _BEGINS.search(text[: name.start()][-40:])
+        and not _BEGINS.search(text[max(name.start() - 40, 0) : name.start()])
     ):
         return False  # "the next token: ", "the second pass: "
     return joint["mark"] != "," or bool(joint["close"] and _OPEN.match(text, start) and (is_option or level == STRONG))
@@ -215,7 +215,8 @@ def _bracket_end(text: str, start: int, limit: int) -> int:
     while (mark := _BRACKETS.search(text, at, limit)) is not None:
         at = mark.end()
         if mark[0] == "\n":
-            if text[: mark.start()][-2:].rstrip()[-1:] not in (",", *OPENERS) and not _BELONGS.match(text, at):
+            before = text[max(mark.start() - 2, 0) : mark.start()].rstrip()
+            if not before.endswith((",", *OPENERS)) and not _BELONGS.match(text, at):
                 return mark.start()
         elif mark[0] in OPENERS:
             depth += 1
