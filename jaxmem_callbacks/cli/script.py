@@ -103,8 +103,6 @@ def _names(node: ast.AST) -> set[str]:
 
 
 _NAMED = advise("option.typed", option="step", value="NAME")
-_THEN = "# import jaxmem_callbacks as jm; then call step(...) in your loop"
-LINE_TO_ADD = f"    {advise('step.made', arguments='train_step')}          {_THEN}"
 
 _OF_A_POOL = re.compile(r"_\d+$")  # how `concurrent.futures` ends the names of its threads
 
@@ -532,9 +530,9 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], outsi
     if is_unedited(path):
         return (
             f"{path} ran to its end and never called a jitted function that takes a gradient.{others} Jit the whole step"
-            f"{f', or name one of these functions: {_NAMED}' if called else ''}. With this library:\n{LINE_TO_ADD}"
+            f"{f', or name one of these functions: {_NAMED}' if called else ''}."
         )
-    return f"{path} ran to its end and never called a step of jm.jit_step. Add to it:\n{LINE_TO_ADD}"
+    return f"{path} ran to its end and never called a step of jm.jit_step. Is the step of its loop made by it?"
 
 
 def _end_threads_silently() -> None:
