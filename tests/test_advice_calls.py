@@ -18,7 +18,6 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.mesh_balance import SPLIT
 from jaxmem_callbacks.analysis.near_oom import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.cli.script import ScriptError, reach_step
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
@@ -130,21 +129,6 @@ def test_what_a_failed_step_holds_is_printed_as_a_log_advises(name: str, capsys:
     line = pasted("oom.look", tried(name))
     run(line, jm=jm, state=weights(), batch=BATCH, **{name: descended})
     assert "parameters" in capsys.readouterr().out
-
-
-UNEDITED = "import jax\ndef train_step(s, b):\n    return s - jax.grad(lambda s: (s * b).sum())(s)\n"
-EDITED = "import jaxmem_callbacks as jm\nmade = jm.jit_step\ndef train_step(s, b):\n    return s - b\n"
-
-
-@pytest.mark.parametrize("text", [UNEDITED, EDITED])
-def test_a_step_is_added_to_a_script_that_has_none(text: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    with pytest.raises(ScriptError) as refused:
-        reach_step(str(script))
-    line = pasted("step.made", str(refused.value).partition("          #")[0])
-    script.write_text(f"import jaxmem_callbacks as jm\n{text}{line}\nstep(1.0, 2.0)\n")
-    assert reach_step(str(script)).step.name == "train_step"
 
 
 # oom.rows

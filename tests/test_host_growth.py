@@ -145,6 +145,16 @@ def test_a_container_that_grows_is_named_with_its_variable_and_what_it_holds(wor
     assert largest_containers(32 * MIB) == before
 
 
+def test_a_module_with_more_variables_than_a_look_can_take_hides_no_other(tmp_path, monkeypatch):
+    wide = types.ModuleType("wide")
+    wide.__file__ = str(tmp_path / "wide.py")
+    for at in range(4000):
+        setattr(wide, f"table_{at}", tuple((each,) for each in range(60)))
+    monkeypatch.setattr(sys, "modules", {"wide": wide} | sys.modules)
+    globals()["kept"] = KEPT["a list of 64 Trainer, some 61.0 MiB"]()
+    assert any("a list of 64 Trainer" in each for each in largest_containers(32 * MIB))
+
+
 def test_memory_that_is_not_held_twice_is_counted_once():
     whole = np.ones(5_000_000)
     globals()["kept"] = [[whole] * 1000, [whole[at:] for at in range(1000)]]

@@ -135,7 +135,8 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path, capfd):
     assert "without a logdir there is no file to write a trace to" in capfd.readouterr().err
 
 
-def test_a_trace_ends_where_it_was_to_end_and_the_hook_is_the_usual_one_again(tmp_path):
+def test_a_trace_ends_where_it_was_to_end_and_the_hook_is_the_usual_one_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(traces_module, "MOST_ARRAYS", 10**9)  # whatever other tests keep alive
     with jm.MemoryMonitor(MonitorSettings(trace_steps=3, on_error="warn"), logdir=tmp_path) as monitor:
         for step in range(3):
             assert monitor._attend != monitor._sampler.attend

@@ -13,7 +13,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,7 @@ _SAMPLE = 16  # of them
 _PARTS, _DEPTH = 16, 3  # of an element, such as a batch in a dict
 _SHOWN = 2
 _MOST_S = 0.05  # that what was looked at is held for, and so may outlive its last user
+_MOST_LOOK_S = 0.5  # for all modules and functions: the look shares Python's lock with the user's own threads
 _LOCALS_ARE_VIEWS = sys.version_info >= (3, 13)  # PEP 667
 
 
@@ -44,7 +45,7 @@ def largest_containers(least: int) -> tuple[str, ...]:
         least: Bytes below which one is not worth a word.
     """
     sizes: dict[tuple[int, ...], tuple[int, str]] = {}  # by their elements: a copy of a list holds nothing more
-    for name, container in _large_containers(time.monotonic() + _MOST_S):
+    for name, container in _large_containers():
         try:
             sample = _sample(container)
             size = _sample_bytes(sample, len(container))
@@ -57,11 +58,21 @@ def largest_containers(least: int) -> tuple[str, ...]:
     return tuple(text for _, text in large[:_SHOWN])
 
 
-def _large_containers(until_s: float) -> Iterator[tuple[str, Any]]:
-    """The containers of many elements that the user's variables reach, breadth first, as far as the time goes."""
+def _large_containers() -> Iterator[tuple[str, Any]]:
+    """The containers of many elements that the user's variables reach, a module or a function after the other."""
     modules = _users_modules()
-    waiting = collections.deque(_variables(modules))
+    inside = frozenset({*modules, *_OF_PYTHON})
     seen: set[int] = set()
+    end_s = time.monotonic() + _MOST_LOOK_S
+    for variables in _variables(modules):
+        yield from _reached(variables, inside, seen, min(time.monotonic() + _MOST_S, end_s))
+
+
+def _reached(
+    variables: Iterable[tuple[str, Any]], inside: frozenset[str], seen: set[int], until_s: float
+) -> Iterator[tuple[str, Any]]:
+    """The containers of many elements that some variables reach, breadth first, as far as the time goes."""
+    waiting = collections.deque(variables)
     while waiting and time.monotonic() < until_s:
         name, value = waiting.popleft()
         try:
@@ -73,7 +84,7 @@ def _large_containers(until_s: float) -> Iterator[tuple[str, Any]]:
                     yield name, value
                 else:
                     waiting += _parts(name, value)
-            elif not issubclass(type(value), type) and str(type(value).__module__) in {*modules, *_OF_PYTHON}:
+            elif not issubclass(type(value), type) and str(type(value).__module__) in inside:
                 waiting += _attributes(name, value)
         except Exception:  # noqa: BLE001, S112 - the user's own type, and the event matters more than its look
             continue
@@ -90,18 +101,18 @@ def _users_modules() -> dict[str, dict[str, Any]]:
     return own
 
 
-def _variables(modules: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Each global and, where looking leaves nothing behind, each local variable."""
+def _variables(modules: dict[str, dict[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    """The globals of each module and, where looking leaves nothing behind, the local variables of each function that runs."""
     for module, names in modules.items():
         prefix = "" if module == "__main__" else f"{module}."
-        yield from ((f"{prefix}{name}", value) for name, value in list(names.items()) if not name.startswith("__"))
+        yield [(f"{prefix}{name}", value) for name, value in list(names.items()) if not name.startswith("__")]
     if _LOCALS_ARE_VIEWS:
         for thread in sys._current_frames().values():  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - a documented function
             frame: FrameType | None = thread
             while frame is not None:
                 if owner_of(frame.f_code.co_filename) is Owner.USER and frame.f_locals is not frame.f_globals:
                     function = frame.f_code.co_qualname
-                    yield from ((f"{name} in {function}", value) for name, value in dict(frame.f_locals).items())
+                    yield [(f"{name} in {function}", value) for name, value in dict(frame.f_locals).items()]
                 frame = frame.f_back
 
 

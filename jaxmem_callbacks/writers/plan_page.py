@@ -24,7 +24,6 @@ from jaxmem_callbacks.writers.plan_table import (
     plan_rows,
 )
 from jaxmem_callbacks.writers.protocol import Record, Table
-from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
 # Short, since TensorBoard breaks the words of narrow columns; the other table says more of each.
@@ -151,6 +150,8 @@ def write_plan_run(record: PlanRecord, frontier: Collection[Candidate], logdir: 
     Raises:
         PlanError: as `require_own_folder`.
     """
+    from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
+
     folder = require_own_folder(logdir)
     folder.mkdir(parents=True, exist_ok=True)
     for before in folder.glob(f"events.out.tfevents.*.{_SUFFIX}"):
