@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.records.defragment import MoveStep, PlacedBuffer
-from jaxmem_callbacks.recovery.moving.compaction import ALIGNMENT, PoolModel, follow, keep_copy, rounded
-from jaxmem_callbacks.simulator.allocators import Bfc
+from jaxmem_callbacks.recovery.moving.compaction import PlannedPool, follow, keep_copy
+from jaxmem_callbacks.simulator.allocators import MIN_BYTES, Bfc, rounded
 
 BASE = 0x7F00_0000_0000
 MIB = 2**20
@@ -22,20 +22,20 @@ class SecretPool:
     """A pool with buffers that nobody names, and blocks that were taken whole; the planner sees addresses and sizes of some."""
 
     def __init__(self, actions: list[tuple[int, int]], *, reports: bool = True) -> None:
-        self.pool = PoolModel([PlacedBuffer(key=0, address=BASE, bytes=1)], (END - 1) * ALIGNMENT)
+        self.pool = PlannedPool([PlacedBuffer(key=0, address=BASE, bytes=1)], (END - 1) * MIN_BYTES)
         self.sizes = {0: 1}
         self.moved: list[str] = []
         self.reports = reports
         for number, (size, victim) in enumerate(actions, start=1):
             if size:
-                self.sizes[number] = size * ALIGNMENT - number % 5
+                self.sizes[number] = size * MIN_BYTES - number % 5
                 if self.pool.put(number, self.sizes[number]) is None:
                     del self.sizes[number]
             else:
                 living = [key for key in self.sizes if key]
                 if living:
                     key = living[victim % len(living)]
-                    self.pool.let_go(key)
+                    self.pool.remove(key)
                     del self.sizes[key]
 
     def buffers(self) -> list[PlacedBuffer]:
@@ -58,17 +58,16 @@ class SecretPool:
             return False
         old, now = self.pool.place_of[key], self.largest_free_bytes()
         if not keep_copy(new=new, old=old, foretold=address, before=before, now=now):
-            self.pool.let_go(-1)
+            self.pool.remove(-1)
             return False
-        self.pool.let_go(key)
-        self.pool.place_of[key] = self.pool.place_of.pop(-1)
-        self.pool._keys[new] = key
+        self.pool.remove(key)
+        self.pool.rename(-1, key)
         self.moved.append("device")
         return True
 
     def stage(self, step: MoveStep) -> None:
         for key in step.keys:
-            self.pool.let_go(key)
+            self.pool.remove(key)
         for key in step.keys:
             assert self.pool.put(key, self.sizes[key]) is not None
         self.moved.append("host")
@@ -85,14 +84,14 @@ def test_free_memory_in_one_piece_is_never_less_and_nothing_is_lost(actions, ext
     hands = SecretPool(actions, reports=reports)
     before, held, free = hands.pool.largest_hole, dict(hands.sizes), sum(size for _, size in hands.pool.holes())
     secret = {key: hands.pool.place_of[key] for key in held if key % 7 == 3 or key % 4 == 1 or not key}
-    stays, most = follow(hands, extra_bytes=extra * ALIGNMENT)
+    stays, most = follow(hands, extra_bytes=extra * MIN_BYTES)
     # A way through the host cannot be taken back: it may cost what it moved, and is the last then.
-    lost = hands.moved.count("host") * extra * ALIGNMENT if not reports else extra * ALIGNMENT
+    lost = hands.moved.count("host") * extra * MIN_BYTES if not reports else extra * MIN_BYTES
     assert hands.pool.largest_hole >= before - (lost if "host" in hands.moved else 0)
     assert hands.sizes == held
     assert set(hands.pool.place_of) == set(held)
     assert {key: hands.pool.place_of[key] for key in secret} == secret
-    assert most <= extra * ALIGNMENT
+    assert most <= extra * MIN_BYTES
     assert set(stays) <= {each.key for each in hands.buffers()} | {key for key in stays if key < 0}
     assert sum(size for _, size in hands.pool.holes()) >= free - sum(map(rounded, held.values()))
 
@@ -101,11 +100,11 @@ def test_losses_between_programs_come_together_although_others_lie_between():
     """Thirteen small ones between large holes, of which every seventh is nobody's that the planner knows."""
     actions = [(1, 0) if number % 2 else (100, 0) for number in range(26)]
     hands = SecretPool(actions)
-    for key in [key for key, size in hands.sizes.items() if size > 90 * ALIGNMENT]:
-        hands.pool.let_go(key)
+    for key in [key for key, size in hands.sizes.items() if size > 90 * MIN_BYTES]:
+        hands.pool.remove(key)
         del hands.sizes[key]
     before = hands.pool.largest_hole
-    follow(hands, extra_bytes=ALIGNMENT)
+    follow(hands, extra_bytes=MIN_BYTES)
     assert hands.moved
     assert set(hands.moved) == {"device"}
     assert hands.pool.largest_hole > before
@@ -114,7 +113,7 @@ def test_losses_between_programs_come_together_although_others_lie_between():
 def test_a_way_through_the_host_that_made_it_worse_is_the_last():
     """Hands whose pool grows worse by each: it is told by what the allocator says, and no second one is made."""
 
-    unit = ALIGNMENT
+    unit = MIN_BYTES
     sizes = {1: 10, 2: 40, 3: 40}
 
     @dataclasses.dataclass

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.simulator.allocators import BINS, MOST_SLACK_BYTES, Bfc, Pages, bin_of
+from jaxmem_callbacks.simulator.allocators import BINS, MOST_SLACK_BYTES, Bfc, Blocks, Pages, bin_of
 from tests.naive_allocator import NaiveAllocator
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -223,3 +223,26 @@ def test_small_blocks_share_a_page_and_large_ones_have_their_own():
         model.free(each)
     model.free(large)
     assert (model.in_use_bytes, model.pool_bytes) == (0, 4 * MIB)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 300)), min_size=1, max_size=30))
+def test_what_is_taken_at_a_place_splits_the_free_block_there_and_is_merged_again(places):
+    blocks = Blocks()
+    blocks.add_region(4096, MIB)
+    taken = []
+    for offset, halves in places:
+        address, size = 4096 + offset * 128, halves * 128
+        if all(address + size <= other or other + length <= address for other, length in taken):
+            hole, have = blocks.take_at(address, size)
+            assert hole <= address < address + size <= hole + have
+            taken.append((address, size))
+    free, low = [], 4096
+    for address, size in [*sorted(taken), (4096 + MIB, 0)]:
+        free += [(low, address - low)] if address > low else []
+        low = address + size
+    assert sorted((address, blocks.sizes[address]) for address in blocks.free) == free
+    assert blocks.largest_free_bytes() == max(size for _, size in free)
+    for address, _ in taken:
+        merged, size = blocks.give_back(address)
+    assert (merged, size) == (4096, MIB)
+    assert sorted(size for keys in blocks.bins() for size, _ in keys) == [MIB]

@@ -22,7 +22,7 @@ from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, Mo
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import parse_bytes
-from jaxmem_callbacks.recovery.moving.compaction import follow, keep_copy, rounded
+from jaxmem_callbacks.recovery.moving.compaction import follow, keep_copy
 from jaxmem_callbacks.recovery.moving.mover import (
     Mover,
     address_on,
@@ -31,6 +31,7 @@ from jaxmem_callbacks.recovery.moving.mover import (
     local_bytes,
     why_not_staged,
 )
+from jaxmem_callbacks.simulator.allocators import rounded
 
 _Tree = TypeVar("_Tree")
 _LEAST_EXTRA = 2**30

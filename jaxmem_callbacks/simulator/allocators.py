@@ -15,8 +15,192 @@ PAGE_BYTES = 2 * MIB  # what the driver gives memory in
 _BACK = 0.9  # kBackpedalFactor: how much less is asked for where the driver refuses a region
 
 # A free block is one whole number, its size above its address: bins are then sorted by size and, of one size, by address.
-_ADDRESS_BITS = 48
+_ADDRESS_BITS = 52  # no GPU's addresses are longer
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
+
+
+def rounded(size: int) -> int:
+    """The next multiple of 256 bytes."""
+    return -(-size // MIN_BYTES) * MIN_BYTES
+
+
+def bin_of(size: int) -> int:
+    """Number of the bin that a free block of that many bytes belongs to."""
+    number = (size >> 9).bit_length()
+    return number if number < BINS else BINS - 1  # not min(): twice as fast, and each request asks several times
+
+
+@final
+class Blocks:
+    """The blocks that a pool is divided into: best fit, blocks split where that is worth it, free neighbours merged.
+
+    Args:
+        partitioned: Keep the block that reaches a region's end out of the bins, and take from it last.
+
+    Attributes:
+        sizes: Of every block, free or not, by its address.
+        free: Addresses of the free ones.
+    """
+
+    def __init__(self, *, partitioned: bool = False) -> None:
+        self.sizes: dict[int, int] = {}
+        self.free: set[int] = set()
+        self._partitioned = partitioned
+        self._bins: list[list[int]] = [[] for _ in range(BINS)]
+        self._filled = 0  # a bit for each bin that holds something
+        self._below: dict[int, int] = {}  # the block that ends where this one begins, 0 for none
+        self._open_end = 0  # its address, where it is kept apart
+        self._ends: set[int] = set()  # of regions
+
+    def add_region(self, address: int, size: int) -> None:
+        """Add memory that is free, apart from all other regions."""
+        self._ends.add(address + size)
+        self.sizes[address] = size
+        self._below[address] = 0
+        self._insert(address, size)
+
+    def best_fit(self, size: int) -> int | None:
+        """The smallest free block that is large enough, the lowest of equal ones; the open end last.
+
+        Args:
+            size: Bytes, rounded.
+        """
+        found = self._smallest(size)
+        if found is not None:
+            return self._bins[found[0]][found[1]] & _ADDRESS
+        return self._open_end if self._open_end and self.sizes[self._open_end] >= size else None
+
+    def take(self, size: int) -> int | None:
+        """Take the best fit, and split it where the rest is worth a block. Its address, or None where no block is large enough.
+
+        Args:
+            size: Bytes, rounded.
+        """
+        found = self._smallest(size)
+        if found is None:
+            return self._take_from_open_end(size) if self._open_end else None
+        number, at = found
+        keys = self._bins[number]
+        address = keys.pop(at) & _ADDRESS
+        if not keys:
+            self._filled ^= 1 << number
+        self.free.discard(address)
+        have = self.sizes[address]
+        if have >= 2 * size or have - size >= MOST_SLACK_BYTES:
+            self._split(address, have, size)
+        return address
+
+    def take_at(self, address: int, size: int) -> tuple[int, int]:
+        """Take exactly these bytes.
+
+        Returns:
+            Address and size of the free block that held them.
+        """
+        hole = address if address in self.free else max(each for each in self.free if each <= address)
+        have = self.sizes[hole]
+        self._remove(hole)
+        if address > hole:
+            self._split(hole, have, address - hole)
+            self._insert(hole, address - hole)
+            self._remove(address)
+        if hole + have > address + size:
+            self._split(address, hole + have - address, size)
+        return hole, have
+
+    def give_back(self, address: int) -> tuple[int, int]:
+        """Free a block and merge it with free neighbours.
+
+        Returns:
+            Address and size of the free block that it is now part of.
+        """
+        sizes, free, below = self.sizes, self.free, self._below
+        size = sizes[address]
+        after = address + size
+        if after in free:
+            self._remove(after)
+            size += sizes.pop(after)
+            del below[after]
+        before = below[address]
+        if before in free:
+            self._remove(before)
+            size += sizes[before]
+            del sizes[address], below[address]
+            address = before
+        sizes[address] = size
+        if address + size in sizes:
+            below[address + size] = address
+        self._insert(address, size)
+        return address, size
+
+    def largest_free_bytes(self) -> int:
+        """The largest free block."""
+        binned = self._bins[self._filled.bit_length() - 1][-1] >> _ADDRESS_BITS if self._filled else 0
+        return max(binned, self.sizes[self._open_end]) if self._open_end else binned
+
+    def regions(self) -> list[tuple[int, int]]:
+        """Address and size of each region, by address."""
+        starts = sorted(address for address, below in self._below.items() if below == 0)
+        return [(start, end - start) for start, end in zip(starts, sorted(self._ends), strict=True)]
+
+    def bins(self) -> list[list[tuple[int, int]]]:
+        """Size and address of the free blocks of each bin; the open end, where it is kept apart, is in none."""
+        return [[(key >> _ADDRESS_BITS, key & _ADDRESS) for key in keys] for keys in self._bins]
+
+    def _smallest(self, size: int) -> tuple[int, int] | None:
+        """Bin of the best fit, and its place in that bin."""
+        least, number = size << _ADDRESS_BITS, bin_of(size)
+        filled = self._filled >> number << number
+        while filled:
+            lowest = filled & -filled
+            number = lowest.bit_length() - 1
+            keys = self._bins[number]
+            at = bisect_left(keys, least)
+            if at < len(keys):
+                return number, at
+            filled ^= lowest
+        return None
+
+    def _take_from_open_end(self, size: int) -> int | None:
+        address, have = self._open_end, self.sizes[self._open_end]
+        if have < size:
+            return None
+        self._open_end = 0
+        self.free.discard(address)
+        if have > size:
+            self._split(address, have, size)
+        return address
+
+    def _split(self, address: int, have: int, size: int) -> None:
+        """Leave ``size`` of a block and make a free one of the rest."""
+        rest = address + size
+        self.sizes[address] = size
+        self.sizes[rest] = have - size
+        self._below[rest] = address
+        if address + have in self.sizes:
+            self._below[address + have] = rest
+        self._insert(rest, have - size)
+
+    def _insert(self, address: int, size: int) -> None:
+        self.free.add(address)
+        # Requests come from the lower end only, so the open end is what reaches the region's end.
+        if self._partitioned and address + size in self._ends:
+            self._open_end = address
+            return
+        number = bin_of(size)
+        insort(self._bins[number], size << _ADDRESS_BITS | address)
+        self._filled |= 1 << number
+
+    def _remove(self, address: int) -> None:
+        self.free.discard(address)
+        if address == self._open_end:
+            self._open_end = 0
+            return
+        size = self.sizes[address]
+        number = bin_of(size)
+        keys = self._bins[number]
+        del keys[bisect_left(keys, size << _ADDRESS_BITS | address)]
+        if not keys:
+            self._filled ^= 1 << number
 
 
 @final
@@ -37,14 +221,7 @@ class Bfc:
         self.limit_bytes = limit_bytes
         self._device_bytes = device_bytes
         self._region_bytes = rounded(limit_bytes if preallocate else min(limit_bytes, FIRST_REGION_BYTES))
-        self._partitioned = partitioned and preallocate
-        self._bins: list[list[int]] = [[] for _ in range(BINS)]
-        self._filled = 0  # a bit for each bin that holds something
-        self._sizes: dict[int, int] = {}  # of every chunk, free or not, by its address
-        self._before: dict[int, int] = {}  # the chunk below it in its region, 0 for the first
-        self._free: set[int] = set()
-        self._gap = 0  # address of the open end, where it is kept apart
-        self._ends: set[int] = set()  # of regions
+        self._blocks = Blocks(partitioned=partitioned and preallocate)
         self._end = 0  # of the last region
         self.in_use_bytes = self.peak_in_use_bytes = self.pool_bytes = 0
         self._count = self._largest_alloc = self._peak_pool = self._driver_bytes = 0
@@ -59,13 +236,13 @@ class Bfc:
         if size == 0:
             return 0
         size = -(-size // MIN_BYTES) * MIN_BYTES
-        address = self._take(size)
+        address = self._blocks.take(size)
         if address is None:
             if not self._extend(size):
                 return None
-            address = self._take(size)
+            address = self._blocks.take(size)
             assert address is not None, "a new region holds what it was made for"
-        taken = self._sizes[address]
+        taken = self._blocks.sizes[address]
         self._count += 1
         self.in_use_bytes += taken
         self.peak_in_use_bytes = max(self.peak_in_use_bytes, self.in_use_bytes)
@@ -73,32 +250,15 @@ class Bfc:
         return address
 
     def free(self, address: int) -> None:
-        """Give a block back; free neighbours become one."""
+        """Give a block back."""
         if address == 0:
             return
-        sizes, free, before = self._sizes, self._free, self._before
-        size = sizes[address]
-        self.in_use_bytes -= size
-        after = address + size
-        if after in free:
-            self._remove(after)
-            size += sizes.pop(after)
-            del before[after]
-        below = before[address]
-        if below in free:
-            self._remove(below)
-            size += sizes[below]
-            del sizes[address], before[address]
-            address = below
-        sizes[address] = size
-        if address + size in sizes:
-            before[address + size] = address
-        self._insert(address, size)
+        self.in_use_bytes -= self._blocks.sizes[address]
+        self._blocks.give_back(address)
 
     def largest_free_bytes(self) -> int:
         """The largest free block of the pool."""
-        bins = self._bins[self._filled.bit_length() - 1][-1] >> _ADDRESS_BITS if self._filled else 0
-        return max(bins, self._sizes[self._gap]) if self._gap else bins
+        return self._blocks.largest_free_bytes()
 
     def largest_block_bytes(self) -> int:
         """The largest block that could be had: a free one, or what the pool may still grow by."""
@@ -109,7 +269,7 @@ class Bfc:
         return self.pool_bytes - self.in_use_bytes + self._growth_bytes
 
     def statistics(self) -> dict[str, int]:
-        """What ``Device.memory_stats()`` says of a GPU with jaxlib 0.11 or newer, under the same names."""
+        """What ``Device.memory_stats()`` reports of a GPU with jaxlib 0.11 or newer, under the same names."""
         return {
             "num_allocs": self._count,
             "bytes_in_use": self.in_use_bytes,
@@ -125,79 +285,16 @@ class Bfc:
 
     def chunks(self) -> list[tuple[int, int, bool]]:
         """Address, size and whether it is in use, of all that the regions are divided into, by address."""
-        return [(address, self._sizes[address], address not in self._free) for address in sorted(self._sizes)]
+        blocks = self._blocks
+        return [(address, blocks.sizes[address], address not in blocks.free) for address in sorted(blocks.sizes)]
 
     def regions(self) -> list[tuple[int, int]]:
         """Address and size of each region, by address."""
-        starts = sorted(address for address, below in self._before.items() if below == 0)
-        return [(start, end - start) for start, end in zip(starts, sorted(self._ends), strict=True)]
+        return self._blocks.regions()
 
     def bins(self) -> list[list[tuple[int, int]]]:
         """Size and address of the free blocks of each bin; the open end, where it is kept apart, is in none."""
-        return [[(key >> _ADDRESS_BITS, key & _ADDRESS) for key in keys] for keys in self._bins]
-
-    def _take(self, size: int) -> int | None:
-        """Take the smallest free block that is large enough out of the free ones, and split it where that is worth it."""
-        wanted, filled = size << _ADDRESS_BITS, self._filled
-        number = bin_of(size)
-        filled = filled >> number << number
-        while filled:
-            lowest = filled & -filled
-            keys = self._bins[lowest.bit_length() - 1]
-            at = bisect_left(keys, wanted)
-            if at < len(keys):
-                address = keys.pop(at) & _ADDRESS
-                if not keys:
-                    self._filled ^= lowest
-                self._free.discard(address)
-                have = self._sizes[address]
-                if have >= 2 * size or have - size >= MOST_SLACK_BYTES:
-                    self._split(address, have, size)
-                return address
-            filled ^= lowest
-        return self._cut_the_gap(size) if self._gap else None
-
-    def _cut_the_gap(self, size: int) -> int | None:
-        address, have = self._gap, self._sizes[self._gap]
-        if have < size:
-            return None
-        self._gap = 0
-        self._free.discard(address)
-        if have > size:
-            self._split(address, have, size)
-        return address
-
-    def _split(self, address: int, have: int, size: int) -> None:
-        """Leave ``size`` of a block and make a free one of the rest."""
-        rest = address + size
-        self._sizes[address] = size
-        self._sizes[rest] = have - size
-        self._before[rest] = address
-        if address + have in self._sizes:
-            self._before[address + have] = rest
-        self._insert(rest, have - size)
-
-    def _insert(self, address: int, size: int) -> None:
-        self._free.add(address)
-        # Requests come from the lower end only, so the open end is what reaches the region's end.
-        if self._partitioned and address + size in self._ends:
-            self._gap = address
-            return
-        number = bin_of(size)
-        insort(self._bins[number], size << _ADDRESS_BITS | address)
-        self._filled |= 1 << number
-
-    def _remove(self, address: int) -> None:
-        self._free.discard(address)
-        if address == self._gap:
-            self._gap = 0
-            return
-        size = self._sizes[address]
-        number = bin_of(size)
-        keys = self._bins[number]
-        del keys[bisect_left(keys, size << _ADDRESS_BITS | address)]
-        if not keys:
-            self._filled ^= 1 << number
+        return self._blocks.bins()
 
     def _growth(self) -> int:
         """What a region could still be made of."""
@@ -229,21 +326,8 @@ class Bfc:
         # A page between two regions, so that no block of one ever ends where the next one begins.
         address = _pages(self._end) + PAGE_BYTES
         self._end = address + region
-        self._ends.add(self._end)
-        self._sizes[address] = region
-        self._before[address] = 0
-        self._insert(address, region)
+        self._blocks.add_region(address, region)
         return True
-
-
-def rounded(size: int) -> int:
-    """The next multiple of 256 bytes."""
-    return -(-size // MIN_BYTES) * MIN_BYTES
-
-
-def bin_of(size: int) -> int:
-    """Number of the bin in which a free block of that many bytes lies."""
-    return min((size >> 8).bit_length() - 1, BINS - 1)
 
 
 def _pages(size: int) -> int:
@@ -319,7 +403,7 @@ class Pages:
         return None if self._kept is None else self._pool
 
     def largest_free_bytes(self) -> int | None:
-        """None: neither allocator tells one."""
+        """None: neither allocator reports one."""
         return None
 
     def largest_block_bytes(self) -> int:

@@ -2,132 +2,111 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from jaxmem_callbacks.records.defragment import MovePlan, MoveStep, PlacedBuffer
-
-ALIGNMENT = 256
-LEFT_OVER = 128 * 2**20
+from jaxmem_callbacks.simulator.allocators import MOST_SLACK_BYTES, Blocks, rounded
 
 
-def rounded(count: int) -> int:
-    """Bytes that the pool gives for so many."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-class PoolModel:
-    """Blocks in a row between the lowest buffer and the end of what lies behind the highest.
+class PlannedPool:
+    """The buffers of one device in a model of its pool, which reaches from the lowest of them to the end of what is free above.
 
     Args:
-        buffers: What lies there. They do not overlap.
-        tail_bytes: Free memory behind the highest buffer.
+        buffers: Buffers that do not overlap.
+        tail_bytes: Free memory above the highest buffer.
+
+    Attributes:
+        place_of: Address of each buffer, by its key.
     """
 
     def __init__(self, buffers: Iterable[PlacedBuffer], tail_bytes: int = 0) -> None:
         placed = sorted(buffers, key=lambda each: each.address)
-        self._starts: list[int] = []
-        self._rooms: dict[int, int] = {}
+        self._blocks = Blocks()
         self._keys: dict[int, int] = {}
         self.place_of: dict[int, int] = {}
-        self._holes: list[tuple[int, int]] = []
-        self._hole_at: dict[int, int] = {}
-        self._hole_ending: dict[int, int] = {}
-        self.changes: Counter[int] = Counter()
-        end = placed[0].address if placed else 0
-        for each in placed:
-            if each.address > end:
-                self._open(end, each.address - end)
-            room = max(each.room, rounded(each.bytes))
-            self._take(each.key, each.address, room)
-            end = max(end, each.address + room)
-        if tail_bytes:
-            self._open(end, tail_bytes)
-        self.changes.clear()
+        # How many free blocks of a size there are more, or fewer, than at the last `settle`.
+        self._changes: Counter[int] = Counter()
+        ends = [each.address + max(each.room, rounded(each.bytes)) for each in placed]
+        low = placed[0].address if placed else 0
+        high = max(ends, default=0) + tail_bytes
+        if high > low:
+            self._blocks.add_region(low, high - low)
+        for each, end in zip(placed, ends, strict=True):
+            address = max(each.address, low)  # what nobody names may reach into another one's place
+            if end > address:
+                self.put_back(each.key, address, end - address)
+                low = end
+        self.settle()
 
     @property
     def largest_hole(self) -> int:
         """Bytes of the largest hole."""
-        return self._holes[-1][0] if self._holes else 0
+        return self._blocks.largest_free_bytes()
 
     def holes(self) -> list[tuple[int, int]]:
-        """Address and bytes of each hole, in the order of addresses."""
-        return sorted((start, size) for size, start in self._holes)
+        """Address and bytes of each hole, by address."""
+        return sorted((address, self._blocks.sizes[address]) for address in self._blocks.free)
 
-    def after(self, start: int) -> Iterable[int]:
-        """The keys of the buffers above an address, in their order."""
-        for place in self._starts[bisect.bisect_left(self._starts, start) :]:
-            yield self._keys[place]
+    def above(self, address: int) -> Iterator[int]:
+        """The keys of the buffers above a hole, upwards."""
+        while address in self._blocks.sizes:
+            if address in self._keys:
+                yield self._keys[address]
+            address += self._blocks.sizes[address]
 
     def best_fit(self, count: int) -> int | None:
         """Where a new buffer would go, or None where no hole holds it."""
-        index = bisect.bisect_left(self._holes, (rounded(count), -1))
-        return self._holes[index][1] if index < len(self._holes) else None
+        return self._blocks.best_fit(rounded(count))
 
     def put(self, key: int, count: int) -> int | None:
         """Put a new buffer in. Its address, or None where no hole holds it."""
-        start = self.best_fit(count)
-        if start is None:
+        blocks = self._blocks
+        address = blocks.take(rounded(count))
+        if address is None:
             return None
-        size, wanted = self._hole_at[start], rounded(count)
-        split = size >= 2 * wanted or size - wanted >= LEFT_OVER
-        self.put_back(key, start, wanted if split else size)
-        return start
+        end = address + blocks.sizes[address]
+        rest = blocks.sizes[end] if end in blocks.free else 0
+        self._count((end - address + rest,), (rest,))
+        self._keys[address], self.place_of[key] = key, address
+        return address
 
-    def put_back(self, key: int, start: int, room: int) -> None:
-        """Put a buffer at the low end of a hole, or at a place inside one that it was taken from."""
-        hole = start if start in self._hole_at else max(low for low in self._hole_at if low <= start)
-        size = self._hole_at[hole]
-        self._close(hole)
-        if start > hole:
-            self._open(hole, start - hole)
-        if start + room < hole + size:
-            self._open(start + room, hole + size - start - room)
-        self._take(key, start, room)
+    def put_back(self, key: int, address: int, room: int) -> None:
+        """Put a buffer at a place inside a hole."""
+        low, hole = self._blocks.take_at(address, room)
+        self._count((hole,), (address - low, low + hole - address - room))
+        self._keys[address], self.place_of[key] = key, address
 
-    def let_go(self, key: int) -> tuple[int, int]:
+    def remove(self, key: int) -> tuple[int, int]:
         """Take a buffer out; its hole joins its neighbours. Its address and room."""
-        start = self.place_of.pop(key)
-        room = self._rooms.pop(start)
-        del self._keys[start]
-        del self._starts[bisect.bisect_left(self._starts, start)]
-        low, high = start, start + room
-        if start in self._hole_ending:
-            low = self._hole_ending[start]
-            self._close(low)
-        if high in self._hole_at:
-            size = self._hole_at[high]
-            self._close(high)
-            high += size
-        self._open(low, high - low)
-        return start, room
+        address = self.place_of.pop(key)
+        room = self._blocks.sizes[address]
+        del self._keys[address]
+        low, hole = self._blocks.give_back(address)
+        self._count((address - low, low + hole - address - room), (hole,))
+        return address, room
+
+    def rename(self, key: int, new: int) -> None:
+        """Know a buffer by another key."""
+        address = self.place_of[new] = self.place_of.pop(key)
+        self._keys[address] = new
 
     def improved(self) -> bool:
         """Whether the changes since `settle` made the largest of the holes that differ larger."""
-        differ = [size for size, count in self.changes.items() if count]
-        return bool(differ) and self.changes[max(differ)] > 0
+        differ = [size for size, count in self._changes.items() if count]
+        return bool(differ) and self._changes[max(differ)] > 0
 
     def settle(self) -> None:
-        """What was done is the new state."""
-        self.changes.clear()
+        """Take the present state for the one that `improved` compares with."""
+        self._changes.clear()
 
-    def _take(self, key: int, start: int, room: int) -> None:
-        bisect.insort(self._starts, start)
-        self._rooms[start], self._keys[start], self.place_of[key] = room, key, start
-
-    def _open(self, start: int, size: int) -> None:
-        bisect.insort(self._holes, (size, start))
-        self._hole_at[start], self._hole_ending[start + size] = size, start
-        self.changes[size] += 1
-
-    def _close(self, start: int) -> None:
-        size = self._hole_at.pop(start)
-        del self._hole_ending[start + size]
-        del self._holes[bisect.bisect_left(self._holes, (size, start))]
-        self.changes[size] -= 1
+    def _count(self, before: Iterable[int], after: Iterable[int]) -> None:
+        for size in filter(None, before):
+            self._changes[size] -= 1
+        for size in filter(None, after):
+            self._changes[size] += 1
 
 
 FIXED, TOO_LARGE, IN_PLACE = (
@@ -135,6 +114,7 @@ FIXED, TOO_LARGE, IN_PLACE = (
     "it is larger than the extra memory that is allowed",
     "moving it would not make free memory larger in one piece",
 )
+_COPY = -(2**41)  # key of a copy that stands beside its original
 _MOST_STEPS = 16  # a buffer; each step enlarges some hole, so that a plan ends long before
 
 
@@ -149,7 +129,7 @@ def plan_moves(buffers: Sequence[PlacedBuffer], *, extra_bytes: int, tail_bytes:
     sizes = {each.key: each.bytes for each in buffers if each.bytes}
     movable = {each.key for each in buffers if each.movable and 0 < rounded(each.bytes) <= extra_bytes}
     stageable = {each.key for each in buffers if each.key in movable and each.stageable}
-    pool = PoolModel((each for each in buffers if each.bytes), tail_bytes)
+    pool = PlannedPool((each for each in buffers if each.bytes), tail_bytes)
     before = pool.largest_hole
     steps: list[MoveStep] = []
     while len(steps) < _MOST_STEPS * len(buffers):
@@ -172,36 +152,33 @@ def plan_moves(buffers: Sequence[PlacedBuffer], *, extra_bytes: int, tail_bytes:
     )
 
 
-def _on_device(pool: PoolModel, sizes: dict[int, int], movable: set[int]) -> Iterator[MoveStep]:
+def _on_device(pool: PlannedPool, sizes: dict[int, int], movable: set[int]) -> Iterator[MoveStep]:
     """Copies into lower holes that enlarge another, the highest buffers first. Each that is yielded is done."""
     for key in sorted(movable, key=lambda each: -pool.place_of[each]):
-        old = pool.place_of[key]
         low = pool.best_fit(sizes[key])
-        if low is None or low > old:
+        if low is None or low > pool.place_of[key]:
             continue
-        start, room = pool.let_go(key)
         # The copy is made while the old one is still there, so that its own place is none to copy into.
-        pool.put_back(-1, start, room)
-        new = pool.put(key, sizes[key])
-        pool.let_go(-1)
-        if new is not None and pool.improved():
+        pool.put(_COPY, sizes[key])
+        old, room = pool.remove(key)
+        if pool.improved():
+            pool.rename(_COPY, key)
             pool.settle()
-            yield MoveStep(kind="device", keys=(key,), bytes=sizes[key], to=(new,))
+            yield MoveStep(kind="device", keys=(key,), bytes=sizes[key], to=(low,))
             continue
-        if new is not None:
-            pool.let_go(key)
-        pool.put_back(key, start, room)
+        pool.put_back(key, old, room)
+        pool.remove(_COPY)
         pool.settle()
 
 
-def _staged(pool: PoolModel, sizes: dict[int, int], stageable: set[int], extra_bytes: int) -> Iterator[MoveStep]:
+def _staged(pool: PlannedPool, sizes: dict[int, int], stageable: set[int], extra_bytes: int) -> Iterator[MoveStep]:
     """What lies above a hole, taken out together and put back, largest first. Each that is yielded is done."""
     for start, _ in pool.holes():
         run = _run(pool, start, sizes, stageable, extra_bytes)
         for keys in dict.fromkeys((run, run[:1])):
             if not keys:
                 continue
-            old = {key: pool.let_go(key) for key in keys}
+            old = {key: pool.remove(key) for key in keys}
             order = sorted(keys, key=lambda key: (-sizes[key], old[key][0]))
             new = [pool.put(key, sizes[key]) for key in order]
             if pool.improved() and None not in new:
@@ -211,17 +188,19 @@ def _staged(pool: PoolModel, sizes: dict[int, int], stageable: set[int], extra_b
                 break
             for key, place in zip(order, new, strict=True):
                 if place is not None:
-                    pool.let_go(key)
+                    pool.remove(key)
             for key in sorted(old, key=lambda each: old[each][0]):
                 pool.put_back(key, *old[key])
             pool.settle()
 
 
-def _run(pool: PoolModel, start: int, sizes: dict[int, int], stageable: set[int], extra_bytes: int) -> tuple[int, ...]:
+def _run(
+    pool: PlannedPool, start: int, sizes: dict[int, int], stageable: set[int], extra_bytes: int
+) -> tuple[int, ...]:
     """The movable buffers right above a hole, as many as the extra memory holds."""
     keys: list[int] = []
     taken = 0
-    for key in pool.after(start):
+    for key in pool.above(start):
         taken += rounded(sizes[key])
         if key not in stageable or taken > extra_bytes:
             break
@@ -335,7 +314,7 @@ def _with_rooms(buffers: list[PlacedBuffer]) -> list[PlacedBuffer]:
     for each, above in zip(ordered, [*ordered, None][1:], strict=True):
         size = rounded(each.bytes)
         gap = 0 if above is None else above.address - each.address - size
-        rest = 0 < gap < min(size, LEFT_OVER)
+        rest = 0 < gap < min(size, MOST_SLACK_BYTES)
         found.append(dataclasses.replace(each, room=size + gap) if rest else each)
     return found
 
