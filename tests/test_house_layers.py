@@ -33,7 +33,13 @@ FRAMEWORKS = {
 }
 JAX = {"jax", "jaxlib"}
 # Rooms that may import these third parties and no others; the rest of the rooms choose freely beside the frameworks.
-ONLY = {"records": set(), "environment": set(), "simulator": set(), "analysis": {"numpy"}, "readers": set()}
+ONLY = {
+    "records": set(),
+    "environment": set(),
+    "simulator": set(),
+    "analysis": {"numpy"},
+    "readers": {"pydantic", "pydantic_core"},
+}
 NEVER = {"config": JAX | FRAMEWORKS, "writers": JAX | FRAMEWORKS}
 # One public door to each framework by name: the registry that loads an integration when its objects arrive.
 LAZY_DOORS = {"transforms/frameworks.py"}

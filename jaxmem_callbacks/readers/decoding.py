@@ -1,4 +1,4 @@
-"""Frozen records from JSON, decoded by their types; plans among them."""
+"""Frozen records from JSON, checked by pydantic against the types of their fields; plans among them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ import json
 import math
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.secrets import without_secrets
 from jaxmem_callbacks.records.terminal import read_json
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
+
 _Record = TypeVar("_Record")
-_SHOWN = 60
+_LETTERS = 60
 # JSON has no NaN and no infinity; a line has them as text.
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_LARGEST = 2**127  # whole numbers are shown by floats, which end a little above
+_LARGEST = 2**127  # whole numbers are printed by way of floats, which end a little above
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799  # the years 1 to 9999
-_RIGHT: dict[Any, Any] = {float: (int, float), type(None): type(None)}
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_EXPECTED = {  # by pydantic's name of the error; `_refuse` has the others' words
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+}
 
 
 def record_from(kind: type[_Record], data: Any, where: str = "") -> _Record:
-    """Make a record of what `json` read.
+    """Make a record of what `json` read. What a newer version added is no error: other fields are left out, other words kept.
 
     Args:
         kind: A frozen dataclass.
@@ -38,136 +49,136 @@ def record_from(kind: type[_Record], data: Any, where: str = "") -> _Record:
     Raises:
         ValueError: a field of another type, or none where one is needed; the message names it.
     """
-    if not isinstance(data, Mapping):
-        _refuse(where, data, "an object")
-    given = cast("Mapping[str, Any]", data)
-    values: dict[str, Any] = {}
-    for name, hint, needed in _fields(kind):
-        at = f"{where}.{name}" if where else name
-        if name in given:
-            values[name] = _value(hint, given[name], at)
-        elif needed:
-            msg = f"`{at}` is missing"
-            raise ValueError(msg)
+    from pydantic import ValidationError
+
     try:
-        return kind(**values)
-    except (ValueError, TypeError) as error:  # what a record itself refuses, such as a policy that contradicts itself
-        msg = f"`{where or kind.__name__}`: {error}"
-        raise ValueError(msg) from error
+        return _adapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise ValueError(_problem(error.errors(include_url=False), data, where, kind.__name__)) from error
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, type, and whether the field has no default."""
+def _adapter(kind: type[_Record]) -> TypeAdapter[_Record]:
+    from pydantic import TypeAdapter  # takes a tenth of a second, for which only readers of files wait
+
+    return TypeAdapter(_checked(kind))
+
+
+def _checked(hint: Any) -> Any:
+    """The type that pydantic checks in a hint's place: no number is made of a text or a switch, and any word is a Literal's."""
+    from pydantic import BeforeValidator, Strict
+
+    members, origin = get_args(hint), get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _record_type(cast("type[Any]", hint))
+    if origin in (Union, types.UnionType):
+        in_order = sorted(members, key=lambda member: member is not str)  # "nan" is a text where a text may be
+        return Union[tuple(map(_checked, in_order))]  # noqa: UP007 - of a tuple
+    if origin is tuple and members[-1] is not Ellipsis:
+        return Annotated[
+            tuple[tuple(map(_checked, members))],  # pyright: ignore[reportInvalidTypeForm] - of a tuple
+            BeforeValidator(functools.partial(_of_length, len(members))),
+        ]
+    if origin in (tuple, Sequence):
+        return tuple[_checked(members[0]), ...]
+    if origin in (Mapping, dict):
+        return dict[str, _checked(members[1])]
+    return {
+        int: Annotated[int, Strict(), BeforeValidator(_in_range)],
+        float: Annotated[float, Strict(), BeforeValidator(_finite_or_named)],
+        bool: Annotated[bool, Strict()],
+        Any: Annotated[Any, BeforeValidator(_in_range)],
+        types.NoneType: None,
+    }.get(hint, Annotated[str, Strict()])
+
+
+def _record_type(kind: type[Any]) -> Any:
+    """A record's fields by the types that are checked, and then the record, whose own checks come last."""
+    from pydantic import AfterValidator, BeforeValidator
+
     hints = get_type_hints(kind)
-    return tuple(
+    fields = [
         (
             field.name,
-            hints[field.name],
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+            Annotated[_checked(hints[field.name]), BeforeValidator(_in_calendar)]
+            if field.name.endswith("time_s")
+            else _checked(hints[field.name]),
+            dataclasses.field(default=field.default, default_factory=field.default_factory),
         )
-        for field in dataclasses.fields(cast("Any", kind))
-    )
+        for field in dataclasses.fields(kind)
+    ]
+    checked = dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
+    return Annotated[checked, AfterValidator(lambda given: _made(kind, vars(given)))]
 
 
-@functools.cache
-def _taken_as_is(hint: Any) -> frozenset[type]:
-    """Plain types that a field takes unchanged: most of what a run's file holds, and not worth a second look."""
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return frozenset(member for member in members if member in (int, float, str, bool))
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    if (type(data) in _taken_as_is(hint) or hint is Any) and not _is_beyond(data, where):
-        return data
-    if dataclasses.is_dataclass(hint):
-        return record_from(cast("type[Any]", hint), data, where)
-    origin = get_origin(hint)
-    if origin is not None:
-        return _COMPOSED.get(origin, _any_text)(hint, data, where)
-    if hint is float and isinstance(data, str) and data in _NOT_FINITE and not _is_time(where):
-        return _NOT_FINITE[data]
-    if hint in (int, float, Any) and not isinstance(data, bool) and _is_beyond(data, where):
-        _refuse(where, data, "a time of the years 1 to 9999" if _is_time(where) else "a number below 2**127")
-    right = _RIGHT.get(hint, hint)
-    if not isinstance(data, right) or (isinstance(data, bool) and hint is not bool):
-        _refuse(where, data, _WORDS.get(hint, "null"))
-    return data
-
-
-def _is_time(where: str) -> bool:
-    return where.endswith("time_s")
-
-
-def _is_beyond(data: Any, where: str) -> bool:
-    """Whether a number is one that no figure and no calendar has: what is written of it would fail, in another place."""
-    if not isinstance(data, int | float):
-        return False
-    if _is_time(where):
-        return not _FIRST_S <= data <= _LAST_S
-    return isinstance(data, int) and abs(data) >= _LARGEST
-
-
-def _any_text(hint: Any, data: Any, where: str) -> Any:  # noqa: ARG001 - as the others of its table
-    """A Literal: a newer version may know more words, so any text is one."""
-    if not isinstance(data, str):
-        _refuse(where, data, "a text")
-    return data
-
-
-def _one_of(hint: Any, data: Any, where: str) -> Any:
-    members = get_args(hint)
-    if data is None and type(None) in members:
-        return None
-    problems: list[str] = []
-    for member in members:
-        try:
-            return _value(member, data, where)
-        except ValueError as error:
-            problems.append(str(error))
-    raise ValueError(problems[0])
-
-
-def _items(hint: Any, data: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(data, list | tuple):
-        _refuse(where, data, "a list")
-    given, inner = cast("Sequence[Any]", data), get_args(hint)
-    if get_origin(hint) is tuple and inner[-1] is not Ellipsis:
-        if len(given) != len(inner):
-            _refuse(where, data, f"a list of {len(inner)}")
-        return tuple(_value(each, one, f"{where}[{n}]") for n, (each, one) in enumerate(zip(inner, given, strict=True)))
-    return tuple(_value(inner[0], one, f"{where}[{n}]") for n, one in enumerate(given))
-
-
-def _mapping(hint: Any, data: Any, where: str) -> dict[Any, Any]:
-    if not isinstance(data, Mapping):
-        _refuse(where, data, "an object")
-    inner = get_args(hint)[1]
-    return {name: _value(inner, one, f"{where}.{name}") for name, one in cast("Mapping[str, Any]", data).items()}
-
-
-_COMPOSED: dict[Any, Callable[[Any, Any, str], Any]] = {
-    Union: _one_of,
-    types.UnionType: _one_of,
-    Literal: _any_text,
-    tuple: _items,
-    Sequence: _items,
-    Mapping: _mapping,
-    dict: _mapping,
-}
-
-
-def _refuse(where: str, data: Any, expected: str) -> NoReturn:
+def _made(kind: type[_Record], fields: Mapping[str, Any]) -> _Record:
     try:
-        shown = without_secrets(repr(data))  # before it is cut, after which a secret may not look like one
+        return kind(**fields)
+    except TypeError as error:  # which pydantic lets through, unlike a ValueError
+        raise ValueError(str(error)) from error
+
+
+def _of_length(count: int, data: Any) -> Any:
+    if isinstance(data, list | tuple) and len(cast("Sequence[Any]", data)) != count:
+        _refuse(f"a list of {count}")
+    return data
+
+
+def _in_range(data: Any) -> Any:
+    """Refuse a number that no figure has: what is written of it would fail, in another place."""
+    if isinstance(data, int) and abs(data) >= _LARGEST:
+        _refuse("a number below 2**127")
+    return data
+
+
+def _finite_or_named(data: Any) -> Any:
+    return _NOT_FINITE.get(data, data) if isinstance(data, str) else _in_range(data)
+
+
+def _in_calendar(data: Any) -> Any:
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    if (is_number and not _FIRST_S <= data <= _LAST_S) or (isinstance(data, str) and data in _NOT_FINITE):
+        _refuse("a time of the years 1 to 9999")
+    return data
+
+
+def _refuse(expected: str) -> NoReturn:
+    from pydantic_core import PydanticCustomError
+
+    raise PydanticCustomError("expected", expected)  # noqa: EM101 - the kind of the error, as pydantic names its own
+
+
+def _problem(errors: Sequence[ErrorDetails], data: Any, where: str, name: str) -> str:
+    """The first error in words. A union has one for each of its members, and may be any of them."""
+    *steps, last = errors[0]["loc"] or ("",)
+    if errors[0]["type"] == "missing":
+        owner = _place(steps, data, where)[0]
+        return f"`{owner}.{last}` is missing" if owner else f"`{last}` is missing"
+    place, given = _place(errors[0]["loc"], data, where)
+    if errors[0]["type"] == "value_error":  # what a record itself refuses, such as a policy that contradicts itself
+        return f"`{place or name}`: {errors[0].get('ctx', {})['error']}"
+    here = [each for each in errors if _place(each["loc"], data, where)[0] == place]
+    ours = [each for each in here if each["type"] == "expected"]
+    expected = " or ".join(dict.fromkeys(_EXPECTED.get(each["type"], each["msg"]) for each in ours or here))
+    try:
+        shown = without_secrets(repr(given))  # before it is cut, after which a secret may not look like one
     except (RecursionError, ValueError):  # too deep, or more digits than Python writes
-        shown = reprlib.repr(data)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    msg = f"`{where}` is {shown}, expected {expected}" if where else f"{shown} is not {expected}"
-    raise ValueError(msg)
+        shown = reprlib.repr(given)
+    shown = shown if len(shown) <= _LETTERS else f"{shown[:_LETTERS]}..."
+    return f"`{place}` is {shown}, expected {expected}" if place else f"{shown} is not {expected}"
 
 
-_EXPECTED = (
+def _place(steps: Sequence[int | str], data: Any, where: str) -> tuple[str, Any]:
+    """The path of an error and what lies there. Steps that the data does not have are names of a union's members."""
+    for step in steps:
+        if isinstance(data, list | tuple) and isinstance(step, int):
+            where, data = f"{where}[{step}]", data[step]
+        elif isinstance(data, Mapping) and step in data:
+            where, data = f"{where}.{step}" if where else str(step), data[step]
+    return where, data
+
+
+_A_PLAN = (
     "Expected a whole plan, as jaxmem plan saves it in a file that ends in .json, or the text of plan.to_json() in one"
 )
 _SHOWN_FIELDS = 3
@@ -180,9 +191,7 @@ def read_plan(path: Path) -> PlanRecord:
         RunFileError: nothing there, or no plan; the message says what it is instead, as far as that shows.
     """
     if str(path).lstrip().startswith("{"):
-        msg = (
-            f"A plan is read by the path of its file, and this is a text. {_EXPECTED}. Is it that text? Save it first."
-        )
+        msg = f"A plan is read by the path of its file, and this is a text. {_A_PLAN}. Is it that text? Save it first."
         raise RunFileError(msg)
     try:
         return plan_from(read_json(path.read_text("utf-8")))
@@ -211,9 +220,9 @@ def plan_from(data: Any) -> PlanRecord:
 
 def _why(path: Path, error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"cannot be read: {error.strerror or error}. {_EXPECTED}"
+        return f"cannot be read: {error.strerror or error}. {_A_PLAN}"
     if path.suffix in (".yaml", ".yml"):
-        return f"is a preset, for jm.load_preset: it has the policy of a plan and none of its figures. {_EXPECTED}"
+        return f"is a preset, for jm.load_preset: it has the policy of a plan and none of its figures. {_A_PLAN}"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
-        return f"is no JSON: {error}. {_EXPECTED}"
-    return f"is no plan: {error}. {_EXPECTED}; make one of another version of jaxmem_callbacks again with this one"
+        return f"is no JSON: {error}. {_A_PLAN}"
+    return f"is no plan: {error}. {_A_PLAN}; make one of another version of jaxmem_callbacks again with this one"
