@@ -17,9 +17,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import Ledger
 from jaxmem_callbacks.planning.orchestrate import offload
-from jaxmem_callbacks.planning.problem import Problem
+from jaxmem_callbacks.planning.problem import OPTIONS, Problem
 from jaxmem_callbacks.planning.request import Budget
-from jaxmem_callbacks.planning.step_adapter import OPTIONS
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compiling_here
 from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, PlanError, PolicyError
 from tests.searched_steps import abstract, forward, train_step

@@ -11,8 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.planning.compile_queue import Ledger
-from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.planning.step_adapter import traced_by_name
+from jaxmem_callbacks.planning.problem import Problem, traced_by_name
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments

@@ -16,11 +16,10 @@ from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import MOST_OF_REMAT, Entry, Ledger
 from jaxmem_callbacks.planning.coresident import Resident, compile_beside, parse_beside
 from jaxmem_callbacks.planning.offload import MOST_POLICIES, cuts_moved, offloading_policies, with_offload
-from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, with_rows
+from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, traced_with_rows, with_rows
 from jaxmem_callbacks.planning.request import BatchSizes, Space
 from jaxmem_callbacks.planning.search import RematSearch, choose, rank
 from jaxmem_callbacks.planning.sharding_candidates import layouts
-from jaxmem_callbacks.planning.step_adapter import traced_with_rows
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError

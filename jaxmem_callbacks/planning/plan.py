@@ -16,10 +16,18 @@ from jaxmem_callbacks.planning.donation import donation_of, note_donation, worth
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
 from jaxmem_callbacks.planning.offload import cuts_moved
 from jaxmem_callbacks.planning.orchestrate import Ask, Planned, chosen, compile_as_written, spend
-from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, mesh_sizes
+from jaxmem_callbacks.planning.problem import (
+    Problem,
+    Rows,
+    find_rows,
+    mesh_sizes,
+    own_step,
+    traced_plainly,
+    traced_with_rows,
+    without_own_checkpoints,
+)
 from jaxmem_callbacks.planning.request import Space, budget_for, parse_search
 from jaxmem_callbacks.planning.sharding_candidates import is_divided, with_donation
-from jaxmem_callbacks.planning.step_adapter import own_step, traced_plainly, traced_with_rows, without_own_checkpoints
 from jaxmem_callbacks.programs.causes import causes_of
 from jaxmem_callbacks.programs.memory import large_constants
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes

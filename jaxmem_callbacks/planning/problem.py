@@ -1,27 +1,34 @@
-"""The problem: a step, its arguments and their batch, a target and a budget."""
+"""The problem: a user's step as it is planned, its arguments and their batch, a target and a budget."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import inspect
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmem_callbacks.planning.request import Budget
+from jaxmem_callbacks.planning.request import Budget, Space
 from jaxmem_callbacks.planning.step_time import Speed, speed_of, speed_of_device
-from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_arguments
-from jaxmem_callbacks.programs.steps.modules import own_donation
+from jaxmem_callbacks.programs.steps.leaves import named_arguments, require_arguments, state_arguments
+from jaxmem_callbacks.programs.steps.modules import arrays_apart, own_donation
+from jaxmem_callbacks.programs.steps.placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.program import kind_here
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.steps.user_jit import already_jitted
+from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.plans import BesideProgram
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, gradient_words
+from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.leaves import traced_dtype
@@ -200,3 +207,271 @@ class Problem:
 def mesh_sizes(mesh: Any) -> dict[str, int]:
     """Axis -> size; empty without a mesh."""
     return {} if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()}
+
+
+_FSDP = '{"fsdp": -1}'
+
+
+# Keywords of `jm.plan` itself; all others are the step's.
+OPTIONS = ("target", "budget", "mesh", "resident", "search", "beside", "progress")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnStep:
+    """A call of a train step, and the words of the `jm.jit_step` around it that a plan keeps.
+
+    Attributes:
+        function: The user's own function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        donation: What was said of donation; None where nothing was.
+        sharding: Where the state lies by the step's policy, or None.
+        state_shardings: What the state is pinned to, or None.
+        gradients: Which gradients obey a policy.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    donation: Any = None
+    sharding: str | ShardingRules | None = None
+    state_shardings: Any = None
+    gradients: Gradients = "own"
+
+    def require_agreement(self, space: Space) -> None:
+        """Refuse a search for shardings that the step has decided.
+
+        Raises:
+            PlanError: says what both say.
+        """
+        if self.sharding is not None and space.sharding not in (None, (self.sharding,)):
+            said = f"sharding={self.sharding!r}"
+            msg = (
+                f"The step is already under {said}, and search asks for {list(space.sharding or ())!r}. Leave sharding out of "
+                f"search to keep {said}, or plan {_name(self.function)}, the function that you wrote, not what jm.jit_step "
+                "returned."
+            )
+            raise PlanError(msg)
+
+    def kept(self, problem: Problem, traced: Traced, space: Space, *, divided: bool) -> tuple[Problem, Space]:
+        """The problem and what may be varied of it, under the step's own sharding.
+
+        Args:
+            problem: What is to be planned.
+            traced: Its plain step.
+            space: What may be varied.
+            divided: Whether the plan places the state; else it lies somewhere already.
+
+        Raises:
+            PlanError: nothing says over which devices.
+        """
+        if self.sharding is None:
+            return problem, space
+        if divided:
+            return problem, replace(space, sharding=(self.sharding,))
+        mesh = mesh_of([getattr(leaf.value, "sharding", None) for leaf in traced.leaves]) or ambient_mesh()
+        if mesh is None:
+            msg = (
+                f"The step is already under sharding={self.sharding!r}, and the plan is for one device. Name a target of "
+                "several, such as target='h100_sxm:8'; set the mesh that the step runs on, "
+                f"{advise('sharding.set_mesh', axes=_FSDP)}; or plan {_name(self.function)}, the function that you wrote."
+            )
+            raise PlanError(msg)
+        base = replace(problem.base, sharding=self.sharding)
+        return replace(problem, base=base, mesh=mesh, device_count=mesh.size), space
+
+
+def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OwnStep:
+    """The function to plan, its arguments, and what was said of it.
+
+    Raises:
+        PlanError: no function, a jit that cannot be traced, or a step that is under remat or microbatches already.
+    """
+    if not callable(train_step):
+        given = type(train_step).__name__
+        msg = f"jm.plan was given {given} as its step. Expected a function, and then the arguments of its call."
+        raise PlanError(msg)
+    inner = train_step.__wrapped__ if isinstance(train_step, JitStep) else train_step
+    _require_known(inner, kwargs)
+    own = already_jitted(inner)
+    try:
+        require_arguments(inner, args, kwargs, "jm.plan")
+        of_arrays = arrays_apart(inner, args, kwargs)
+    except TypeError as error:
+        raise PlanError(str(error)) from error
+    if own is not None and of_arrays is None and not hasattr(own.lowering, "trace"):
+        framework = type(own.lowering).__module__.partition(".")[0]
+        if inspect.isfunction(own.lowering):
+            msg = (
+                f"{_name(own.function)} is under jax.pmap, and no plan is made of it: policies and shardings need jax.jit. "
+                "Expected a function that jax.jit takes. Can it run under jax.shard_map inside of jax.jit? The command line "
+                "shows for a script of yours what to write."
+            )
+            raise PlanError(msg)
+        msg = (
+            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan "
+            f"{_name(own.function)}, the function that you wrote."
+        )
+        raise PlanError(msg)
+    if not isinstance(train_step, JitStep):
+        if of_arrays is None:
+            return OwnStep(function=train_step, args=args, kwargs=kwargs)
+        return OwnStep(function=of_arrays.function, args=of_arrays.args, kwargs=of_arrays.kwargs)
+    policy = train_step.policy
+    if policy.changes_gradients:
+        msg = (
+            f"The step is already under {gradient_words(policy)}. Plan {train_step.name}, the "
+            "function that you wrote, not what jm.jit_step returned."
+        )
+        raise PlanError(msg)
+    if of_arrays is not None:
+        return OwnStep(
+            function=of_arrays.function,
+            args=of_arrays.args,
+            kwargs=of_arrays.kwargs,
+            sharding=policy.sharding,
+            gradients=train_step.gradients,
+        )
+    return OwnStep(
+        function=inner,
+        args=args,
+        kwargs=kwargs,
+        donation=train_step.donation,
+        sharding=policy.sharding,
+        state_shardings=train_step.state_shardings,
+        gradients=train_step.gradients,
+    )
+
+
+def _require_known(train_step: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a keyword that is neither the plan's nor the step's.
+
+    Raises:
+        PlanError: with the plan's keyword that is most like it.
+    """
+    try:
+        parameters = inspect.signature(train_step).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in kwargs:
+        if name not in parameters:
+            meant = did_you_mean(name, [*OPTIONS, *parameters])
+            msg = (
+                f"jm.plan has no keyword {name!r}, and neither has {_name(train_step)}.{meant} The plan's own: "
+                f"{', '.join(OPTIONS)}."
+            )
+            raise PlanError(msg)
+
+
+def without_own_checkpoints(problem: Problem, note: Callable[[str], None]) -> Problem:
+    """The problem whose plain step has none of its author's checkpoints; as it is, and a note, where there are none."""
+    base = replace(problem.base, own_checkpoints="replace")
+    step = problem.step(base)
+    try:
+        with problem.in_mesh():
+            step.traced(problem.args, dict(problem.kwargs))
+    except (PolicyError, LossRefusedError) as error:
+        note(f"No checkpoints were replaced: {error}")
+        return problem
+    return replace(problem, base=base, plain=step)
+
+
+def traced_plainly(problem: Problem) -> Traced:
+    """The plain step's trace, before anything is searched.
+
+    Raises:
+        JaxmemError: as `traced_by_name` says.
+    """
+    with traced_by_name(problem.name, "train_step"), _for_absent(problem), _of_framework(problem):
+        return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
+
+
+@contextmanager
+def _of_framework(problem: Problem) -> Generator[None]:
+    """A gradient that JAX cannot take of a framework's objects is told by the function that can.
+
+    Raises:
+        PlanError: names it.
+    """
+    try:
+        yield
+    except TypeError as error:
+        framework = framework_of(problem.args, problem.kwargs)
+        if framework is None or "real- or complex-valued" not in str(error):
+            raise
+        msg = (
+            f"{problem.name} could not be traced for planning: it differentiates {framework.NAME} objects, which hold integers "
+            f"(keys, counters) too{_place(error)} Use {framework.VALUE_AND_GRAD} there, which leaves these out."
+        )
+        raise PlanError(msg) from error
+
+
+def _for_absent(problem: Problem) -> AbstractContextManager[None]:
+    """What tracing for hardware that is not there cannot do is told by what to write instead."""
+    return nullcontext() if problem.target is None else refusing_cudnn(problem.name, problem.target.platform)
+
+
+def traced_by_name(title: str, function: str) -> AbstractContextManager[None]:
+    """Where a function of the user's is traced as it is.
+
+    Args:
+        title: What failed if it fails, for messages.
+        function: What its user calls it.
+
+    Raises:
+        JaxmemError: as `_traced` says.
+    """
+    instead = f"that jax.jit can trace with these arguments; jax.eval_shape of {function} shows the same error."
+    return _traced(title, instead)
+
+
+def traced_with_rows(title: str) -> AbstractContextManager[None]:
+    """Where a step that can be traced as it is, is traced with another number of rows.
+
+    Args:
+        title: What failed if it fails, for messages.
+
+    Raises:
+        JaxmemError: as `_traced` says.
+    """
+    return _traced(
+        title, "for any number of rows: x.reshape(x.shape[0], ...) in place of a size that is written into it."
+    )
+
+
+@contextmanager
+def _traced(title: str, instead: str) -> Generator[None]:
+    """Where a function of the user's is traced.
+
+    Args:
+        title: What failed if it fails, for messages.
+        instead: What a step is expected to be.
+
+    Raises:
+        JaxmemError: this library's own refusals, as they are; a PlanError where it fails by itself, with that as its cause.
+    """
+    try:
+        yield
+    except JaxmemError:
+        raise
+    except Exception as error:
+        words = next(iter(str(error).strip().splitlines()), "without a word").rstrip(".")
+        seen = f"{type(error).__name__}: {words}{_place(error)}"
+        msg = f"{title} could not be traced for planning: {seen} Expected a step {instead}"
+        raise PlanError(msg) from error
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own that an error passed through."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if owner_of(frame.filename) is Owner.USER and not frame.filename.startswith("<")
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})." if frames else "."
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
