@@ -14,10 +14,11 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.choice import choose
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
-from jaxmem_callbacks.planning.search import RematSearch, choose
+from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.remat import cut_equations

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, offers, offloading_policies
+from jaxmem_callbacks.planning.choice import with_offload
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import Ledger
-from jaxmem_callbacks.planning.offload import MOST_POLICIES, offloading_policies, with_offload
 from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget

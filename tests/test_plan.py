@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
-from jaxmem_callbacks.planning.search import choose, pareto
+from jaxmem_callbacks.planning.choice import choose, pareto
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate

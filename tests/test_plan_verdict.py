@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.plan import search_of
-from jaxmem_callbacks.planning.plan import unfit_reason
+from jaxmem_callbacks.planning.verdict import unfit_reason
 from tests.pasting import pasted, value
 from tests.sample_plans import sentences
 from tests.target_step import needs_compiler, shape

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.planning.choice import pareto
 from jaxmem_callbacks.planning.compile_queue import Progress
 from jaxmem_callbacks.planning.orchestrate import Ask
-from jaxmem_callbacks.planning.plan import make_plan, unfit_reason
-from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.planning.plan import make_plan
+from jaxmem_callbacks.planning.verdict import unfit_reason
 from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path

@@ -224,7 +224,7 @@ class Recorder:
 
     def _write_plan(self, plan: PlanRecord, observation: Observation) -> None:
         """Once, at the start: what was foretold is there from the first moment on."""
-        from jaxmem_callbacks.planning.search import pareto
+        from jaxmem_callbacks.planning.choice import pareto
         from jaxmem_callbacks.writers.plan_figure import plan_picture
 
         frontier = pareto(plan.candidates)

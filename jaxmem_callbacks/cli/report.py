@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         RunFileError: no run there, a line that is none, or a page that cannot be written.
     """
     stories = stories_of(args.place)
-    from jaxmem_callbacks.planning.search import pareto  # after what was typed was found good
+    from jaxmem_callbacks.planning.choice import pareto
     from jaxmem_callbacks.writers.report import happened, report_html
 
     source = str(args.place) if args.place.name else str(args.place.resolve().name)

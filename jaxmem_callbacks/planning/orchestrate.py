@@ -12,13 +12,14 @@ from typing import Any, final
 import jax
 
 from jaxmem_callbacks.planning.bisect import last_that_fits
+from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_moved, offloading_policies
+from jaxmem_callbacks.planning.choice import chosen, rank
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import MOST_OF_REMAT, Entry, Ledger
 from jaxmem_callbacks.planning.coresident import Resident, compile_beside, parse_beside
-from jaxmem_callbacks.planning.offload import MOST_POLICIES, cuts_moved, offloading_policies, with_offload
 from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, traced_with_rows, with_rows
 from jaxmem_callbacks.planning.request import BatchSizes, Space
-from jaxmem_callbacks.planning.search import RematSearch, choose, rank
+from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.planning.sharding_candidates import layouts
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
@@ -440,11 +441,3 @@ def _with_beside(planned: Planned, placed: Problem, programs: Any, ledger: Ledge
         there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
     found = compile_beside(placed, (planned.traced, there), programs, planned.resident, ledger)
     return replace(placed, beside=found)
-
-
-def chosen(ledger: Ledger) -> tuple[Entry, str]:
-    """What to use of all that was compiled, and why."""
-    staying = [entry for entry in ledger.entries if not entry.candidate.policy.offload] or ledger.entries
-    index, reason = choose([entry.candidate for entry in staying])
-    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in ledger.entries])
-    return next(entry for entry in ledger.entries if entry.candidate is best), why or reason

@@ -9,125 +9,36 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.planning.choice import chosen
 from jaxmem_callbacks.planning.compile_queue import MOST, MOST_OF_REMAT, Entry, Ledger, Progress
 from jaxmem_callbacks.planning.coresident import parse_resident
-from jaxmem_callbacks.planning.donation import donation_of, note_donation, worth_a_word
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
-from jaxmem_callbacks.planning.offload import cuts_moved
-from jaxmem_callbacks.planning.orchestrate import Ask, Planned, chosen, compile_as_written, spend
+from jaxmem_callbacks.planning.orchestrate import Ask, Planned, compile_as_written, spend
 from jaxmem_callbacks.planning.problem import (
     Problem,
     Rows,
+    donation_of,
     find_rows,
     mesh_sizes,
     own_step,
     traced_plainly,
     traced_with_rows,
     without_own_checkpoints,
+    worth_a_word,
 )
 from jaxmem_callbacks.planning.request import Space, budget_for, parse_search
 from jaxmem_callbacks.planning.sharding_candidates import is_divided, with_donation
-from jaxmem_callbacks.programs.causes import causes_of
-from jaxmem_callbacks.programs.memory import large_constants
+from jaxmem_callbacks.planning.verdict import needed_share, note_choice, note_donation, remedies, searches
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import flags_now, kind_here, unguarded
-from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, JaxmemError, PlanError, PolicyError
+from jaxmem_callbacks.records.errors import CompileError, CompileTimeoutError, PlanError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.accumulation.microbatch import accumulates_already
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, OTHER, PARAMETERS, STATE
-
-_MOST_OF_A_GPU = 0.95  # the rest is CUDA's context, its libraries' and NCCL's
-
-
-def remedies(entry: Entry, donation: str) -> tuple[str, ...]:
-    """What makes the nearest candidate fit as it is, a sentence each, the cheapest first; empty where nothing does.
-
-    Args:
-        entry: The candidate that came nearest.
-        donation: What donating makes fit, or empty.
-    """
-    return tuple(words for words in (donation, _larger_share(entry), _fewer_resident(entry)) if words)
-
-
-def _larger_share(entry: Entry) -> str:
-    """Words for a larger share of an absent GPU, where nobody but JAX's own limit stands in the way."""
-    problem, need = entry.compiler.problem, entry.candidate.need_bytes
-    budget = problem.budget
-    if need is None or problem.target is None or budget.bytes is None or budget.device_bytes is None:
-        return ""
-    share = budget.share_for(need)
-    if share is None or share > _MOST_OF_A_GPU or budget.bytes != budget.limit_bytes:
-        return ""
-    rest = format_bytes(int((1 - share) * budget.device_bytes))
-    return (
-        f"It fits as it is into a larger share of the GPU: start with {advise('plan.share', share=f'{share:g}')}, which leaves "
-        f"{rest} to CUDA and NCCL."
-    )
-
-
-def _fewer_resident(entry: Entry) -> str:
-    """Words for what stays beside the step, where the step would fit without it."""
-    candidate, problem = entry.candidate, entry.compiler.problem
-    limit, resident = problem.budget.bytes, problem.resident_bytes
-    if (
-        not resident
-        or limit is None
-        or candidate.step_bytes is None
-        or candidate.step_bytes > limit
-        or candidate.sets_need
-    ):
-        return ""
-    return f"Without the {format_bytes(resident)} that stay beside the step it fits: are they needed while it runs?"
-
-
-def searches(planned: Planned, ledger: Ledger) -> tuple[str, ...]:
-    """Searches that were not tried and that the step's losses can have, as options of the command line."""
-    problem = planned.problem
-    tried = [entry.candidate.policy for entry in ledger.entries]
-    about = " ".join(note for note in ledger.notes if "not tried" in note or "not compiled" in note).lower()
-    ways = {
-        "microbatches=2,4": replace(problem.base, microbatches=2),
-        "offload": cuts_moved(problem.base),
-    }
-    looked_at = {
-        "microbatches=2,4": any(each.microbatches > 1 for each in tried) or "microbatches" in about,
-        "offload": problem.platform == "cpu" or any(each.offload for each in tried) or "offload" in about,
-    }
-    return tuple(
-        advise("plan.search", search=way)
-        for way, policy in ways.items()
-        if not looked_at[way] and _can_be_had(planned, policy)
-    )
-
-
-def _can_be_had(planned: Planned, policy: StepPolicy) -> bool:
-    """Whether the step can be traced under a policy, and where it accumulates, whether its gradient stays the same."""
-    problem = planned.problem
-    try:
-        if policy.microbatches > 1:
-            rows = find_rows(problem, planned.traced).count
-            if rows % policy.microbatches:
-                return False
-    except PlanError:  # which argument holds the batch is the losses' to say
-        pass
-    step, kwargs = problem.step(policy), dict(problem.kwargs)
-    try:
-        with problem.in_mesh(), traced_with_rows(f"{problem.name} under {policy}"):
-            step.traced(problem.args, kwargs)
-            if policy.microbatches > 1:
-                step.compare(problem.args, kwargs)
-    except JaxmemError:
-        return False
-    return True
-
 
 _MARGINS = {
     "cuda": (
@@ -140,13 +51,7 @@ _MARGINS = {
     ),
     "cpu": "left out: the host's own memory outside XLA",
 }
-
-
 _MOST_MICROBATCHES = 64
-# The CPU's compiler keeps checkpoints outside loops from this JAX on.
-_CPU_KEEPS_REMAT = (0, 12)
-# Temporaries of a step whose checkpoints were undone are this part of the plain step's, or more.
-_MUCH = 0.9
 _SHOWN = 4  # buffers of each group that a record keeps
 _UNCHECKED = (
     "Whether the loss may be accumulated was not checked: that takes a batch, and these are shapes only. jm.jit_step compares at "
@@ -218,7 +123,7 @@ def make_plan(
         ledger.note(_UNCHECKED)
     best, reason = chosen(ledger)
     best = _placed_elsewhere(ledger, best)
-    _note_choice(ledger, best, traced)
+    note_choice(ledger, best, traced)
     record = _record(ledger, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(planned)))
     if best.candidate.fits is not False:
         return record
@@ -253,61 +158,6 @@ def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:
     ledger.asked += 1
     ledger.compiled += not cached
     return ledger.replace(best, replace(best.candidate, placed_elsewhere=peak, placed_by=name))
-
-
-def _share_of(best: Entry) -> float | None:
-    """The share of a GPU that JAX's allocator must be told to take for the choice; None where it need not be told."""
-    need = best.candidate.need_bytes
-    return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
-
-
-def _note_choice(ledger: Ledger, best: Entry, traced: Traced) -> None:
-    """What is to be said of the policy that is used."""
-    if best.candidate.peak is not None:
-        note = ledger.note_obstacle if best.candidate.fits is False else ledger.note
-        for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
-            note(words)
-    _note_share(ledger, best)
-    _note_idle_devices(ledger, best)
-    _note_undone(ledger, best)
-    for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
-        ledger.note(words)
-
-
-def _note_share(ledger: Ledger, best: Entry) -> None:
-    """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
-    problem, share = best.compiler.problem, _share_of(best)
-    if share is not None and problem.target is not None:
-        ledger.note(
-            f"It needs more than the {format_bytes(problem.budget.untold_bytes)} that JAX's allocator takes of "
-            f"{problem.target.name} unless told otherwise. Start with {FRACTION}={share:g} or more."
-        )
-
-
-def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
-    """Where a step is planned for some of the attached devices, say how to use the others."""
-    problem, count = best.compiler.problem, jax.device_count()
-    if problem.target is None and problem.device_count < count:
-        ledger.note(
-            f"This is planned for {problem.device_count} of {count} attached devices. To divide the step among all of them, give "
-            "arguments without shardings and search={'sharding': True}."
-        )
-
-
-def _note_undone(ledger: Ledger, best: Entry) -> None:
-    """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
-    tried = [entry.candidate for entry in ledger.entries if entry.compiler is best.compiler]
-    own = best.compiler.problem.base.own_checkpoints
-    whole = [each for each in tried if each.policy.microbatches == 1 and each.policy.own_checkpoints == own]
-    plain = [each.temp_bytes or 0 for each in whole if each.policy.remat == "none"]
-    again = [each.temp_bytes or 0 for each in whole if each.policy.remat != "none"]
-    is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
-    if is_old_cpu and plain and again and min(again) > _MUCH * min(plain):
-        ledger.note(
-            f"No remat saves much here. This may be the CPU's compiler: before jax {'.'.join(map(str, _CPU_KEEPS_REMAT))} (this "
-            f"is {jax.__version__}) it undoes checkpoints outside loops. Plan for the hardware that trains, such as "
-            "target='h100_sxm'; it need not be there."
-        )
 
 
 def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
@@ -405,7 +255,7 @@ def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanR
         fingerprint=compiler.plain.operations,
         device_kind=kind_here() if hardware is None else hardware.device_kind,
         process_flags=flags_now(),
-        fraction=_share_of(best),
+        fraction=needed_share(best),
         own_checkpoints=tuple(dict.fromkeys(each for entry in ledger.entries for each in entry.compiler.left_alone)),
         gradients=problem.gradients,
         notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
@@ -452,23 +302,3 @@ def _versions(answers: Sequence[TargetCompilation], hardware: Target | None) -> 
     if hardware is not None:
         found |= {name: version for answer in answers[:1] for name, version in answer.compiler.items()}
     return found
-
-
-def unfit_reason(record: PlanRecord) -> str:
-    """What did not fit and by how much, for whoever is to run the policy all the same."""
-    best = record.candidates[record.chosen]
-    over = f"Nothing fits: {record.step} {_over(record, best)} ({record.least[0]})."
-    otherwise = "Plan for more or larger devices, a larger budget or a smaller batch."
-    stops = (record.left_alone, *record.obstacles)
-    return " ".join(words for words in (over, *stops, *best.peak_sentences, *record.remedies, otherwise) if words)
-
-
-def _over(record: PlanRecord, best: Candidate) -> str:
-    over, need, where = record.over_bytes, record.need_of(best), f"{record.target} under the policy that came nearest"
-    if best.step_bytes is None or over is None or need is None:
-        return f"is too much for {where}; by how much is unknown, because the compiler refused it without a figure"
-    most = need - over
-    allowed = f"budget of {format_bytes(most)} allows"
-    if most != record.budget_bytes:
-        allowed = f"{format_bytes(most)} that can be used there"
-    return f"needs {format_bytes(best.step_bytes)} on {where}, {format_bytes(over)} more than the {allowed}"

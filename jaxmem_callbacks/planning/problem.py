@@ -16,12 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxmem_callbacks.planning.request import Budget, Space
 from jaxmem_callbacks.planning.step_time import Speed, speed_of, speed_of_device
+from jaxmem_callbacks.programs.steps.donation import leaf_bytes, worth_donating
 from jaxmem_callbacks.programs.steps.leaves import named_arguments, require_arguments, state_arguments
-from jaxmem_callbacks.programs.steps.modules import arrays_apart, own_donation
+from jaxmem_callbacks.programs.steps.modules import OfArrays, arrays_apart, own_donation
 from jaxmem_callbacks.programs.steps.placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.program import kind_here
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.steps.user_jit import already_jitted
+from jaxmem_callbacks.programs.steps.user_jit import Jitted, already_jitted
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise
@@ -210,8 +211,6 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 _FSDP = '{"fsdp": -1}'
-
-
 # Keywords of `jm.plan` itself; all others are the step's.
 OPTIONS = ("target", "budget", "mesh", "resident", "search", "beside", "progress")
 
@@ -475,3 +474,20 @@ def _place(error: Exception) -> str:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def donation_of(problem: Problem, said: Any, space: Space) -> Any:
+    """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
+    own = own_jit(problem.train_step)
+    is_free = isinstance(said, tuple) if own is None else own.may_donate
+    return "auto" if space.donate and is_free else said
+
+
+def worth_a_word(traced: Traced) -> tuple[str, ...]:
+    """Arguments that a step returns updated and does not donate, and that are large enough to count."""
+    return worth_donating(traced.undonated, [(leaf.argument, leaf_bytes(leaf, None)) for leaf in traced.leaves])
+
+
+def own_jit(train_step: Callable[..., Any]) -> Jitted | None:
+    """The jit that the user made, also of a step that was taken out of it to be planned."""
+    return train_step.jit if isinstance(train_step, OfArrays) else already_jitted(train_step)

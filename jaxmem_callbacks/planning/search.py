@@ -8,10 +8,9 @@ compiler needs more than half as many cuts are estimated to take, these are aske
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -24,15 +23,13 @@ from jaxmem_callbacks.planning.candidate_policies import (
     with_enough_cuts,
     with_half_the_cuts,
 )
+from jaxmem_callbacks.planning.choice import WORTH, bytes_or_inf
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import Ledger
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.units import format_extra
 
-# Work of this share of the plain step is not worth another compile.
-_WORTH = 0.005
 # Behind what wins all but this share of what keeping more can win, there is little left.
 _LITTLE = 0.05
 # A budget that is filled to this share is full: what is left of it is not worth another compile either.
@@ -48,10 +45,6 @@ _ENOUGH = 6
 _MUCH_LESS, _LESS = 0.8, 0.9
 # A lower end that is cut deeper computes more again: worth it are bytes below this part of those of the chosen cuts.
 _LESS_BYTES = 0.99
-# Rows down to this part of others are worth a word where they cost less each.
-_SAME_ROWS = 0.8
-# A modelled time up to this part of another is no longer.
-_NO_SLOWER = 1.01
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
 
@@ -161,7 +154,7 @@ class RematSearch:
             return
         self._compile([deeper.policy])
         asked = self.found.get(deeper.policy)
-        if asked is not None and asked.step_bytes is not None and asked.step_bytes < _LESS_BYTES * _bytes(full):
+        if asked is not None and asked.step_bytes is not None and asked.step_bytes < _LESS_BYTES * bytes_or_inf(full):
             self._full, self._offered = deeper.policy, deeper.offered
         else:
             self._offered = replace(self._offered, between=self._offered.alone, others=[])
@@ -263,7 +256,9 @@ class RematSearch:
         if not is_elsewhere:
             self._go_further()
             full, twice = self.full, self.found.get(self._twice)
-            is_elsewhere = full is not None and twice is not None and _bytes(twice) >= _LESS_BYTES * _bytes(full)
+            is_elsewhere = (
+                full is not None and twice is not None and bytes_or_inf(twice) >= _LESS_BYTES * bytes_or_inf(full)
+            )
         if limit is None or any(each.fits for each in self.found.values()):
             return
         if is_elsewhere or self._is_near(limit):
@@ -277,7 +272,7 @@ class RematSearch:
     def _worth_asking(self, bytes_: float) -> list[Offer]:
         """The offers up to the first behind which nothing is left to win, without those that differ by less than some bytes."""
         between, part = self._offered.between, 1 / self._compiler.problem.workers
-        enough = between[-1].work + _WORTH * self._compiler.plain.flops
+        enough = between[-1].work + WORTH * self._compiler.plain.flops
         end = next(place for place, offer in enumerate(between) if offer.work <= enough)
         chosen = [between[0]]
         for offer in between[1 : end + 1]:
@@ -296,7 +291,7 @@ class RematSearch:
     def _ask_others(self, spare: float) -> None:
         """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
         again = min(each.extra_flops for each in self.found.values() if each.fits)
-        worth = _WORTH * self._compiler.plain.flops
+        worth = WORTH * self._compiler.plain.flops
         near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
         self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._ledger.left), 0)]])
 
@@ -323,86 +318,3 @@ class RematSearch:
 
 def _fits(candidate: Candidate | None) -> bool:
     return candidate is not None and candidate.fits is True
-
-
-def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
-    """The candidate to use: of those that fit the one with fewest extra operations, then least time, then fewest bytes.
-
-    Operations that differ by less than is worth a compile are the same where modelled times differ: collectives cost none.
-    Where batch sizes were searched the most rows come before all that. Where there is no limit the plain step; where nothing
-    fits, what comes nearest.
-    """
-    index = min(range(len(candidates)), key=lambda place: rank(candidates[place]))
-    return index, _reason(candidates[index], candidates)
-
-
-def rank(candidate: Candidate) -> tuple[Any, ...]:
-    """What `choose` prefers comes first."""
-    misses = candidate.fits is False
-    return misses, _bytes(candidate) if misses else 0, *_cost(candidate)
-
-
-def _bytes(candidate: Candidate) -> float:
-    """For comparisons: what a compiler refused without a figure is more than all that is known."""
-    return math.inf if candidate.step_bytes is None else candidate.step_bytes
-
-
-def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
-    if best.fits is None:
-        return "there is no limit here, so nothing is worth computing twice"
-    if not best.fits:
-        return "nothing fits; this comes nearest"
-    if best.batch_rows is not None:
-        return f"{best.batch_rows} rows are the largest batch that was compiled and fits{_price(best, candidates)}"
-    without = " without its own checkpoints" if best.policy.own_checkpoints == "replace" else ""
-    return f"the plain step fits{without}" if best.extra_flops == 0 else "of those that fit it computes least again"
-
-
-def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:
-    """What the most rows cost beside fewer that compute less again; empty where these are fewer by far, or cost as much."""
-    rows, share = best.batch_rows or 0, best.extra_share or 0.0
-    mine = best.policy.sharding, best.policy.microbatches  # collectives and accumulation take time, and no operations
-    like = [each for each in candidates if each.fits and (each.policy.sharding, each.policy.microbatches) == mine]
-    fewer = [each for each in like if _SAME_ROWS * rows <= (each.batch_rows or 0) < rows]
-    cheapest = min(fewer, key=lambda each: (each.extra_share or 0.0, -(each.batch_rows or 0)), default=best)
-    least = cheapest.extra_share or 0.0
-    if share - least < _WORTH:
-        return ""
-    return f" at {format_extra(share)} FLOPs; {cheapest.batch_rows} rows fit at {format_extra(least)}"
-
-
-def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool, str]:
-    """What is least is best. Of equals the plain step, and never what a compiler happened to be done with first."""
-    rows, policy = candidate.batch_rows or 0, candidate.policy
-    return (
-        -rows,
-        candidate.extra_flops // max(int(_WORTH * (candidate.plain_flops or 0)), 1),
-        candidate.modelled_s or 0.0,
-        candidate.extra_flops,
-        _bytes(candidate),
-        policy.remat != "none",
-        repr(policy),
-    )
-
-
-def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates that no other beats in bytes without costing more operations, rows or notably more time, in their order.
-
-    What a compiler refused is none of them: it does not say what it would compute again by itself, and so what that costs.
-    """
-    known = [each for each in candidates if each.step_bytes is not None and not each.refusal]
-
-    def figures(one: Candidate) -> tuple[float, float, float]:
-        return one.step_bytes or 0, one.extra_share or one.extra_flops, -(one.batch_rows or 0)
-
-    def beaten(one: Candidate) -> bool:
-        mine = figures(one)
-        return any(
-            theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True))
-            for theirs in map(figures, known if one.modelled_s is None else faster_than(one.modelled_s))
-        )
-
-    def faster_than(seconds: float) -> list[Candidate]:
-        return [each for each in known if each.modelled_s is None or each.modelled_s <= _NO_SLOWER * seconds]
-
-    return tuple(each for each in known if not beaten(each))

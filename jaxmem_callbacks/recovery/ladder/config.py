@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxmem_callbacks.config.named import policy_of
-from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.planning.choice import pareto
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset, RecoverySettings

@@ -1,0 +1,150 @@
+"""Which candidate a plan uses, and which of them no other beats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem_callbacks.planning.compile_queue import Entry, Ledger
+from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.units import format_extra
+
+# Work of this share of the plain step is not worth another compile.
+WORTH = 0.005
+# Rows down to this part of others are worth a word where they cost less each.
+_SAME_ROWS = 0.8
+# A modelled time up to this part of another is no longer.
+_NO_SLOWER = 1.01
+
+
+def bytes_or_inf(candidate: Candidate) -> float:
+    """For comparisons: what a compiler refused without a figure is more than all that is known."""
+    return math.inf if candidate.step_bytes is None else candidate.step_bytes
+
+
+def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:
+    """The candidate to use: of those that fit the one with fewest extra operations, then least time, then fewest bytes.
+
+    Operations that differ by less than is worth a compile are the same where modelled times differ: collectives cost none.
+    Where batch sizes were searched the most rows come before all that. Where there is no limit the plain step; where nothing
+    fits, what comes nearest.
+    """
+    index = min(range(len(candidates)), key=lambda place: rank(candidates[place]))
+    return index, _reason(candidates[index], candidates)
+
+
+def rank(candidate: Candidate) -> tuple[Any, ...]:
+    """What `choose` prefers comes first."""
+    misses = candidate.fits is False
+    return misses, bytes_or_inf(candidate) if misses else 0, *_cost(candidate)
+
+
+def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
+    if best.fits is None:
+        return "there is no limit here, so nothing is worth computing twice"
+    if not best.fits:
+        return "nothing fits; this comes nearest"
+    if best.batch_rows is not None:
+        return f"{best.batch_rows} rows are the largest batch that was compiled and fits{_price(best, candidates)}"
+    without = " without its own checkpoints" if best.policy.own_checkpoints == "replace" else ""
+    return f"the plain step fits{without}" if best.extra_flops == 0 else "of those that fit it computes least again"
+
+
+def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:
+    """What the most rows cost beside fewer that compute less again; empty where these are fewer by far, or cost as much."""
+    rows, share = best.batch_rows or 0, best.extra_share or 0.0
+    mine = best.policy.sharding, best.policy.microbatches  # collectives and accumulation take time, and no operations
+    like = [each for each in candidates if each.fits and (each.policy.sharding, each.policy.microbatches) == mine]
+    fewer = [each for each in like if _SAME_ROWS * rows <= (each.batch_rows or 0) < rows]
+    cheapest = min(fewer, key=lambda each: (each.extra_share or 0.0, -(each.batch_rows or 0)), default=best)
+    least = cheapest.extra_share or 0.0
+    if share - least < WORTH:
+        return ""
+    return f" at {format_extra(share)} FLOPs; {cheapest.batch_rows} rows fit at {format_extra(least)}"
+
+
+def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool, str]:
+    """What is least is best. Of equals the plain step, and never what a compiler happened to be done with first."""
+    rows, policy = candidate.batch_rows or 0, candidate.policy
+    return (
+        -rows,
+        candidate.extra_flops // max(int(WORTH * (candidate.plain_flops or 0)), 1),
+        candidate.modelled_s or 0.0,
+        candidate.extra_flops,
+        bytes_or_inf(candidate),
+        policy.remat != "none",
+        repr(policy),
+    )
+
+
+def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates that no other beats in bytes without costing more operations, rows or notably more time, in their order.
+
+    What a compiler refused is none of them: it does not say what it would compute again by itself, and so what that costs.
+    """
+    known = [each for each in candidates if each.step_bytes is not None and not each.refusal]
+
+    def figures(one: Candidate) -> tuple[float, float, float]:
+        return one.step_bytes or 0, one.extra_share or one.extra_flops, -(one.batch_rows or 0)
+
+    def beaten(one: Candidate) -> bool:
+        mine = figures(one)
+        return any(
+            theirs != mine and all(t <= m for t, m in zip(theirs, mine, strict=True))
+            for theirs in map(figures, known if one.modelled_s is None else faster_than(one.modelled_s))
+        )
+
+    def faster_than(seconds: float) -> list[Candidate]:
+        return [each for each in known if each.modelled_s is None or each.modelled_s <= _NO_SLOWER * seconds]
+
+    return tuple(each for each in known if not beaten(each))
+
+
+def with_offload(best: Candidate, offloading: Sequence[Candidate]) -> tuple[Candidate, str | None]:
+    """The candidate to use where offloading was tried too.
+
+    Args:
+        best: What was chosen of those that keep all on the device.
+        offloading: Candidates that offload.
+
+    Returns:
+        The candidate, and why it is another than ``best``; None where it is not, or where nothing fits and it comes nearest.
+        One that offloads is used where it fits and its modelled time is less, or where nothing else fits so many rows; never
+        where nothing was moved, nor for the same rows where either time is unknown.
+    """
+    fitting = [each for each in offloading if each.fits and each.host_bytes]
+    if best.fits is False and fitting:
+        return min(fitting, key=_most_rows), "it fits by what waits in host memory, and nothing else fits"
+    if best.fits is False:
+        return min([best, *offloading], key=bytes_or_inf), None
+    most = min(fitting, key=_most_rows, default=best)
+    if (most.batch_rows or 0) > (best.batch_rows or 0):
+        return (
+            most,
+            f"{most.batch_rows} rows fit by what waits in host memory, and no more do otherwise than {best.batch_rows}",
+        )
+    fitting = [each for each in fitting if each.batch_rows == best.batch_rows]
+    known = [each for each in fitting if each.modelled_s is not None]
+    if best.modelled_s is None or not known:
+        return best, None
+    fastest = min(known, key=_time)
+    if _time(fastest) >= _time(best):
+        return best, None
+    return fastest, "what waits in host memory comes back sooner, as modelled, than it is computed again"
+
+
+def _most_rows(candidate: Candidate) -> tuple[float, float, float]:
+    return -(candidate.batch_rows or 0), *_time(candidate)
+
+
+def _time(candidate: Candidate) -> tuple[float, float]:
+    return (math.inf if candidate.modelled_s is None else candidate.modelled_s), bytes_or_inf(candidate)
+
+
+def chosen(ledger: Ledger) -> tuple[Entry, str]:
+    """What to use of all that was compiled, and why."""
+    staying = [entry for entry in ledger.entries if not entry.candidate.policy.offload] or ledger.entries
+    index, reason = choose([entry.candidate for entry in staying])
+    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in ledger.entries])
+    return next(entry for entry in ledger.entries if entry.candidate is best), why or reason

@@ -1,0 +1,258 @@
+"""What a plan reports of its choice: notes, obstacles, and what would make the step fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.planning.candidate_policies import cuts_moved
+from jaxmem_callbacks.planning.compile_queue import Entry, Ledger
+from jaxmem_callbacks.planning.orchestrate import Planned
+from jaxmem_callbacks.planning.problem import (
+    find_rows,
+    own_jit,
+    traced_with_rows,
+)
+from jaxmem_callbacks.programs.causes import causes_of
+from jaxmem_callbacks.programs.memory import large_constants
+from jaxmem_callbacks.programs.steps.step import Traced
+from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.units import format_bytes
+
+_MOST_OF_A_GPU = 0.95  # the rest is CUDA's context, its libraries' and NCCL's
+
+
+def remedies(entry: Entry, donation: str) -> tuple[str, ...]:
+    """What makes the nearest candidate fit as it is, a sentence each, the cheapest first; empty where nothing does.
+
+    Args:
+        entry: The candidate that came nearest.
+        donation: What donating makes fit, or empty.
+    """
+    return tuple(words for words in (donation, _larger_share(entry), _fewer_resident(entry)) if words)
+
+
+def _larger_share(entry: Entry) -> str:
+    """Words for a larger share of an absent GPU, where nobody but JAX's own limit stands in the way."""
+    problem, need = entry.compiler.problem, entry.candidate.need_bytes
+    budget = problem.budget
+    if need is None or problem.target is None or budget.bytes is None or budget.device_bytes is None:
+        return ""
+    share = budget.share_for(need)
+    if share is None or share > _MOST_OF_A_GPU or budget.bytes != budget.limit_bytes:
+        return ""
+    rest = format_bytes(int((1 - share) * budget.device_bytes))
+    return (
+        f"It fits as it is into a larger share of the GPU: start with {advise('plan.share', share=f'{share:g}')}, which leaves "
+        f"{rest} to CUDA and NCCL."
+    )
+
+
+def _fewer_resident(entry: Entry) -> str:
+    """Words for what stays beside the step, where the step would fit without it."""
+    candidate, problem = entry.candidate, entry.compiler.problem
+    limit, resident = problem.budget.bytes, problem.resident_bytes
+    if (
+        not resident
+        or limit is None
+        or candidate.step_bytes is None
+        or candidate.step_bytes > limit
+        or candidate.sets_need
+    ):
+        return ""
+    return f"Without the {format_bytes(resident)} that stay beside the step it fits: are they needed while it runs?"
+
+
+def searches(planned: Planned, ledger: Ledger) -> tuple[str, ...]:
+    """Searches that were not tried and that the step's losses can have, as options of the command line."""
+    problem = planned.problem
+    tried = [entry.candidate.policy for entry in ledger.entries]
+    about = " ".join(note for note in ledger.notes if "not tried" in note or "not compiled" in note).lower()
+    ways = {
+        "microbatches=2,4": replace(problem.base, microbatches=2),
+        "offload": cuts_moved(problem.base),
+    }
+    looked_at = {
+        "microbatches=2,4": any(each.microbatches > 1 for each in tried) or "microbatches" in about,
+        "offload": problem.platform == "cpu" or any(each.offload for each in tried) or "offload" in about,
+    }
+    return tuple(
+        advise("plan.search", search=way)
+        for way, policy in ways.items()
+        if not looked_at[way] and _can_be_had(planned, policy)
+    )
+
+
+def _can_be_had(planned: Planned, policy: StepPolicy) -> bool:
+    """Whether the step can be traced under a policy, and where it accumulates, whether its gradient stays the same."""
+    problem = planned.problem
+    try:
+        if policy.microbatches > 1:
+            rows = find_rows(problem, planned.traced).count
+            if rows % policy.microbatches:
+                return False
+    except PlanError:  # which argument holds the batch is the losses' to say
+        pass
+    step, kwargs = problem.step(policy), dict(problem.kwargs)
+    try:
+        with problem.in_mesh(), traced_with_rows(f"{problem.name} under {policy}"):
+            step.traced(problem.args, kwargs)
+            if policy.microbatches > 1:
+                step.compare(problem.args, kwargs)
+    except JaxmemError:
+        return False
+    return True
+
+
+# The CPU's compiler keeps checkpoints outside loops from this JAX on.
+_CPU_KEEPS_REMAT = (0, 12)
+# Temporaries of a step whose checkpoints were undone are this part of the plain step's, or more.
+_MUCH = 0.9
+
+
+def needed_share(best: Entry) -> float | None:
+    """The share of a GPU that JAX's allocator must be told to take for the choice; None where it need not be told."""
+    need = best.candidate.need_bytes
+    return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
+
+
+def note_choice(ledger: Ledger, best: Entry, traced: Traced) -> None:
+    """What is to be said of the policy that is used."""
+    if best.candidate.peak is not None:
+        note = ledger.note_obstacle if best.candidate.fits is False else ledger.note
+        for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
+            note(words)
+    _note_share(ledger, best)
+    _note_idle_devices(ledger, best)
+    _note_undone(ledger, best)
+    for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
+        ledger.note(words)
+
+
+def _note_share(ledger: Ledger, best: Entry) -> None:
+    """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
+    problem, share = best.compiler.problem, needed_share(best)
+    if share is not None and problem.target is not None:
+        ledger.note(
+            f"It needs more than the {format_bytes(problem.budget.untold_bytes)} that JAX's allocator takes of "
+            f"{problem.target.name} unless told otherwise. Start with {FRACTION}={share:g} or more."
+        )
+
+
+def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
+    """Where a step is planned for some of the attached devices, say how to use the others."""
+    problem, count = best.compiler.problem, jax.device_count()
+    if problem.target is None and problem.device_count < count:
+        ledger.note(
+            f"This is planned for {problem.device_count} of {count} attached devices. To divide the step among all of them, give "
+            "arguments without shardings and search={'sharding': True}."
+        )
+
+
+def _note_undone(ledger: Ledger, best: Entry) -> None:
+    """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
+    tried = [entry.candidate for entry in ledger.entries if entry.compiler is best.compiler]
+    own = best.compiler.problem.base.own_checkpoints
+    whole = [each for each in tried if each.policy.microbatches == 1 and each.policy.own_checkpoints == own]
+    plain = [each.temp_bytes or 0 for each in whole if each.policy.remat == "none"]
+    again = [each.temp_bytes or 0 for each in whole if each.policy.remat != "none"]
+    is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
+    if is_old_cpu and plain and again and min(again) > _MUCH * min(plain):
+        ledger.note(
+            f"No remat saves much here. This may be the CPU's compiler: before jax {'.'.join(map(str, _CPU_KEEPS_REMAT))} (this "
+            f"is {jax.__version__}) it undoes checkpoints outside loops. Plan for the hardware that trains, such as "
+            "target='h100_sxm'; it need not be there."
+        )
+
+
+def unfit_reason(record: PlanRecord) -> str:
+    """What did not fit and by how much, for whoever is to run the policy all the same."""
+    best = record.candidates[record.chosen]
+    over = f"Nothing fits: {record.step} {_over(record, best)} ({record.least[0]})."
+    otherwise = "Plan for more or larger devices, a larger budget or a smaller batch."
+    stops = (record.left_alone, *record.obstacles)
+    return " ".join(words for words in (over, *stops, *best.peak_sentences, *record.remedies, otherwise) if words)
+
+
+def _over(record: PlanRecord, best: Candidate) -> str:
+    over, need, where = record.over_bytes, record.need_of(best), f"{record.target} under the policy that came nearest"
+    if best.step_bytes is None or over is None or need is None:
+        return f"is too much for {where}; by how much is unknown, because the compiler refused it without a figure"
+    most = need - over
+    allowed = f"budget of {format_bytes(most)} allows"
+    if most != record.budget_bytes:
+        allowed = f"{format_bytes(most)} that can be used there"
+    return f"needs {format_bytes(best.step_bytes)} on {where}, {format_bytes(over)} more than the {allowed}"
+
+
+def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[str]) -> str:
+    """Say what donation saves in the chosen step.
+
+    Args:
+        ledger: Counts the one compile that this takes.
+        entry: The chosen candidate.
+        said: The step's own word about donation.
+        undonated: Arguments that the step, by that word, returns updated and does not donate.
+
+    Returns:
+        The sentence where donation makes a step fit that does not fit without it, else an empty text.
+    """
+    policy, compiled = entry.candidate.policy, entry.candidate.step_bytes
+    if not undonated or compiled is None or _is_off(ledger):
+        return ""
+    names = ", ".join(undonated)
+    try:
+        if policy.donate != said:
+            (other,) = ledger.compile([(entry.compiler, replace(policy, donate=said))])
+            if other is not None and other.step_bytes is not None:
+                saved = format_bytes(other.step_bytes - compiled)
+                ledger.note(
+                    f"Donating {names} saves {saved}: {format_bytes(compiled)} in place of {format_bytes(other.step_bytes)}."
+                )
+            return ""
+        ledger.tell(f"{names} donated")
+        ledger.asked += 1
+        donating, cached = entry.compiler.donating(policy, undonated)
+        ledger.beside_compiled += not cached
+    except CompileError as error:
+        ledger.note(f"What donating {names} would save is unknown: {error}")
+        return ""
+    if donating is None or donating >= compiled:
+        ledger.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
+        return ""
+    problem = entry.compiler.problem
+    limit = problem.budget.bytes
+    is_enough = entry.candidate.fits is False and limit is not None and donating + problem.resident_bytes <= limit
+    words = (
+        f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
+        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled{', and it fits' if is_enough else ''}. "
+        f"{_line(entry, tuple(undonated))}"
+    )
+    if is_enough:
+        return words
+    ledger.note(words)
+    return ""
+
+
+def _is_off(ledger: Ledger) -> bool:
+    """Whether JAX donates nothing, which is noted."""
+    is_off = bool(jax.config.jax_debug_nans)  # pyright: ignore[reportAttributeAccessIssue] - 0.10
+    if is_off:
+        ledger.note("jax_debug_nans is on: JAX donates nothing while it is.")
+    return is_off
+
+
+def _line(entry: Entry, names: tuple[str, ...]) -> str:
+    donated = [leaf.argument for leaf in entry.compiler.leaves if leaf.donated]
+    step = entry.compiler.problem
+    own = own_jit(step.train_step)
+    if own is None or own.may_donate:
+        return f"Let the plan donate: {advise('plan.donate')}."
+    return f"{own.donating(step.name, names, donated)} No search changes your own jit."
