@@ -8,7 +8,7 @@ Nothing is measured: the case is a committed file, and the figure is the one tha
 from __future__ import annotations
 
 from benchmarks.sources import ROOT
-from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
+from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.writers.simulation import save_figure
 
 CASE = "train_and_evaluate"

@@ -11,11 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmem_callbacks.answers.environment import apply_environment as apply_environment
-    from jaxmem_callbacks.answers.plan import Plan as Plan
-    from jaxmem_callbacks.answers.plan import load_plan as load_plan
-    from jaxmem_callbacks.answers.plan import plan as plan
-    from jaxmem_callbacks.answers.simulation import simulate_allocator as simulate_allocator
+    from jaxmem_callbacks.api.environment import apply_environment as apply_environment
+    from jaxmem_callbacks.api.plan import Plan as Plan
+    from jaxmem_callbacks.api.plan import load_plan as load_plan
+    from jaxmem_callbacks.api.plan import plan as plan
+    from jaxmem_callbacks.api.simulation import simulate_allocator as simulate_allocator
     from jaxmem_callbacks.callbacks.monitor import MemoryMonitor as MemoryMonitor
     from jaxmem_callbacks.config.presets import list_presets as list_presets
     from jaxmem_callbacks.config.presets import load_preset as load_preset
@@ -76,7 +76,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "LossRefusedError": ("records.errors", "LossRefusedError"),
     "MemoryMonitor": ("callbacks.monitor", "MemoryMonitor"),
     "PatternError": ("records.errors", "PatternError"),
-    "Plan": ("answers.plan", "Plan"),
+    "Plan": ("api.plan", "Plan"),
     "PlanError": ("records.errors", "PlanError"),
     "PolicyError": ("records.errors", "PolicyError"),
     "Preset": ("records.presets", "Preset"),
@@ -90,7 +90,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "StepMemory": ("programs.memory", "StepMemory"),
     "StepPolicy": ("records.policies", "StepPolicy"),
     "TargetError": ("records.errors", "TargetError"),
-    "apply_environment": ("answers.environment", "apply_environment"),
+    "apply_environment": ("api.environment", "apply_environment"),
     "apply_policy": ("transforms.gradients", "apply_policy"),
     "as_writer": ("writers.adapters", "as_writer"),
     "defragment": ("recovery.defragment", "defragment"),
@@ -100,16 +100,16 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "jit_step": ("programs.steps.step", "jit_step"),
     "linen": ("integrations.flax_linen", None),
     "list_presets": ("config.presets", "list_presets"),
-    "load_plan": ("answers.plan", "load_plan"),
+    "load_plan": ("api.plan", "load_plan"),
     "load_preset": ("config.presets", "load_preset"),
     "make_mesh": ("transforms.sharding.mesh", "make_mesh"),
     "nnx": ("integrations.flax_nnx", None),
     "oom_guard": ("recovery.guard", "oom_guard"),
     "parse_oom": ("recovery.texts.parsing", "parse_oom"),
-    "plan": ("answers.plan", "plan"),
+    "plan": ("api.plan", "plan"),
     "prefetch": ("transforms.prefetch", "prefetch"),
     "remat": ("transforms.remat", "remat"),
-    "simulate_allocator": ("answers.simulation", "simulate_allocator"),
+    "simulate_allocator": ("api.simulation", "simulate_allocator"),
     "step_memory": ("programs.memory", "step_memory"),
     "value_and_grad": ("transforms.gradients", "value_and_grad"),
     "weighted": ("transforms.accumulation.accumulate", "weighted"),

@@ -15,7 +15,7 @@ PACKAGE = "jaxmem_callbacks"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ORDER = [
     *("records", "config", "environment", "simulator", "_compat", "transforms", "programs", "planning", "probes"),
-    *("analysis", "readers", "writers", "recovery", "callbacks", "integrations", "answers", "cli"),
+    *("analysis", "readers", "writers", "recovery", "callbacks", "integrations", "api", "cli"),
 ]
 FRAMEWORKS = {
     "flax",

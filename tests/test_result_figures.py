@@ -15,7 +15,7 @@ from benchmarks.plan_picture import PICTURE, plan_of
 from benchmarks.simulator_picture import CASE
 from benchmarks.simulator_picture import PICTURE as SIMULATED
 from benchmarks.sources import COMMANDS, RESULTS, ROOT, SOURCES, benchmark_of, command
-from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
+from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, trace_of
+from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, trace_of
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.traces import event_of, fields_of_event, read_trace
 from jaxmem_callbacks.records.errors import SimulationError, TargetError

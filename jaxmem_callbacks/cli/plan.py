@@ -41,7 +41,7 @@ from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 
 if TYPE_CHECKING:
-    from jaxmem_callbacks.answers.plan import Plan
+    from jaxmem_callbacks.api.plan import Plan
 
 
 # Key -> what a shell says after it, and an example.
@@ -360,7 +360,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
     """
 
     def planned(reached: Reached) -> Callable[[], int]:
-        from jaxmem_callbacks.answers.plan import plan
+        from jaxmem_callbacks.api.plan import plan
 
         seen.called = called_as(reached.step)
         beside = [reach_program(program, args.script_args) for program in args.beside]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmem_callbacks.answers.simulation import device_bytes_of, simulate_ways, size_of, trace_of
+from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, size_of, trace_of
 from jaxmem_callbacks.cli.exit_codes import NONE_SURVIVES, OK
 from jaxmem_callbacks.cli.typed import named, place, whole
 from jaxmem_callbacks.records.advice import advise

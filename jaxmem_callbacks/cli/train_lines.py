@@ -12,7 +12,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy
 
 if TYPE_CHECKING:
-    from jaxmem_callbacks.answers.plan import Plan
+    from jaxmem_callbacks.api.plan import Plan
 
 WHOLE = ".json"  # the ending of a file with a whole plan; others are presets
 
