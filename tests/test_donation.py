@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.reading.hlo import read_header
+from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import infer_donation
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
@@ -98,12 +98,12 @@ def test_a_header_is_read_whatever_its_form():
         "buffer_donor={ (3, {}) }, entry_computation_layout={(f32[2,3]{1,0:T(8,128)}, s32[], (f32[2]{0}, pred[]), f32[1]{0})"
         "->(f32[3]{0}, f32[])}, x={true}\nbody"
     )
-    assert (read_header(line).reused, read_header(line).parameters) == ({2: 1, 0: 0}, 4)
+    assert (parse_module(line).aliases, parse_module(line).parameter_count) == ({2: 1, 0: 0}, 4)
     packed = "HloModule t, input_output_alias={ {0}: (0, {7}, may-alias) }, "
     packed += "entry_computation_layout={((f32[2]{0}, s32[]))->f32[]}"
-    assert (read_header(packed).reused, read_header(packed).parameters) == ({7: 0}, 2)
-    assert (read_header("HloModule empty, entry_computation_layout={()->f32[]}").parameters) == 0
-    assert read_header("").reused == {}
+    assert (parse_module(packed).aliases, parse_module(packed).parameter_count) == ({7: 0}, 2)
+    assert parse_module("HloModule empty, entry_computation_layout={()->f32[]}").parameter_count == 0
+    assert parse_module("").aliases == {}
 
 
 def mesh_sharding(*spec):

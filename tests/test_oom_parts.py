@@ -13,7 +13,8 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.environment.variables import reported_environment
-from jaxmem_callbacks.programs.reading.hlo import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import parse_module
+from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
@@ -334,8 +335,8 @@ ENTRY %main (x: f32[8,8]) -> f32[] {
   ROOT %f = f32[] fusion(%x), kind=kCustom, calls=%fused
 }
 """
-    assert library_bytes(text) == 4 * 1024 * 1024
-    assert library_bytes(text.replace("kCustom", "kLoop")) == 0
+    assert library_bytes(parse_module(text)) == 4 * 1024 * 1024
+    assert library_bytes(parse_module(text.replace("kCustom", "kLoop"))) == 0
 
 
 def test_what_a_librarys_fusion_returns_has_its_room_in_the_compilers_figures():
@@ -355,7 +356,7 @@ ENTRY %main (x: f32[8,8]) -> (f32[1024,1024], f32[512,1024]) {
   ROOT %f = (f32[1024,1024]{1,0}, f32[512,1024]{1,0}) fusion(%x), kind=kCustom, calls=%fused
 }
 """
-    assert library_bytes(text) == 4 * 256 * 1024
+    assert library_bytes(parse_module(text)) == 4 * 256 * 1024
 
 
 def test_a_second_of_many_reports_is_no_endless_search(tmp_path):

@@ -15,6 +15,7 @@ from jaxmem_callbacks.programs.memory import disagreement_words
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
+from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomputed_flops
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import operations_of
@@ -170,10 +171,10 @@ class Compiler:
         return lambda: self._answered(policy, facts, compiling())
 
     def _answered(self, policy: StepPolicy, facts: Facts, answer: TargetCompilation) -> Candidate:
-        self.answers.append(answer)
+        self.answers.append(replace(answer, module=None))
         self.notes |= dict.fromkeys(answer.note_of_reports)
-        if answer.memory is not None:
-            judged = self._judged(policy, facts, answer.memory, answer.hlo_text or "", answer)
+        if answer.memory is not None and answer.module is not None:
+            judged = self._judged(policy, facts, answer.memory, answer.module, answer)
             return replace(judged, peak=answer.peak)
         refused = self._refused(policy, facts, answer.needed_bytes, answer.refusal, answer.peak)
         return replace(refused, cached=answer.cached)
@@ -262,10 +263,10 @@ class Compiler:
             except MemoryRefusalError as refusal:
                 needed = refusal.needed_bytes
                 return self._refused(step.policy, facts, needed, refusal.words, refused_peak(facts.traced, needed))
-            hlo, platform = program.as_text() or "", jax.default_backend()
-            memory = program_memory(program, name="step", platform=platform, target="attached", hlo_text=hlo)
+            module, platform = parse_module(program.as_text()), jax.default_backend()
+            memory = program_memory(program, name="step", platform=platform, target="attached", module=module)
             told = peak and with_total(peak, memory.step_bytes, UNPLACED)
-            return replace(self._judged(step.policy, facts, memory, hlo), peak=told)
+            return replace(self._judged(step.policy, facts, memory, module), peak=told)
 
         return compiled
 
@@ -274,10 +275,10 @@ class Compiler:
         policy: StepPolicy,
         facts: Facts,
         memory: ProgramMemory,
-        hlo: str,
+        module: Module,
         answer: TargetCompilation | None = None,
     ) -> Candidate:
-        again = max(recomputed_flops(hlo), 1) if memory.compiler_remat else 0
+        again = max(recomputed_flops(module), 1) if memory.compiler_remat else 0
         if not self._disagreed:  # one sentence a plan: the others' differ in their bytes only
             self._disagreed = disagreement_words(memory)
             self.notes |= dict.fromkeys(self._disagreed)
@@ -296,7 +297,7 @@ class Compiler:
             mesh=mesh_sizes(self.problem.mesh),
             operations=facts.operations,
             compiler_remat=memory.compiler_remat,
-            modelled_s=self._as_compiled(facts.modelled_s, again, hlo),
+            modelled_s=self._as_compiled(facts.modelled_s, again, module),
             argument_bytes=memory.argument_bytes,
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
@@ -307,19 +308,19 @@ class Compiler:
             seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )
 
-    def _as_compiled(self, modelled_s: float | None, again: int, hlo: str) -> float | None:
+    def _as_compiled(self, modelled_s: float | None, again: int, module: Module) -> float | None:
         """Modelled time with what a trace does not know.
 
         Args:
             modelled_s: Of the trace.
             again: Operations on each device that the compiler does again by itself, charged at the speed of bfloat16 products:
                 the least that they may take.
-            hlo: The compiled program, for what goes through the links, as if nothing of it were hidden behind other work.
+            module: The compiled program, for what goes through the links, as if nothing of it were hidden behind other work.
         """
         speed, count = self.problem.speed, self.problem.device_count
         if modelled_s is None or speed is None:
             return None
-        moved = 0 if count == 1 else collectives_of(hlo, count).moved_bytes
+        moved = 0 if count == 1 else collectives_of(module, count).moved_bytes
         return modelled_s + again / speed.flops + moved / speed.link
 
     def _need(self, step_bytes: int | None) -> tuple[int | None, str]:

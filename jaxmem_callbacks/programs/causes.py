@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -22,13 +21,13 @@ import jax.numpy as jnp
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
+from jaxmem_callbacks.programs.reading.hlo import dimensions
 from jaxmem_callbacks.programs.steps.call import AbstractCall
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import SAVED, TEMPORARIES, Peak
-from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH
 from jaxmem_callbacks.transforms.equations import inlined, is_variable
@@ -42,7 +41,6 @@ _SCALED = {"mul", "div", "convert_element_type", "reshape", "broadcast_in_dim", 
 _SHARE = 0.02  # of the peak: a cause of less is not worth a sentence
 _SCHEDULER, _LEAST_MEMORY = "xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 Others = Mapping[int, Any]  # id of an array of a call -> what stands in its place
-_DIMENSIONS = re.compile(r"\[([\d,]*)\]")
 
 
 class Again:
@@ -222,7 +220,7 @@ def _whole_batch(leaves: Sequence[Leaf], peak: Peak, least: int, again: Again) -
     if mesh is None or any(_split_rows(leaf) for leaf in batch):
         return ""
     here = {each.operation: each for each in peak.buffers if each.group == BATCH}
-    whole = [leaf for leaf in batch if leaf.path in here and _dimensions(here[leaf.path]) == leaf.shape != ()]
+    whole = [leaf for leaf in batch if leaf.path in here and dimensions(here[leaf.path].shape) == leaf.shape != ()]
     held = sum(here[leaf.path].bytes for leaf in whole)
     if not whole or held < least:
         return ""
@@ -266,11 +264,13 @@ def _whole_values(traced: Traced, peak: Peak, least: int, again: Again) -> str:
     whole = [
         each
         for each in peak.buffers
-        if each.group in (SAVED, TEMPORARIES) and each.bytes >= least and (each.source, _dimensions(each)) in shapes
+        if each.group in (SAVED, TEMPORARIES)
+        and each.bytes >= least
+        and (each.source, dimensions(each.shape)) in shapes
     ]
     growing = _growing(eqns, batch, again) if whole else []
     rows = {(_place(eqn), shape) for eqn, shape in growing}
-    whole = [each for each in whole if (each.source, _dimensions(each)) in rows]
+    whole = [each for each in whole if (each.source, dimensions(each.shape)) in rows]
     if not whole:
         return ""
     largest = max(whole, key=lambda each: each.bytes)
@@ -344,11 +344,6 @@ def _bytes_here(leaf: Leaf) -> int:
     sharding = getattr(leaf.value, "sharding", None)
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * getattr(leaf.dtype, "itemsize", 0)
-
-
-def _dimensions(buffer: Buffer) -> tuple[int, ...]:
-    found = _DIMENSIONS.search(buffer.shape)
-    return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
 
 def _place(eqn: Any) -> str:

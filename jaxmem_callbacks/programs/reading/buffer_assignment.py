@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxmem_callbacks.programs.reading.hlo import constant_bytes, count_compiler_remat
+from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
+from jaxmem_callbacks.programs.reading.hlo_costs import constant_bytes, recomputed
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.programs import ProgramMemory
 
@@ -295,7 +296,7 @@ def figures_of(stats: Any, platform: str) -> dict[str, int | None]:
 
 
 def program_memory(
-    compiled: Any, *, name: str, platform: str, target: str, hlo_text: str | None = None
+    compiled: Any, *, name: str, platform: str, target: str, module: Module | None = None
 ) -> ProgramMemory:
     """The record of one compiled program.
 
@@ -304,9 +305,13 @@ def program_memory(
         name: The function's name.
         platform: ``cpu``, ``gpu`` or ``tpu``.
         target: ``attached`` or a target's name.
-        hlo_text: ``compiled.as_text()`` where the caller has it already.
+        module: What ``compiled.as_text()`` holds, where the caller has parsed it already.
     """
-    figures = memory_figures(compiled, platform)
-    text = compiled.as_text() if hlo_text is None else hlo_text
-    told: Any = figures | {"constant_bytes": constant_bytes(text), "compiler_remat": count_compiler_remat(text)}
-    return ProgramMemory(name=name, platform=platform, target=target, **told)
+    figures: dict[str, Any] = {**memory_figures(compiled, platform)}
+    figures |= figures_of_module(parse_module(compiled.as_text()) if module is None else module)
+    return ProgramMemory(name=name, platform=platform, target=target, **figures)
+
+
+def figures_of_module(module: Module) -> dict[str, int]:
+    """The figures that the compiler's statistics leave out, by the names of `ProgramMemory`'s fields."""
+    return {"constant_bytes": constant_bytes(module), "compiler_remat": len(recomputed(module))}

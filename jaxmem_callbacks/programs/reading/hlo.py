@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from jaxmem_callbacks.records.source_files import is_installed
 
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
 # What follows: a layout's dimensions, the last one first, and the tile that the last ones are rounded up to.
 _LAYOUT = re.compile(r"\{([\d,]*)(?::T\(([\d,]+)\))?")
+_MARKS, _BRACES = re.compile(r"[(){}\[\],]"), re.compile(r"[{}]")
+_ALIAS = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
 _WITHOUT_BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -53,6 +57,34 @@ def padded_bytes(shape: str) -> int:
     return total
 
 
+def dimensions(shape: str) -> tuple[int, ...]:
+    """Sizes of an array; of a tuple, those of its first array; empty where there is none."""
+    found = _ARRAY.search(shape)
+    return tuple(_numbers(found[3])) if found else ()
+
+
+def top_level_parts(text: str) -> list[str]:
+    """What the commas outside all brackets separate, such as a tuple's parts, which may be tuples and have layouts."""
+    parts, depth, start = [], 0, 0
+    for mark in _MARKS.finditer(text):
+        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+        if mark[0] == "," and not depth:
+            parts.append(text[start : mark.start()])
+            start = mark.end()
+    return [*parts, text[start:]]
+
+
+def _braced(line: str, key: str) -> str:
+    """The text in the braces after ``key``, inner braces included; empty where the key is absent."""
+    _, found, after = line.partition(key + "{")
+    depth = 1 if found else 0
+    for mark in _BRACES.finditer(after):
+        depth += 1 if mark[0] == "{" else -1
+        if depth == 0:
+            return after[: mark.start()]
+    return ""
+
+
 def _bytes(kind: str, bits: str, elements: int) -> int | None:
     if not bits and kind not in _WITHOUT_BITS:
         return None
@@ -67,140 +99,16 @@ def _numbers(sizes: str) -> list[int]:
     return [int(size.lstrip("<=")) for size in sizes.split(",") if size]
 
 
-_ALIAS = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """What the header says.
-
-    Attributes:
-        reused: Parameter number -> number of the result that takes over its memory.
-        parameters: How many parameters the program has.
-    """
-
-    reused: dict[int, int]
-    parameters: int
-
-
-def read_header(hlo_text: str) -> Header:
-    """Parse the first line of ``compiled.as_text()``."""
-    line = hlo_text.partition("\n")[0]
-    reused: dict[int, int] = {}
-    for output, parameter, index in _ALIAS.findall(_braced(line, "input_output_alias=")):
-        number = int(index.split(",")[0]) if index.strip() else int(parameter)
-        reused[number] = int(output.split(",")[0]) if output.strip() else 0
-    return Header(reused=reused, parameters=_parameter_count(line))
-
-
-def _braced(line: str, key: str) -> str:
-    """The text in the braces after ``key``, inner braces included; empty where the key is absent."""
-    start = line.find(key + "{")
-    if start < 0:
-        return ""
-    depth = 0
-    for end in range(start + len(key), len(line)):
-        depth += {"{": 1, "}": -1}.get(line[end], 0)
-        if depth == 0:
-            return line[start + len(key) + 1 : end]
-    return ""
-
-
-def _parameter_count(line: str) -> int:
-    """Arguments in ``entry_computation_layout={(a, b)->c}``, those of a packed tuple counted one by one."""
-    inside = _braced(line, "entry_computation_layout=").partition(")->")[0].removeprefix("(")
-    if inside.startswith("("):
-        inside = inside[1:].removesuffix(")")
-    depth, commas = 0, 0
-    for letter in inside:
-        depth += {"{": 1, "[": 1, "(": 1, "}": -1, "]": -1, ")": -1}.get(letter, 0)
-        commas += letter == "," and depth == 0
-    return commas + 1 if inside.strip() else 0
-
-
-_CONSTANT_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_CONSTANT = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) constant\(")
-# Part of the code that a fusion becomes, and so nowhere in memory.
-_FUSED = re.compile(r" fusion\(.*?\bcalls=%?([\w.\-]+)")
-# A layout's memory space, such as a TPU's on-chip memory or the host's.
-_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
-
-
-def constant_bytes(hlo_text: str | None) -> int:
-    """Bytes of a program's constants in the device's main memory, padding included.
-
-    Args:
-        hlo_text: What ``compiled.as_text()`` gave.
-    """
-    shapes: dict[str, list[str]] = {}
-    fused: set[str] = set()
-    computation = ""
-    for line in (hlo_text or "").splitlines():
-        if line and not line[0].isspace():
-            begun = _CONSTANT_COMPUTATION.match(line)
-            computation = begun[1] if begun else computation
-        elif " constant(" in line and (found := _CONSTANT.match(line)):
-            shapes.setdefault(computation, []).append(found[1])
-        elif " fusion(" in line and (found := _FUSED.search(line)):
-            fused.add(found[1])
-    return sum(
-        padded_bytes(shape)
-        for place, found in shapes.items()
-        if place not in fused
-        for shape in found
-        if not _ELSEWHERE.search(shape)
-    )
-
-
-_CUSTOM = re.compile(r"fusion\(.*kind=kCustom.*?calls=%?([\w.\-]+)")
-_LIBRARY_PASSING = ("bitcast", "tuple")
-_NO_VALUES = ("parameter", "bitcast", "constant", "tuple", "get-tuple-element", "broadcast")
-
-
-def library_bytes(hlo_text: str) -> int:
-    """Bytes of the largest value inside a custom fusion, its results left out; 0 where there is none."""
-    fused = set(_CUSTOM.findall(hlo_text))
-    if not fused:
-        return 0
-    module = parse_module(hlo_text)
-    results = {name for computation in fused for name in _results(module, computation)}
-    return max(
-        (
-            unpadded_bytes(each.shape) or 0
-            for each in module.instructions.values()
-            if each.computation in fused and each.opcode not in _NO_VALUES and each.name not in results
-        ),
-        default=0,
-    )
-
-
-def _results(module: Module, computation: str) -> Iterator[str]:
-    """The instructions whose values a fusion returns."""
-    root = module.roots.get(computation)
-    waiting = [] if root is None else [root]
-    while waiting:
-        each = waiting.pop()
-        yield each.name
-        if each.opcode in _LIBRARY_PASSING:
-            waiting += [module.instructions[name] for name in each.operands if name in module.instructions]
-
-
-# `%fusion.3.remat = ...`: the compiler's own rematerialisation marks what it computes again in the instruction's name.
-# An instruction that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
-_REMAT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]*\.remat[\w.\-]* = (?:\([^=]*?\)|\S+) [\w-]+\((?!\))", re.MULTILINE)
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(([^)]*)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(([^)]*)(.*)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 # What an instruction calls besides a fusion; a branch or body has its own instructions, scheduled with all others.
 _CALLED = re.compile(r"(?:body|to_apply|calls|(?:true|false)_computation)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
-_CALLING = {"while", "call", "conditional", "async-start"}
+CALLING = {"while", "call", "conditional", "async-start"}
 _TUPLE_INDEX = re.compile(r"\), index=(\d+)")
-_TABLE = re.compile(r"^(\d+) (.*)$")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# What the worker's own call of a traced program adds in front of the user's names.
-_EXPORTED = re.compile(r"jit\([^()]*\)/call_exported(?:/|(?=\"))")
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 # Instructions that only pass a buffer on; what they hold was made by their first operand.
 _PASSING = {
@@ -214,77 +122,145 @@ _PASSING = {
     "copy-done",
     "slice-done",
 }
-# What a checkpoint keeps is rounded to its own precision by JAX: the name of that says nothing of what is kept.
+# What a checkpoint keeps is rounded to its own precision by JAX: the name of that does not describe what is kept.
 _ROUNDED = "/reduce_precision"
 # How a TPU's compiler joins what it fetched in parts, in place.
 _JOINING = 'custom_call_target="ConcatBitcast"'
-_OURS = str(pathlib.Path(__file__).parents[2])
-_COMMAND = str(pathlib.Path(_OURS) / "cli" / "_").removesuffix("_")
-# Where a program is compiled for a target. What another installation compiled is read from the same cache.
-_WORKER = "/jaxmem_callbacks/programs/targets/worker_main.py"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(eq=False)  # frozen would make a large module take twice as long to parse
 class Instruction:
-    """One line of HLO.
+    """One line of HLO, never changed. What only some readers ask for is parsed when it is first read.
 
     Attributes:
         name: Unique in its module.
         opcode: Such as ``fusion`` or ``dot``.
-        operands: Names of its operands, or the parameter's number.
         computation: The computation that it stands in.
         shape: Its result's dtype, shape and layout.
-        calls: The fused computation, or None.
-        called: Computations that a loop, a call or a conditional runs.
-        element: Which element of a tuple it takes, or None.
-        op_name: JAX's name stack and primitive, or None.
-        source: ``file:line`` of the user's code, or None.
+        operand_text: Its operands, or the parameter's number.
+        attributes: The rest of the line, from the end of the operands on.
+        is_root: Whether it is its computation's result.
+        frames: The tables that its source line is read from.
     """
 
-    name: str
-    opcode: str
-    operands: tuple[str, ...]
-    computation: str = ""
-    shape: str = ""
-    calls: str | None = None
-    called: tuple[str, ...] = ()
-    element: int | None = None
-    op_name: str | None = None
-    source: str | None = None
+    name: Final[str]
+    opcode: Final[str]
+    computation: Final[str]
+    shape: Final[str]
+    operand_text: Final[str]
+    attributes: Final[str]
+    is_root: Final[bool]
+    frames: Final[StackFrames] = field(repr=False)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of its operands, or the parameter's number."""
+        parts = _COMMENT.sub("", self.operand_text).split(",")
+        return tuple(part.strip().rpartition(" ")[2].lstrip("%") for part in parts if part.strip())
+
+    @functools.cached_property
+    def calls(self) -> str | None:
+        """The fused computation, or None."""
+        found = _CALLS.search(self.attributes) if self.opcode == "fusion" else None
+        return found[1] if found else None
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """Computations that a loop, a call or a conditional runs."""
+        found = _CALLED.findall(self.attributes) if self.opcode in CALLING else ()
+        return tuple(name.strip().lstrip("%") for one, several in found for name in [*several.split(","), one] if name)
+
+    @functools.cached_property
+    def element(self) -> int | None:
+        """Which element of a tuple it takes, or None."""
+        found = _TUPLE_INDEX.search(self.attributes) if self.opcode == "get-tuple-element" else None
+        return int(found[1]) if found else None
+
+    @functools.cached_property
+    def op_name(self) -> str | None:
+        """JAX's name stack and primitive, or None."""
+        found = _OP_NAME.search(self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found and found[1] else None
+
+    @functools.cached_property
+    def source(self) -> str | None:
+        """``file:line`` of the user's code, or None."""
+        if frame := _FRAME.search(self.attributes):
+            return self.frames.source(int(frame[1]))
+        found = _OLD_SOURCE.search(self.attributes)
+        return f"{found[1]}:{found[2]}" if found else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Module:
     """A parsed module.
 
     Attributes:
-        instructions: By name.
-        roots: By computation.
-        parameters: Names of a computation's parameters, by it and their number.
-        callers: By computation, the loop, call or conditional that runs it.
-        fusions: By fused computation, its fusion.
-        entry: Name of the entry computation.
+        text: What was parsed.
+        instructions: By name, in the order of the text.
+        entry: Name of the entry computation; empty where there is none.
     """
 
-    instructions: dict[str, Instruction]
-    roots: dict[str, Instruction]
-    parameters: dict[tuple[str, int], str]
-    callers: dict[str, Instruction] = field(default_factory=dict)
-    fusions: dict[str, Instruction] = field(default_factory=dict)
-    entry: str = ""
+    text: str = field(repr=False)
+    instructions: Mapping[str, Instruction] = field(repr=False)
+    entry: str
+
+    @functools.cached_property
+    def roots(self) -> dict[str, Instruction]:
+        """Results, by computation."""
+        return {each.computation: each for each in self.instructions.values() if each.is_root}
+
+    @functools.cached_property
+    def parameters(self) -> dict[tuple[str, int], str]:
+        """Names of a computation's parameters, by it and their number."""
+        parameters = (each for each in self.instructions.values() if each.opcode == "parameter")
+        return {(each.computation, int(each.operands[0])): each.name for each in parameters}
+
+    @functools.cached_property
+    def callers(self) -> dict[str, Instruction]:
+        """By computation, the loop, call or conditional that runs it."""
+        calling = (each for each in self.instructions.values() if each.opcode in CALLING)
+        return {called: each for each in calling for called in each.called}
+
+    @functools.cached_property
+    def fusions(self) -> dict[str, Instruction]:
+        """By fused computation, its fusion."""
+        fusions = (each for each in self.instructions.values() if each.opcode == "fusion")
+        return {each.calls: each for each in fusions if each.calls}
+
+    @functools.cached_property
+    def aliases(self) -> dict[int, int]:
+        """Parameter number -> number of the result that takes over its memory, from the header."""
+        aliases: dict[int, int] = {}
+        for output, parameter, index in _ALIAS.findall(_braced(self._header, "input_output_alias=")):
+            number = int(index.split(",")[0]) if index.strip() else int(parameter)
+            aliases[number] = int(output.split(",")[0]) if output.strip() else 0
+        return aliases
+
+    @functools.cached_property
+    def parameter_count(self) -> int:
+        """Arguments in ``entry_computation_layout={(a, b)->c}``, those of a packed tuple counted one by one."""
+        inside = _braced(self._header, "entry_computation_layout=").partition(")->")[0].removeprefix("(")
+        if inside.startswith("("):
+            inside = inside[1:].removesuffix(")")
+        return len(top_level_parts(inside)) if inside.strip() else 0
+
+    @property
+    def _header(self) -> str:
+        return self.text.partition("\n")[0]
 
     def origin(self, name: str, index: tuple[int, ...] = ()) -> Instruction | None:
-        """The instruction that says best what a buffer holds.
+        """The instruction that describes best what a buffer holds.
 
         A fusion that writes into a larger buffer (how `scan` stacks residuals) is followed to the value written, since
         that is what the user saved; an instruction that only passes a buffer on is followed to its operand, and what a
         checkpoint rounds and keeps to what computed it.
         """
-        found = self._told(name, index)
+        found = self._unrounded_origin(name, index)
         return self._rounded(found) or found
 
-    def _told(self, name: str, index: tuple[int, ...]) -> Instruction | None:
-        """The same as `origin`, rounding taken for a computation."""
+    def _unrounded_origin(self, name: str, index: tuple[int, ...]) -> Instruction | None:
+        """The same as `origin`, with rounding counted as a computation."""
         found = self.instructions.get(name)
         if found is None or found.calls is None:
             return self._maker(found)
@@ -329,7 +305,7 @@ class Module:
             update = self._slice_update(found)
             if update is not None and len(update.operands) > 1:
                 following = self.instructions.get(update.operands[1])
-            elif found.opcode in _PASSING and found.operands and _dull(found):
+            elif found.opcode in _PASSING and found.operands and _is_stacking(found):
                 following = self.instructions.get(found.operands[0])
                 if following is not None and following.calls and found.element is not None:
                     return self.origin(following.name, (found.element,))  # one of a fusion's results
@@ -353,7 +329,7 @@ class Module:
             elif found.calls:
                 following = self.roots.get(found.calls)
             elif found.opcode == "get-tuple-element" and found.element is not None:
-                following = self._told(found.operands[0], (found.element,))
+                following = self._unrounded_origin(found.operands[0], (found.element,))
             elif found.operands and (_is_rounding(found) or found.opcode in _PASSING):
                 following = self.instructions.get(found.operands[0])
             else:
@@ -376,8 +352,8 @@ class Module:
         return self.instructions.get(fusion.operands[number]) if 0 <= number < len(fusion.operands) else None
 
 
-def _dull(found: Instruction) -> bool:
-    """Whether an instruction's name says only how a value is stacked by a loop, or nothing."""
+def _is_stacking(found: Instruction) -> bool:
+    """Whether an instruction's name shows only how a loop stacks a value, or nothing."""
     return found.op_name is None or "dynamic_update" in found.op_name
 
 
@@ -385,6 +361,14 @@ def _is_rounding(found: Instruction) -> bool:
     return found.op_name is not None and found.op_name.endswith(_ROUNDED)
 
 
+_TABLE = re.compile(r"^(\d+) (.*)$")
+_TABLES = {"FileNames", "FunctionNames", "FileLocations", "StackFrames"}
+# What the worker's own call of a traced program adds in front of the user's names.
+_EXPORTED = re.compile(r"jit\([^()]*\)/call_exported(?:/|(?=\"))")
+_OURS = str(pathlib.Path(__file__).parents[2])
+_COMMAND = str(pathlib.Path(_OURS) / "cli" / "_").removesuffix("_")
+# Where a program is compiled for a target. What another installation compiled is read from the same cache.
+_WORKER = "/jaxmem_callbacks/programs/targets/worker_main.py"
 _CELL = "<ipython-input-"  # how a shell without a kernel names the code of its cells
 
 
@@ -422,63 +406,30 @@ def without_export_prefix(text: str) -> str:
     return _EXPORTED.sub("", text)
 
 
-def count_compiler_remat(text: str | None) -> int:
-    """Instructions that the compiler chose to compute again by itself, near its memory limit."""
-    return len(_REMAT.findall(text or ""))
+def parse_module(text: str | None) -> Module:
+    """Read a module's instructions; lines that are none are passed over.
 
-
-def parse_module(text: str) -> Module:
-    """Read a module's instructions and source tables; lines that are neither are passed over."""
-    text = without_export_prefix(text)
-    frames = _Frames(text)
+    Args:
+        text: What ``compiled.as_text()`` gave, or a dump.
+    """
+    text = without_export_prefix(text or "")
+    frames = StackFrames(text)
     instructions: dict[str, Instruction] = {}
-    roots: dict[str, Instruction] = {}
-    parameters: dict[tuple[str, int], str] = {}
     computation = entry = ""
     for line in text.splitlines():
         if line and not line[0].isspace():
-            match = _COMPUTATION.match(line)
-            computation = match[2] if match else computation
-            entry = computation if match and match[1] else entry
-            continue
-        match = _INSTRUCTION.match(line)
-        if match is None:
-            continue
-        found = _instruction(match, line, frames, computation)
-        instructions |= {taken.name: taken for taken in _tuple_elements(found)}
-        instructions[found.name] = found
-        if match[1]:
-            roots[computation] = found
-        if found.opcode == "parameter":
-            parameters[computation, int(found.operands[0])] = found.name
-    callers = {called: each for each in instructions.values() for called in each.called}
-    fusions = {each.calls: each for each in instructions.values() if each.calls}
-    return Module(
-        instructions=instructions, roots=roots, parameters=parameters, callers=callers, fusions=fusions, entry=entry
-    )
-
-
-def _instruction(match: re.Match[str], line: str, frames: _Frames, computation: str) -> Instruction:
-    calls, op_name, frame, old = (pattern.search(line) for pattern in (_CALLS, _OP_NAME, _FRAME, _OLD_SOURCE))
-    source = frames.source(int(frame[1])) if frame else (f"{old[1]}:{old[2]}" if old else None)
-    name, shape, opcode, operands = match.group(2, 3, 4, 5)
-    element = _TUPLE_INDEX.search(line) if opcode == "get-tuple-element" else None
-    return Instruction(
-        name=name,
-        opcode="concatenate" if _JOINING in line else opcode,
-        operands=tuple(
-            part.strip().rpartition(" ")[2].lstrip("%")
-            for part in _COMMENT.sub("", operands).split(",")
-            if part.strip()
-        ),
-        computation=computation,
-        shape=shape,
-        calls=calls[1] if calls and opcode == "fusion" else None,
-        called=_called(line) if opcode in _CALLING else (),
-        element=int(element[1]) if element else None,
-        op_name=re.sub(r"\\(.)", r"\1", op_name[1]) if op_name and op_name[1] else None,
-        source=source,
-    )
+            if match := _COMPUTATION.match(line):
+                computation = match[2]
+                entry = computation if match[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            root, name, shape, opcode, operands, attributes = match.groups()
+            if opcode == "custom-call" and _JOINING in attributes:
+                opcode = "concatenate"
+            found = Instruction(name, opcode, computation, shape, operands, attributes, bool(root), frames)
+            if "#" in operands:
+                instructions |= {element.name: element for element in _tuple_elements(found)}
+            instructions[name] = found
+    return Module(text, instructions, entry)
 
 
 def _tuple_elements(found: Instruction) -> Iterator[Instruction]:
@@ -487,41 +438,44 @@ def _tuple_elements(found: Instruction) -> Iterator[Instruction]:
         whole, mark, element = operand.rpartition("#")
         if mark and element.isdigit():
             yield Instruction(
-                name=operand,
-                opcode="get-tuple-element",
-                operands=(whole,),
-                computation=found.computation,
-                element=int(element),
+                operand, "get-tuple-element", found.computation, "", whole, f"), index={element}", False, found.frames
             )
 
 
-def _called(line: str) -> tuple[str, ...]:
-    return tuple(
-        name.strip().lstrip("%")
-        for one, several in _CALLED.findall(line)
-        for name in [*several.split(","), one]
-        if name
-    )
-
-
-class _Frames:
+class StackFrames:
     """The module's stack frame tables. An instruction's frame leads through its callers; the user's innermost line is kept."""
 
     def __init__(self, text: str) -> None:
-        head = text.partition("\n\n\n")[0]
+        self._text = text
+        self._sources: dict[int, str | None] = {}
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, dict[int, str]]:
         tables: dict[str, dict[int, str]] = {}
         current: dict[int, str] = {}
-        for line in head.splitlines():
-            if line in {"FileNames", "FunctionNames", "FileLocations", "StackFrames"}:
+        for line in self._text.partition("\n\n\n")[0].splitlines():
+            if line in _TABLES:
                 current = tables.setdefault(line, {})
             elif match := _TABLE.match(line):
                 current[int(match[1])] = match[2]
-        self._files = {key: value.strip('"') for key, value in tables.get("FileNames", {}).items()}
-        self._locations = {key: _fields(value) for key, value in tables.get("FileLocations", {}).items()}
-        self._frames = {key: _fields(value) for key, value in tables.get("StackFrames", {}).items()}
-        # What stands for "no parent": 1 where parents are written one higher than their ids, else 0.
-        self._sources: dict[int, str | None] = {}
-        self._no_parent = min((frame.get("parent_frame_id", 0) for frame in self._frames.values()), default=0)
+        return tables
+
+    @functools.cached_property
+    def _files(self) -> dict[int, str]:
+        return {key: value.strip('"') for key, value in self._tables.get("FileNames", {}).items()}
+
+    @functools.cached_property
+    def _locations(self) -> dict[int, dict[str, int]]:
+        return {key: _fields(value) for key, value in self._tables.get("FileLocations", {}).items()}
+
+    @functools.cached_property
+    def _frames(self) -> dict[int, dict[str, int]]:
+        return {key: _fields(value) for key, value in self._tables.get("StackFrames", {}).items()}
+
+    @functools.cached_property
+    def _no_parent(self) -> int:
+        """What stands for "no parent": 1 where parents are written one higher than their ids, else 0."""
+        return min((frame.get("parent_frame_id", 0) for frame in self._frames.values()), default=0)
 
     def source(self, frame: int) -> str | None:
         """``file:line`` of the innermost frame outside installed packages and this library; else the innermost package's."""

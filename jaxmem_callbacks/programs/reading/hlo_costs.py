@@ -1,24 +1,123 @@
-"""Costs in optimised HLO text: bytes that collectives move, operations that the compiler repeats."""
+"""Costs of a parsed program: constants, values of kernel libraries, collectives, and what the compiler computes again."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ENTRY_OR_COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.-]+) (?:\([^{]*)?.*\{\s*$")
-_COLLECTIVE = re.compile(
-    r" = (?P<type>\([^=]*?\)|\S+) (?P<op>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
+from jaxmem_callbacks.programs.reading.hlo import (
+    CALLING,
+    Instruction,
+    Module,
+    dimensions,
+    padded_bytes,
+    top_level_parts,
+    unpadded_bytes,
 )
+
+# A layout's memory space, such as a TPU's on-chip memory or the host's.
+_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
+
+
+def constant_bytes(module: Module) -> int:
+    """Bytes of a program's constants in the device's main memory, padding included.
+
+    Those in a fusion are part of its code, and so nowhere in memory.
+    """
+    return sum(
+        padded_bytes(each.shape)
+        for each in module.instructions.values()
+        if each.opcode == "constant" and each.computation not in module.fusions and not _ELSEWHERE.search(each.shape)
+    )
+
+
+_LIBRARY_PASSING = ("bitcast", "tuple")
+_NO_VALUES = ("parameter", "bitcast", "constant", "tuple", "get-tuple-element", "broadcast")
+
+
+def library_bytes(module: Module) -> int:
+    """Bytes of the largest value inside a custom fusion, its results left out; 0 where there is none."""
+    fused = {computation for computation, each in module.fusions.items() if "kind=kCustom" in each.attributes}
+    results = {name for computation in fused for name in _results(module, computation)}
+    return max(
+        (
+            unpadded_bytes(each.shape) or 0
+            for each in module.instructions.values()
+            if each.computation in fused and each.opcode not in _NO_VALUES and each.name not in results
+        ),
+        default=0,
+    )
+
+
+def _results(module: Module, computation: str) -> Iterator[str]:
+    """The instructions whose values a fusion returns."""
+    root = module.roots.get(computation)
+    waiting = [] if root is None else [root]
+    while waiting:
+        each = waiting.pop()
+        yield each.name
+        if each.opcode in _LIBRARY_PASSING:
+            waiting += [module.instructions[name] for name in each.operands if name in module.instructions]
+
+
+_CONTRACTED = re.compile(r'lhs_contracting_dims=\{([\d,]*)\}|"lhs_contracting_dimensions":\[([\d",]*)\]')
+_KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w*o\w*)->")
+
+
+def recomputed(module: Module) -> list[Instruction]:
+    """Instructions that the compiler's own rematerialisation added near its memory limit, which their names show.
+
+    One that reads nothing, such as a broadcast constant, is made where it is used for free, whatever its name.
+    """
+    return [each for each in module.instructions.values() if ".remat" in each.name and each.operand_text]
+
+
+def recomputed_flops(module: Module) -> int:
+    """Operations on one device of the instructions that XLA's rematerialisation added; 0 where it added none."""
+    again = recomputed(module)
+    fused = {each.calls for each in again if each.calls}
+    inside = dict.fromkeys(fused, 0)
+    for each in module.instructions.values() if fused else ():
+        if each.computation in fused:
+            inside[each.computation] += _product(each, module)
+    return sum(
+        (_product(each, module) or math.prod(dimensions(each.shape))) + inside.get(each.calls or "", 0)
+        for each in again
+    )
+
+
+def _product(each: Instruction, module: Module) -> int:
+    """Operations of a matrix product or convolution, also where a library is called for it, else 0."""
+    shape = dimensions(each.shape)
+    found = [module.instructions.get(name) for name in each.operands]
+    operands = [() if operand is None else dimensions(operand.shape) for operand in found]
+    product = _CONTRACTED.search(each.attributes)
+    if product and operands and operands[0]:
+        axes = re.findall(r"\d+", product[1] or product[2] or "")
+        return 2 * math.prod(shape) * math.prod(operands[0][int(axis)] for axis in axes)
+    labels = _KERNEL_LABELS.search(each.attributes)
+    if labels and len(operands) > 1:
+        # A gradient by the kernel has the kernel as its result and takes the convolution's results; one by the input takes them
+        # in the place of the input. Either way each of them is a sum over the kernel, less its output channels.
+        results, kernel = shape, operands[1]
+        if "convBackwardFilter" in each.attributes:
+            results, kernel = operands[1], shape
+        elif "convBackwardInput" in each.attributes:
+            results = operands[0]
+        made = kernel[labels[1].index("o")] if kernel else 1
+        return 2 * math.prod(results) * math.prod(kernel) // max(made, 1)
+    return 0
+
+
+_COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+_COUNTED = {"fusion", *CALLING, *_COLLECTIVES, *(f"{each}-start" for each in _COLLECTIVES)}
 _TYPED_SHAPE = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
-_CALLER = re.compile(r" (?:while|call|fusion|async-start|conditional)\(")
-_CALLED = re.compile(r"(?:body|to_apply|calls|condition)=%?([\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
 _GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _BITS = re.compile(r"\d+")
-_COMMENT = re.compile(r"/\*.*?\*/")  # in long tuples, such as /*index=5*/
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,71 +133,61 @@ class Collectives:
     moved_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Computations of which one runs, so many times: a loop's body, or the branches of a condition."""
-
-    either: tuple[str, ...]
-    trips: int = 1
-
-
-def collectives_of(hlo_text: str, device_count: int) -> Collectives:
+def collectives_of(module: Module, device_count: int) -> Collectives:
     """Collectives of an optimised program; loops whose trip count the compiler does not know count once.
 
     Of a condition's branches the one that moves most is counted.
     """
-    own: dict[str, list[int]] = {}
-    calls: dict[str, list[_Call]] = {}
-    computation = entry = ""
-    for line in hlo_text.splitlines():
-        if not line.startswith((" ", "\t")):
-            header = _ENTRY_OR_COMPUTATION.match(line)
-            if header:
-                computation = header["name"]
-                entry = computation if header["entry"] else entry
-            continue
-        found = _COLLECTIVE.search(_COMMENT.sub("", line))
-        if found:
-            own.setdefault(computation, []).append(_moved(found, _group(line, device_count)))
-        if _CALLER.search(line):
-            calls.setdefault(computation, []).extend(_calls(line))
-    return _total(entry, own, calls, {})
+    by_computation: dict[str, list[Instruction]] = {}
+    for each in module.instructions.values():
+        if each.opcode in _COUNTED:
+            by_computation.setdefault(each.computation, []).append(each)
+    known: dict[str, Collectives] = {}
+
+    def total(computation: str) -> Collectives:
+        if computation not in known:
+            count = moved = 0
+            for each in by_computation.get(computation, ()):
+                if each.opcode.removesuffix("-start") in _COLLECTIVES:
+                    count, moved = count + 1, moved + _moved(each, device_count)
+                for either, trips in _calls(each):
+                    inner = max(map(total, either), key=lambda branch: branch.moved_bytes)
+                    count, moved = count + trips * inner.count, moved + trips * inner.moved_bytes
+            known[computation] = Collectives(count, moved)
+        return known[computation]
+
+    return total(module.entry)
 
 
-def _calls(line: str) -> list[_Call]:
-    trips = _TRIPS.search(line)
+def _calls(each: Instruction) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Computations of which one runs, and how often: a loop's body, or the branches of a condition."""
+    if each.opcode == "conditional":
+        yield each.called, 1
+        return
+    trips = _TRIPS.search(each.attributes)
     times = int(trips[1]) if trips else 1
-    listed = _BRANCHES.search(line)
-    branches = [name.strip().lstrip("%") for name in listed[1].split(",")] if listed else _TWO_BRANCHES.findall(line)
-    return [*(_Call((name,), times) for name in _CALLED.findall(line)), *([_Call(tuple(branches))] if branches else [])]
+    for name in [*each.called, *_CONDITION.findall(each.attributes), *([each.calls] if each.calls else ())]:
+        yield (name,), times
 
 
-def _total(
-    name: str, own: dict[str, list[int]], calls: dict[str, list[_Call]], known: dict[str, Collectives]
-) -> Collectives:
-    if name not in known:
-        count, moved = len(own.get(name, ())), sum(own.get(name, ()))
-        for call in calls.get(name, ()):
-            inner = max((_total(one, own, calls, known) for one in call.either), key=lambda each: each.moved_bytes)
-            count, moved = count + call.trips * inner.count, moved + call.trips * inner.moved_bytes
-        known[name] = Collectives(count, moved)
-    return known[name]
-
-
-def _group(line: str, device_count: int) -> int:
-    """How many devices take part together; all of them where the line names no groups."""
-    groups = _GROUP.search(line)
+def _devices_together(each: Instruction, device_count: int) -> int:
+    """How many devices take part together; all of them where the instruction names no groups."""
+    groups = _GROUP.search(each.attributes)
     if groups is None:
         return device_count
     return len(groups[1].split(",")) if groups[1] else int(groups[2])
 
 
-def _moved(found: re.Match[str], devices: int) -> int:
+def _moved(each: Instruction, device_count: int) -> int:
     """Bytes through the links; the size is that of the results, of a scatter parts of its operands."""
-    op, size = found["op"], _result_bytes(found)
+    operation, size, devices = (
+        each.opcode.removesuffix("-start"),
+        _result_bytes(each),
+        _devices_together(each, device_count),
+    )
     share = (devices - 1) / max(devices, 1)
-    whole = size * devices if op == "reduce-scatter" else size
-    return int(whole * share * (2 if op == "all-reduce" else 1)) if op != "collective-permute" else size
+    whole = size * devices if operation == "reduce-scatter" else size
+    return int(whole * share * (2 if operation == "all-reduce" else 1)) if operation != "collective-permute" else size
 
 
 def _width(kind: str) -> int:
@@ -107,84 +196,11 @@ def _width(kind: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-def _result_bytes(found: re.Match[str]) -> int:
+def _result_bytes(each: Instruction) -> int:
     """Bytes of the results. An asynchronous start has its operands before them, except a reduction to all, which has none."""
-    text = found["type"]
-    if found["start"] and found["op"] != "all-reduce":
-        text = _parts(text[1:-1])[1]
+    text = each.shape
+    if each.opcode.endswith("-start") and each.opcode != "all-reduce-start":
+        text = top_level_parts(text[1:-1])[1]
     return sum(
         math.prod(int(n) for n in dims.split(",") if n) * _width(kind) for kind, dims in _TYPED_SHAPE.findall(text)
     )
-
-
-def _parts(text: str) -> list[str]:
-    """A tuple's parts, which may be tuples themselves and have commas in their shapes and layouts."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.-]+) = (?P<type>\([^=]*?\)|\S+) (?P<op>[\w-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)$"
-)
-_COMPUTATION = re.compile(r"^(?:ENTRY\s+)?%?(?P<name>[\w.-]+) (?:\([^{]*)?.*\{\s*$")
-_SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
-_CONTRACTED = re.compile(r'lhs_contracting_dims=\{([\d,]*)\}|"lhs_contracting_dimensions":\[([\d",]*)\]')
-_KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w*o\w*)->")
-_OPERAND = re.compile(r"%?([\w.-]+)\s*(?:,|$)")
-
-
-def recomputed_flops(hlo_text: str) -> int:
-    """Operations on one device of the instructions that XLA's rematerialisation added; 0 where it added none."""
-    if ".remat" not in hlo_text:
-        return 0
-    shapes: dict[str, tuple[int, ...]] = {}
-    products: dict[str, int] = {}
-    again: list[tuple[int, str | None]] = []
-    computation = ""
-    for line in hlo_text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match is None:
-            header = _COMPUTATION.match(line)
-            computation = header["name"] if header else computation
-            continue
-        shape = _shape(match["type"])
-        shapes[match["name"]] = shape
-        flops = _product(match, shape, shapes)
-        products[computation] = products.get(computation, 0) + flops
-        if ".remat" in match["name"] and match["operands"]:
-            called = re.search(r"calls=%?([\w.-]+)", match["rest"])
-            again.append((flops or math.prod(shape), called[1] if called else None))
-    return sum(own + products.get(called or "", 0) for own, called in again)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    """The first shape of a type; of a tuple's the first element stands for all."""
-    found = _SHAPE.search(text)
-    return tuple(int(size) for size in found[1].split(",") if size) if found else ()
-
-
-def _product(match: re.Match[str], shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> int:
-    """Operations of a matrix product or convolution, also where a library is called for it, else 0."""
-    operands = [shapes.get(name, ()) for name in _OPERAND.findall(match["operands"])]
-    product = _CONTRACTED.search(match["rest"])
-    if product and operands and operands[0]:
-        axes = re.findall(r"\d+", product[1] or product[2] or "")
-        return 2 * math.prod(shape) * math.prod(operands[0][int(axis)] for axis in axes)
-    labels = _KERNEL_LABELS.search(match["rest"])
-    if labels and len(operands) > 1:
-        # A gradient by the kernel has the kernel as its result and takes the convolution's results; one by the input takes them
-        # in the place of the input. Either way each of them is a sum over the kernel, less its output channels.
-        results, kernel = shape, operands[1]
-        if "convBackwardFilter" in match["rest"]:
-            results, kernel = operands[1], shape
-        elif "convBackwardInput" in match["rest"]:
-            results = operands[0]
-        made = kernel[labels[1].index("o")] if kernel else 1
-        return 2 * math.prod(results) * math.prod(kernel) // max(made, 1)
-    return 0

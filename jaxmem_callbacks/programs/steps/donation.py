@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.programs.reading.hlo import Header, read_header
+from jaxmem_callbacks.programs.reading.hlo import Module
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
@@ -267,7 +267,7 @@ def leaf_uses(  # noqa: PLR0913 - what the call and the compile know, each once
     lowered: jax.stages.Lowered,
     compiled: jax.stages.Compiled,
     *,
-    hlo_text: str,
+    module: Module,
     requested_names: Sequence[str] = (),
     written: Written = UNWRITTEN,
 ) -> tuple[LeafUse, ...]:
@@ -277,15 +277,14 @@ def leaf_uses(  # noqa: PLR0913 - what the call and the compile know, each once
         leaves: The arrays in the program's order.
         lowered: Knows the results' shapes.
         compiled: Knows shardings, and which arguments were dropped.
-        hlo_text: The optimised HLO.
+        module: The optimised program.
         requested_names: Arguments that were to be donated besides what JAX itself has marked; JAX unmarks all while
             `jax_debug_nans` is on.
         written: How its user writes the call, for the line against a loss.
     """
     shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
-    header = read_header(hlo_text)
-    numbers = _parameter_numbers(shardings, header)
-    reused = header.reused
+    numbers = _parameter_numbers(shardings, module)
+    reused = module.aliases
     taken = set(reused.values())
     results = [result for i, result in enumerate(_results(lowered, compiled)) if i not in taken]
     uses: list[LeafUse] = []
@@ -348,10 +347,10 @@ def donation_message(function: Callable[..., Any], lost: Sequence[LeafUse]) -> s
     return "\n".join(lines)
 
 
-def _parameter_numbers(shardings: Sequence[Any], header: Header) -> list[int | None]:
+def _parameter_numbers(shardings: Sequence[Any], module: Module) -> list[int | None]:
     """Each flat argument's HLO parameter number: dropped arguments have none, hidden ones (tokens, constants) come first."""
     kept = sum(sharding is not None for sharding in shardings)
-    number = header.parameters - kept
+    number = module.parameter_count - kept
     numbers: list[int | None] = []
     for sharding in shardings:
         numbers.append(None if sharding is None else number)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
+from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf
@@ -185,11 +186,11 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
     written: Written = UNWRITTEN,
 ) -> Program:
     """What the compiled step needs on one device, from the compiler's own account."""
-    hlo_text = compiled.as_text() or ""
-    uses = leaf_uses(leaves, lowered, compiled, hlo_text=hlo_text, requested_names=requested_names, written=written)
+    module = parse_module(compiled.as_text())
+    uses = leaf_uses(leaves, lowered, compiled, module=module, requested_names=requested_names, written=written)
     try:
         platform = _platform(compiled)
-        memory = program_memory(compiled, name=name, platform=platform, target="attached", hlo_text=hlo_text)
+        memory = program_memory(compiled, name=name, platform=platform, target="attached", module=module)
         unavailable = None
     except ValueError as error:
         memory, unavailable = None, str(error)

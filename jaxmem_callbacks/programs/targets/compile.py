@@ -18,10 +18,15 @@ from typing import Any, ParamSpec
 
 import jax
 
-from jaxmem_callbacks.programs.reading.buffer_assignment import asked_folder, dump_options, program_memory
+from jaxmem_callbacks.programs.reading.buffer_assignment import (
+    asked_folder,
+    dump_options,
+    figures_of_module,
+    program_memory,
+)
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.buffers import past_the_cache, read_peak
-from jaxmem_callbacks.programs.reading.hlo import constant_bytes, count_compiler_remat, without_export_prefix
+from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.targets.cache import cache_entry
 from jaxmem_callbacks.programs.targets.compilers import (
     compiler_versions,
@@ -172,7 +177,7 @@ class TargetCompilation:
         needed_bytes: What the program needs, by the refusal or by ``memory``.
         limit_bytes: What there is, by the refusal or the target.
         host_temp_bytes: Host memory that the program uses for offloaded values.
-        hlo_text: The optimised program, or None where it was not asked for or not compiled.
+        module: The optimised program, or None where it was not asked for or not compiled.
         compile_seconds: Time in the compiler, lowering included, when it was really asked; None where it refused.
         compiler_options: Options the program was compiled with.
         compiler: Package -> version of the compiler.
@@ -194,7 +199,7 @@ class TargetCompilation:
     needed_bytes: int | None
     limit_bytes: int | None
     host_temp_bytes: int = 0
-    hlo_text: str | None = field(default=None, repr=False)
+    module: Module | None = field(default=None, repr=False)
     compile_seconds: float | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     compiler: Mapping[str, str] = field(default_factory=dict)
@@ -205,6 +210,11 @@ class TargetCompilation:
     warnings: tuple[str, ...] = ()
     refusal: str | None = None
     cached: bool = False
+
+    @property
+    def hlo_text(self) -> str | None:
+        """The text of the optimised program, without what `jax.export` adds to its names; None without ``module``."""
+        return None if self.module is None else self.module.text
 
     @property
     def note_of_reports(self) -> tuple[str, ...]:
@@ -262,7 +272,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
         want_buffers: Also tell what makes the peak; the same compile writes it.
         need_lines: Whether a peak from the disk cache that lost its source lines is no use, so that it is compiled anew.
         arguments: What each array argument holds, in order; by default judged by its path.
-        keep_hlo: Keep the optimised program's text, which can be large.
+        keep_hlo: Keep the optimised program, which can be large.
         cache: Take the answer from the disk cache where the same program was compiled before in the same way by the same
             versions, and keep it there otherwise. ``JAXMEM_CACHE_DIR`` says where, and ``off`` there switches it off. Not
             for the attached CPU, nor where your flags ask XLA for dumps.
@@ -414,14 +424,13 @@ def _refused(job: _Job, title: str, answer: dict[str, Any]) -> TargetCompilation
 
 def _read_answer(job: _Job, answer: dict[str, Any], folder: pathlib.Path) -> TargetCompilation:
     """What the worker compiled."""
-    text = without_export_prefix((folder / "optimised.hlo").read_text("utf-8"))
+    module = parse_module((folder / "optimised.hlo").read_text("utf-8"))
     figures = dict(answer["figures"])
     memory = ProgramMemory(
         name=job.flat.name,
         platform="gpu" if job.target.platform == "cuda" else job.target.platform,
         target=job.target.name,
-        constant_bytes=constant_bytes(text),
-        compiler_remat=count_compiler_remat(text),
+        **figures_of_module(module),
         **figures,
     )
     limit = job.target.memory_bytes
@@ -433,7 +442,7 @@ def _read_answer(job: _Job, answer: dict[str, Any], folder: pathlib.Path) -> Tar
         needed_bytes=memory.step_bytes,
         limit_bytes=limit,
         host_temp_bytes=memory.host_temp_bytes,
-        hlo_text=text if job.keep_hlo else None,
+        module=module if job.keep_hlo else None,
         compile_seconds=answer["compile_seconds"],
         compiler_options=job.options,
         paths=job.flat.paths,
@@ -460,8 +469,8 @@ def _lowered_here(job: _Job) -> _Lowered:
         options = job.all_options(folder) | (past_the_cache() if job.want_buffers else {})
         program = lowered.compile(compiler_options=options or None)
         seconds = time.monotonic() - start
-        text = program.as_text()
-        memory = program_memory(program, name=flat.name, platform="cpu", target="attached", hlo_text=text)
+        module = parse_module(program.as_text())
+        memory = program_memory(program, name=flat.name, platform="cpu", target="attached", module=module)
         named = Arguments(by_name={f"leaves[{i}]": each for i, each in enumerate(job.arguments)})
         return TargetCompilation(
             target=job.target,
@@ -470,7 +479,7 @@ def _lowered_here(job: _Job) -> _Lowered:
             needed_bytes=memory.step_bytes,
             limit_bytes=None,
             host_temp_bytes=memory.host_temp_bytes,
-            hlo_text=text if job.keep_hlo else None,
+            module=module if job.keep_hlo else None,
             compile_seconds=seconds,
             compiler_options=job.options,
             paths=flat.paths,

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument
-from jaxmem_callbacks.programs.reading.hlo import read_header
+from jaxmem_callbacks.programs.reading.hlo import Module
 from jaxmem_callbacks.programs.steps.call import abstract
 from jaxmem_callbacks.programs.steps.donation import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
@@ -56,7 +56,7 @@ def compile_step_for(
     with refusing_cudnn(step.name, resolve_target(target).platform):
         traced = step.traced(args, kwargs)
     answer = lower_traced_for(traced, step.name, target)()
-    uses = _uses(traced, answer.hlo_text or "")
+    uses = _uses(traced, answer.module)
     # What may be asked later holds no array of the caller's.
     by_shapes = traced._replace(leaves=[replace(leaf, value=abstract(leaf.value)) for leaf in traced.leaves])
 
@@ -90,7 +90,7 @@ def refused_peak(traced: Traced, needed_bytes: int | None) -> Peak | None:
     """
     if needed_bytes is None:
         return None
-    uses = _uses(traced, "")
+    uses = _uses(traced, None)
     changing = state_arguments(traced.leaves, traced.undonated)
     held = [
         Buffer(
@@ -252,14 +252,15 @@ def taken_inputs(jaxpr: Any) -> list[bool]:
     return [v in needed for v in jaxpr.invars]
 
 
-def _uses(traced: Traced, hlo_text: str) -> tuple[LeafUse, ...]:
+def _uses(traced: Traced, module: Module | None) -> tuple[LeafUse, ...]:
     """What the target's program does with each array; which are reused is unknown where JAX dropped yet others of them."""
-    header, taken = read_header(hlo_text), taken_inputs(without_reports(traced.jaxpr)[0])
-    known = header.parameters == sum(taken)
-    numbers = iter(range(header.parameters))
+    taken = taken_inputs(without_reports(traced.jaxpr)[0])
+    count, aliases = (0, {}) if module is None else (module.parameter_count, module.aliases)
+    known = count == sum(taken)
+    numbers = iter(range(count))
     uses: list[LeafUse] = []
     for leaf, is_taken in zip(traced.leaves, taken, strict=True):
-        aliased = (is_taken and next(numbers) in header.reused) if known else None
+        aliased = (is_taken and next(numbers) in aliases) if known else None
         uses.append(
             replace(
                 unread(leaf, getattr(leaf.value, "sharding", None)),

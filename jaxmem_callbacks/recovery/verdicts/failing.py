@@ -17,7 +17,8 @@ import jax
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks._compat.executables import LiveProgram, programs_here
 from jaxmem_callbacks.programs.reading.buffer_assignment import figures_of
-from jaxmem_callbacks.programs.reading.hlo import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import parse_module
+from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.call import AbstractCall, abstract_call
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, user_leaves
@@ -140,7 +141,7 @@ def too_large(error: BaseException, left_bytes: int, before: CallsBefore | None 
     passed = in_traceback(error)
     if passed is not None:
         there = live.get(f"jit_{passed.name}")
-        found = replace(passed, library_bytes=0 if there is None else library_bytes(there.hlo_text()))
+        found = replace(passed, library_bytes=0 if there is None else library_bytes(parse_module(there.hlo_text())))
         return found if (found.own_bytes or 0) > left_bytes else None
     named = {f"jit_{step.name}": (step, compilation) for step, compilation in _steps()}
     largest, most = None, left_bytes
@@ -148,7 +149,7 @@ def too_large(error: BaseException, left_bytes: int, before: CallsBefore | None 
         if name in named and not _called(named[name][0], before):
             continue
         memory = _memory(program)
-        size = library_bytes(program.hlo_text())
+        size = library_bytes(parse_module(program.hlo_text()))
         if memory.platform == "cpu" and _own(memory) + size > most:
             most = _own(memory) + size
             known = _of_step(named[name][0], _ALONE, named[name][1]) if name in named else None
