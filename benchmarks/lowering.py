@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxmem_callbacks as jm
 from benchmarks.models import Llama, next_token_loss
 from benchmarks.sources import write_result
-from jaxmem_callbacks.transforms.equations import flatten
+from jaxmem_callbacks.transforms.tracing import flatten
 
 Problem = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -20,8 +20,8 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.records.plans import Candidate
-from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.remat import cut_equations
+from jaxmem_callbacks.transforms.tracing import flatten
 from tests.comparisons import CHECKPOINTS
 from tests.exact_plans import Chain, Made, Plan
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
 from jaxmem_callbacks.transforms.save_frontier import Kept, Share, frontier, join
+from jaxmem_callbacks.transforms.tracing import flatten, variables
 from tests.comparisons import checkpoints, stored_bytes
 
 # The discount that separates values alike may cost this much of the true optimum.

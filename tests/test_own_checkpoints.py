@@ -19,8 +19,8 @@ from jax.extend import core
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
-from jaxmem_callbacks.transforms.equations import flatten, variables
 from jaxmem_callbacks.transforms.own_checkpoints import own_checkpoints, without_checkpoints
+from jaxmem_callbacks.transforms.tracing import flatten, variables
 from tests import pasting
 from tests.checkpointed_losses import (
     FORMS,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.remat import rematerialised
 from jaxmem_callbacks.transforms.residuals import sink
+from jaxmem_callbacks.transforms.tracing import flatten
 from tests.comparisons import checkpoints
 from tests.losses import INPUTS, WEIGHTS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem_callbacks.transforms.leaves import split
+from jaxmem_callbacks.transforms.tracing import split_arrays
 
 
 class Parting:
@@ -34,12 +34,12 @@ class Parting:
             args: The caller's.
             kwargs: The caller's.
         """
-        traced, join = split((args, kwargs), self._is_object)
+        traced, join = split_arrays((args, kwargs), self._is_object)
         rest: list[Callable[[Sequence[Any]], Any]] = []
 
         def rematerialised(inner_module: Any, inner_traced: Sequence[Any]) -> list[Any]:
             inner_args, inner_kwargs = join(inner_traced)
-            results, join_results = split(call(inner_module, *inner_args, **inner_kwargs), self._is_object)
+            results, join_results = split_arrays(call(inner_module, *inner_args, **inner_kwargs), self._is_object)
             rest.append(join_results)
             return results
 

@@ -32,9 +32,9 @@ from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, gradien
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.leaves import traced_dtype
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.tracing import traced_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

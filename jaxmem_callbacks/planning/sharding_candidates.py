@@ -25,10 +25,10 @@ from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, policy_
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OPTIMIZER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.leaves import traced_dtype
 from jaxmem_callbacks.transforms.residuals import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import STATE_AXES, axis_names, mesh_roles, require_axes
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
+from jaxmem_callbacks.transforms.tracing import traced_dtype
 
 # Divided over more devices than this, a dimension of a model's matrices gets thinner than what a compiler can work with, and it
 # divides activations by features instead of rows. Beyond it copies of the divided state share the batch.

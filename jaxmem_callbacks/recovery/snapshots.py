@@ -19,7 +19,7 @@ import numpy as np
 from jaxmem_callbacks._compat.array_parts import clone_of
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.leaves import is_weak, typed
+from jaxmem_callbacks.transforms.tracing import is_weak, typed
 
 _ALIGNMENT, _OFFSET = 64, 16
 _Place = tuple[tuple[int, int], ...]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks.transforms.equations import variables
+from jaxmem_callbacks.transforms.tracing import variables
 
 # More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
 _MOST_CANDIDATES = 256

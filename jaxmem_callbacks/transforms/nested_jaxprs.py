@@ -10,9 +10,9 @@ import numpy as np
 from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, name_equation, name_template, scan_arity
-from jaxmem_callbacks.transforms.equations import flatten, is_variable, new_variable, side_effects, variables
 from jaxmem_callbacks.transforms.flops import equation_flops
 from jaxmem_callbacks.transforms.residuals import collective_work
+from jaxmem_callbacks.transforms.tracing import flatten, is_variable, new_variable, side_effects, variables
 
 # Where in an equation's parameters the bodies are that are opened.
 _BODIES = {"scan": "jaxpr", "cond": "branches"}

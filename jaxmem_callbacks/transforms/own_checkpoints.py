@@ -17,8 +17,8 @@ from typing import Any
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs, with_equations, with_subjaxprs
 from jaxmem_callbacks.records.policies import OwnCheckpoint
 from jaxmem_callbacks.records.source_files import short_path
-from jaxmem_callbacks.transforms.equations import inlined, is_variable
 from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
+from jaxmem_callbacks.transforms.tracing import inlined, is_variable
 
 # `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or says which are kept.
 _MAKERS = re.compile(r"(?!checkpoint_(name|polic))\w*(checkpoint|remat)\w*")

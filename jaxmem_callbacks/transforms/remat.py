@@ -19,7 +19,6 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.cuts import (
     Landscape,
     alive,
@@ -29,15 +28,6 @@ from jaxmem_callbacks.transforms.cuts import (
     lives_of,
     segment_peaks,
     smallest_peak,
-)
-from jaxmem_callbacks.transforms.equations import (
-    Equations,
-    flatten,
-    refuse_effects,
-    reports_inside,
-    side_effects,
-    variables,
-    where,
 )
 from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
@@ -74,6 +64,17 @@ from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.residuals import Held, gradient_spans, held, nbytes, residual_bytes, sink
 from jaxmem_callbacks.transforms.save_frontier import Share
 from jaxmem_callbacks.transforms.segments import Cuts, cut, is_layer_scan, keeping
+from jaxmem_callbacks.transforms.tracing import (
+    Equations,
+    TracedResult,
+    flatten,
+    refuse_effects,
+    reports_inside,
+    side_effects,
+    split_arrays,
+    variables,
+    where,
+)
 
 _OPAQUE = {"jit", "pjit", "shard_map"}
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
@@ -152,8 +153,8 @@ def rematerialised(
         if policy.remat == "none" and not replaces and framework_of(args, kwargs) is not None:
             return loss(*args, **kwargs)
         refuse_framework_objects(args, kwargs)
-        arrays, join = leaves.split((args, kwargs))
-        result = leaves.Result()
+        arrays, join = split_arrays((args, kwargs))
+        result = TracedResult()
 
         def traced(*values: Any) -> list[Any]:
             inner_args, inner_kwargs = join(values)

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
-from jaxmem_callbacks.transforms.equations import flatten, is_variable, variables
 from jaxmem_callbacks.transforms.flops import Amount, copies, equation_cost
+from jaxmem_callbacks.transforms.tracing import flatten, is_variable, variables
 
 # Same elements, other shape or order: keeping the result and keeping the operand is the same thing.
 _VIEWS = set(

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks.transforms.equations import variables
 from jaxmem_callbacks.transforms.nested_jaxprs import Opened, opened, whole
 from jaxmem_callbacks.transforms.residuals import is_complex, is_inexact, nbytes, needs_own_result, residual_values
+from jaxmem_callbacks.transforms.tracing import variables
 
 # Capacities are whole numbers of 32 bits in SciPy's flow; all that could be computed again together fits below the limit.
 _ALL = 2**30

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxmem_callbacks.programs.steps.leaves import parameter_names
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.leaves import traced_dtype
+from jaxmem_callbacks.transforms.tracing import traced_dtype
 
 
 @dataclass(frozen=True, slots=True)

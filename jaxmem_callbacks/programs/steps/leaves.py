@@ -28,7 +28,7 @@ from jaxmem_callbacks.transforms.arg_roles import (
     kind_of_node,
 )
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.leaves import traced_dtype
+from jaxmem_callbacks.transforms.tracing import traced_dtype
 
 _STEP = re.compile(r"\[[^\]]*\]|\.\w+")
 

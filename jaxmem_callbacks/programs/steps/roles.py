@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, scan_arity, subjaxprs
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
-from jaxmem_callbacks.transforms.equations import is_variable
+from jaxmem_callbacks.transforms.tracing import is_variable
 
 # What makes its result of other elements of an operand than those at the same place.
 _MIXING = frozenset(

@@ -16,8 +16,8 @@ from jaxmem_callbacks.records.presets import RecoverySettings, Rung
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
 from jaxmem_callbacks.recovery.verdicts.judging import ran_out
-from jaxmem_callbacks.transforms.leaves import is_weak
 from jaxmem_callbacks.transforms.policy import Gradients
+from jaxmem_callbacks.transforms.tracing import is_weak
 
 # From what keeps most to what keeps least. Everything between `none` and `full` differs by model: a plan knows better.
 _REMATS = (("none", 1), ("dots_saveable", 1), ("full", 1), ("full", 2))

@@ -18,7 +18,7 @@ from jaxmem_callbacks._compat.array_parts import parts_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.defragment import MovedArray, MoveKind, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
-from jaxmem_callbacks.transforms.leaves import is_weak, typed
+from jaxmem_callbacks.transforms.tracing import is_weak, typed
 
 _MOST = 256 * 2**20
 _TIMES = 3

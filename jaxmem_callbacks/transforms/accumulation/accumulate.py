@@ -19,9 +19,8 @@ from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxp
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
-from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Found, is_key
-from jaxmem_callbacks.transforms.leaves import is_weak, typed
+from jaxmem_callbacks.transforms.tracing import TracedResult, is_weak, split_arrays, typed
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
 
@@ -205,7 +204,7 @@ def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any], found: Found) -> 
 
     args = tuple(jax.tree.map(as_array, value) if i in found.places else value for i, value in enumerate(args))
     kwargs = {k: jax.tree.map(as_array, value) if k in found.places else value for k, value in sorted(kwargs.items())}
-    arrays, join = leaves.split((args, kwargs))
+    arrays, join = split_arrays((args, kwargs))
     roles = [role for place, value in [*enumerate(args), *kwargs.items()] for role in roles_of(place, value)]
     return Whole(arrays=arrays, roles=roles, join=join, rows=found.rows)
 
@@ -261,7 +260,7 @@ class Accumulated:
 
 def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = folded) -> Accumulated:
     """The call's results over ``count`` microbatches: gradients summed, everything else stacked."""
-    result = leaves.Result()
+    result = TracedResult()
 
     def one(number: Any, *arrays: Any) -> list[Any]:
         args, kwargs = batch.microbatch(arrays, number, count, key_of)
@@ -358,7 +357,7 @@ def _mean(several: jax.Array) -> jax.Array:
 
 def narrowed(gradients: Any, types: Sequence[Any]) -> Any:
     """Gradients in the dtypes that they have without microbatches, weak ones weakly, in flattening order."""
-    arrays, join = leaves.split(gradients)
+    arrays, join = split_arrays(gradients)
     return join([typed(array, like.dtype, weak=is_weak(like)) for array, like in zip(arrays, types, strict=True)])
 
 
@@ -368,7 +367,7 @@ def _joined_aux(call: GradientCall, batch: Whole, count: int, aux: Any) -> Any:
     scales = [isinstance(leaf, jax.Array) and leaf.ndim > 1 for _, leaf in flat]
     full: list[Any] = [None] * len(flat)
     if any(scales):
-        result = leaves.Result()
+        result = TracedResult()
 
         def of_whole(*arrays: Any) -> list[Any]:
             (_, (_, found)), _ = call.evaluate(*batch.join(arrays))

@@ -14,7 +14,6 @@ from jax.core import Tracer
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
@@ -29,7 +28,14 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
 from jaxmem_callbacks.transforms.accumulation.batch import WHOLE
 from jaxmem_callbacks.transforms.accumulation.float32_reference import in_float32, program_in_float32
 from jaxmem_callbacks.transforms.accumulation.sampling import sample
-from jaxmem_callbacks.transforms.equations import Equations, flatten, is_variable, needed_by, variables
+from jaxmem_callbacks.transforms.tracing import (
+    Equations,
+    TracedResult,
+    flatten,
+    is_variable,
+    needed_by,
+    variables,
+)
 
 _STAND_IN = 3  # what a scalar argument is taken to be: a weight that adds up does so for any
 
@@ -78,7 +84,7 @@ def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) ->
 
 def _traced(call: GradientCall, batch: Whole, count: int) -> tuple[Equations, list[_Quotient]]:
     """The loss on one of ``count`` microbatches."""
-    result = leaves.Result()
+    result = TracedResult()
 
     def of_first(*arrays: Any) -> list[Any]:
         args, kwargs = batch.microbatch(arrays, 0, count, lambda key, _: key)

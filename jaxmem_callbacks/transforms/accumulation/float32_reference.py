@@ -12,10 +12,9 @@ import numpy as np
 from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import consts_of, derive, evaluate, open_jaxpr, scan_arity
-from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import MOVES, GradientCall, wide
-from jaxmem_callbacks.transforms.equations import is_variable, new_variable, side_effects
 from jaxmem_callbacks.transforms.names import CHECKPOINTS
+from jaxmem_callbacks.transforms.tracing import TracedResult, is_variable, new_variable, side_effects, split_arrays
 
 _PUBLISHED = {
     value for module in (core.primitives, jax.lax) for name, value in vars(module).items() if name.endswith("_p")
@@ -41,8 +40,8 @@ def in_float32(call: GradientCall, arrays: Sequence[Any]) -> GradientCall:
     dtypes = [array.dtype for array in arrays]
 
     def differentiate(args: Any, kwargs: Any) -> Any:
-        given, join = leaves.split((args, kwargs))
-        result = leaves.Result()
+        given, join = split_arrays((args, kwargs))
+        result = TracedResult()
 
         def traced(*values: Any) -> list[Any]:
             inner_args, inner_kwargs = join(values)

@@ -16,7 +16,6 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms import leaves
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
@@ -33,8 +32,8 @@ from jaxmem_callbacks.transforms.accumulation.equivalence_check import (
     require_weights_that_add_up,
     rounding,
 )
-from jaxmem_callbacks.transforms.equations import flatten
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
+from jaxmem_callbacks.transforms.tracing import TracedResult, flatten, split_arrays
 
 
 def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
@@ -146,7 +145,7 @@ def state_after(call: GradientCall, batch: Whole, count: int) -> Any:
     Raises:
         PolicyError: state that the batch changes, such as BatchNorm's statistics; names it.
     """
-    result = leaves.Result()
+    result = TracedResult()
 
     def of_first(*arrays: Any) -> list[Any]:
         args, kwargs = batch.microbatch(arrays, 0, count, lambda key, _: key)
@@ -169,7 +168,7 @@ def _require_independent(call: GradientCall, batch: Whole, count: int, state: An
 
     def holds(chosen: Callable[[list[Any]], list[Any]]) -> bool:
         def of_rows(*arrays: Any) -> list[Any]:
-            return chosen(leaves.split(call.evaluate(*batch.join(arrays))[1])[0])
+            return chosen(split_arrays(call.evaluate(*batch.join(arrays))[1])[0])
 
         try:
             jax.eval_shape(jax.vmap(of_rows, in_axes=axes, out_axes=None), *stacked)

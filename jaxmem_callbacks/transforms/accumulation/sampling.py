@@ -16,7 +16,7 @@ from jax.extend.random import define_prng_impl
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.transforms.accumulation.accumulate import Whole, explicit_place
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, is_key
-from jaxmem_callbacks.transforms.equations import is_variable
+from jaxmem_callbacks.transforms.tracing import is_variable
 
 _UINTS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 

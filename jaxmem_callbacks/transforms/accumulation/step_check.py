@@ -17,10 +17,10 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
 from jaxmem_callbacks.transforms.accumulation.equivalence_check import Comparison, compare, require_equal, rounding
-from jaxmem_callbacks.transforms.equations import inlined, is_jit, needed_by
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy
+from jaxmem_callbacks.transforms.tracing import inlined, is_jit, needed_by
 
 _MARK = "jaxmem_comparison_"
 

@@ -1,15 +1,19 @@
-"""A traced function as one flat list of equations: nested jits inlined, unused equations dropped, effects judged.
+"""Traced functions: arrays among arguments and results, JAX's weak types, and flat lists of equations.
 
 The variables of `Equations` are each made once, and no other function shares them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend import core, source_info_util
+from jax.extend.core import primitives
 
 from jaxmem_callbacks._compat.jaxprs import consts_of, open_jaxpr
 from jaxmem_callbacks.records.errors import LossRefusedError
@@ -208,3 +212,78 @@ def where(eqn: Any) -> str:
     """The module scope that an equation came from, in brackets after a space; empty where it has none."""
     scope = str(eqn.source_info.name_stack)
     return f" (in {scope})" if scope else ""
+
+
+def is_weak(array: Any) -> bool:
+    """Whether an array's dtype gives way to any other's; also of shapes and of what tracing knows."""
+    return bool(getattr(array, "weak_type", False))
+
+
+def typed(array: jax.Array, dtype: Any, *, weak: bool) -> jax.Array:
+    """The array in a dtype, weakly or not."""
+    if array.dtype == dtype and is_weak(array) == weak:
+        return array
+    if not weak:
+        return jax.lax.convert_element_type(array, dtype)
+    return primitives.convert_element_type_p.bind(array, new_dtype=dtype, weak_type=True, sharding=None)
+
+
+def split_arrays(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The arrays of a pytree, and the function that puts others in their place.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: What travels with the arrays and is not looked into, such as a framework's own objects.
+
+    Returns:
+        The arrays in flattening order, and ``join(arrays)`` giving the pytree back.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    places = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array) or (is_leaf is not None and is_leaf(leaf))
+    ]
+
+    found = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None  # a tracer kept here would outlive its trace, which `jax.checking_leaks()` calls a leak
+
+    def join(arrays: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return jax.tree.unflatten(treedef, filled)
+
+    return found, join
+
+
+class TracedResult:
+    """The results of one traced call: its arrays are traced, the rest is carried past the trace."""
+
+    def __init__(self) -> None:
+        self._join: Callable[[Sequence[Any]], Any] | None = None
+
+    def split(self, result: Any) -> list[jax.Array]:
+        """Keep everything but the arrays, and return those."""
+        arrays, self._join = split_arrays(result)
+        return arrays
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The user's result with these arrays in it."""
+        assert self._join is not None
+        return self._join(arrays)
+
+
+def traced_dtype(leaf: Any) -> Any:
+    """The dtype that an array has in a trace: NumPy's 64 bits are 32 there, unless JAX was told otherwise.
+
+    JAX turns a NumPy array without a word, and warns where a shape asks for 64 bits.
+    """
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype
+    with contextlib.suppress(TypeError):  # text and objects, which no trace takes
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype
