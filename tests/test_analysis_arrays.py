@@ -20,7 +20,7 @@ from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.transforms.sharding.shapes import would_split
+from jaxmem_callbacks.transforms.sharding.infer import would_split
 
 MIB = 2**20
 FOUR = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")

@@ -57,7 +57,7 @@ from jaxmem_callbacks.records.presets import MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom
 from jaxmem_callbacks.recovery.witness import Ballast, CallsBefore, Witnessed
-from jaxmem_callbacks.transforms.sharding.shapes import would_split
+from jaxmem_callbacks.transforms.sharding.infer import would_split
 
 
 def detectors_of(

@@ -9,7 +9,7 @@ from flax.core import meta
 from flax.core.spmd import get_logical_axis_rules
 
 from jaxmem_callbacks.records.policies import ShardingRules
-from jaxmem_callbacks.transforms.sharding.annotations import Annotation
+from jaxmem_callbacks.transforms.frameworks import Annotation
 
 
 def is_annotated(node: Any) -> bool:

@@ -9,7 +9,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.integrations.linen_axes import rule_pairs
-from jaxmem_callbacks.transforms.sharding.annotations import Annotation
+from jaxmem_callbacks.transforms.frameworks import Annotation
 
 
 def is_annotated(node: Any) -> bool:
