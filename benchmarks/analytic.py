@@ -21,7 +21,7 @@ from benchmarks.sources import write_result
 from jaxmem_callbacks.planning.step_time import modelled_seconds, speed_of
 from jaxmem_callbacks.programs.steps.program import operations_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.transforms.flops import count_flops
+from jaxmem_callbacks.transforms.costs import count_flops
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.remat import cut_equations
 from jaxmem_callbacks.transforms.save_frontier import Share

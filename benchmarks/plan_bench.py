@@ -38,7 +38,7 @@ from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PlanError, PolicyError, TargetError
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms.flops import jaxpr_flops
+from jaxmem_callbacks.transforms.costs import jaxpr_flops
 
 TARGETS = ("h100_sxm", "v5e", "cpu")  # one device each: for several, a plan also divides the state
 NONE, OURS = "none", "ours"

@@ -22,7 +22,7 @@ from benchmarks.models import CASES, OPTIMIZER, Case, Loss, train_step
 from benchmarks.sources import write_result
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation, compile_for_target
 from jaxmem_callbacks.records.errors import TargetError
-from jaxmem_callbacks.transforms.flops import jaxpr_flops
+from jaxmem_callbacks.transforms.costs import jaxpr_flops
 
 # Where remat is undone by the compiler there is nothing to compare: jax 0.10.2's CPU compiler keeps it in scans only.
 SCANNED_ONLY = jax.__version_info__ < (0, 11)

@@ -19,8 +19,8 @@ from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from jaxmem_callbacks.transforms.cuts import SLACK
-from jaxmem_callbacks.transforms.flops import jaxpr_flops
 from tests.said import Said
 from tests.target_step import keeps_remat, needs_compiler, shape
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.flops import extra_flops, step_flops
-from jaxmem_callbacks.transforms.flops import count_flops, jaxpr_flops
+from jaxmem_callbacks.transforms.costs import count_flops, jaxpr_flops
 
 pytestmark = pytest.mark.core
 BATCH, WIDTH, LAYERS = 8, 16, 12

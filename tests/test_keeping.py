@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.flops import equation_flops, jaxpr_flops
+from jaxmem_callbacks.transforms.costs import equation_flops, is_inexact, jaxpr_flops, nbytes, residual_values
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
-from jaxmem_callbacks.transforms.residuals import is_inexact, nbytes, residual_values
 from jaxmem_callbacks.transforms.save_frontier import Kept, Share, frontier, join
 from jaxmem_callbacks.transforms.tracing import flatten, variables
 from tests.comparisons import checkpoints, stored_bytes

@@ -18,7 +18,7 @@ from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomput
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.target import nearest_target, resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.transforms.residuals import LINK_BYTE
+from jaxmem_callbacks.transforms.costs import LINK_BYTE
 from tests.target_step import needs_compiler
 
 pytestmark = pytest.mark.core

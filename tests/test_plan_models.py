@@ -25,7 +25,7 @@ from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from benchmarks.sources import is_cut_otherwise, planned_segments, row_hashes
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.transforms.flops import jaxpr_flops
+from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from tests.comparisons import CHECKPOINTS
 
 TINY = {

@@ -18,7 +18,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.decoding import plan_from
-from jaxmem_callbacks.transforms.flops import jaxpr_flops
+from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from tests.checkpointed_losses import FORMS, STACK, in_a_scan
 from tests.pasting import pasted
 from tests.target_step import needs_compiler

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.flops import jaxpr_flops
+from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from jaxmem_callbacks.transforms.nested_remat import sizes
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 from tests.target_step import keeps_remat, needs_compiler

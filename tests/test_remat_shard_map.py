@@ -15,7 +15,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
-from jaxmem_callbacks.transforms.residuals import LINK_BYTE, collective_work
+from jaxmem_callbacks.transforms.costs import LINK_BYTE, collective_work
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 
 pytestmark = pytest.mark.core

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.transforms.costs import sink
 from jaxmem_callbacks.transforms.remat import rematerialised
-from jaxmem_callbacks.transforms.residuals import sink
 from jaxmem_callbacks.transforms.tracing import flatten
 from tests.comparisons import checkpoints
 from tests.losses import INPUTS, WEIGHTS

@@ -45,7 +45,7 @@ class Offer:
         policy: What to ask for.
         bytes: Modelled, above what the policy that keeps only its cuts needs.
         flops: Operations computed again.
-        work: These with what is moved again; see `transforms/residuals.py`.
+        work: These with what is moved again; see `transforms/costs.py`.
     """
 
     policy: StepPolicy

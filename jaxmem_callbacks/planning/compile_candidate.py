@@ -37,7 +37,7 @@ from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
-from jaxmem_callbacks.transforms.flops import count_flops
+from jaxmem_callbacks.transforms.costs import count_flops
 from jaxmem_callbacks.transforms.save_frontier import Share
 
 _COUNTED_ONCE = (

@@ -23,7 +23,7 @@ from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import is_whole, parse_bytes
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
-from jaxmem_callbacks.transforms.residuals import array_bytes
+from jaxmem_callbacks.transforms.costs import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
 
 _KEPT = (PARAMETERS, OPTIMIZER, STATE)

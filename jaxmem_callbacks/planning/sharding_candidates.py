@@ -24,8 +24,8 @@ from jaxmem_callbacks.records.errors import PlanError, PolicyError
 from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OPTIMIZER, is_raw_key, kind_of_argument
+from jaxmem_callbacks.transforms.costs import array_bytes
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.residuals import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import STATE_AXES, axis_names, mesh_roles, require_axes
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
 from jaxmem_callbacks.transforms.tracing import traced_dtype

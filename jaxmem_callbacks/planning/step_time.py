@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem_callbacks.programs.targets.target import Target, nearest_target
-from jaxmem_callbacks.transforms.flops import Amount, leaf_flops, total_cost
-from jaxmem_callbacks.transforms.residuals import nbytes
+from jaxmem_callbacks.transforms.costs import Amount, leaf_flops, nbytes, total_cost
 
 
 @dataclass(frozen=True, slots=True)

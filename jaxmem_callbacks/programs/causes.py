@@ -30,8 +30,8 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import SAVED, TEMPORARIES, Peak
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH
+from jaxmem_callbacks.transforms.costs import nbytes
 from jaxmem_callbacks.transforms.own_checkpoints import own_lines, short_place
-from jaxmem_callbacks.transforms.residuals import nbytes
 from jaxmem_callbacks.transforms.tracing import inlined, is_variable
 
 _BACKWARD = "transpose("

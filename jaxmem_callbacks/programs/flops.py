@@ -9,7 +9,7 @@ import jax
 
 from jaxmem_callbacks.programs.steps.user_jit import jax_traced
 from jaxmem_callbacks.programs.targets.exporting import flatten_program
-from jaxmem_callbacks.transforms.flops import FlopCount, count_flops
+from jaxmem_callbacks.transforms.costs import FlopCount, count_flops
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 

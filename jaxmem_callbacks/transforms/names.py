@@ -11,7 +11,7 @@ import jax
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
-from jaxmem_callbacks.transforms.residuals import is_complex, view_roots
+from jaxmem_callbacks.transforms.costs import is_complex, view_roots
 from jaxmem_callbacks.transforms.tracing import variables
 
 # Given to what the library itself chose to keep.

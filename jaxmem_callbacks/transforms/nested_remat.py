@@ -14,9 +14,9 @@ from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import checkpoint_template, close, derive, open_jaxpr, scan_arity
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS
+from jaxmem_callbacks.transforms.costs import Sunk, held_by_body, nbytes, scan_carry_bytes, scan_step_bytes
 from jaxmem_callbacks.transforms.names import ON_HOST, offloading
 from jaxmem_callbacks.transforms.own_checkpoints import has_own_checkpoint
-from jaxmem_callbacks.transforms.residuals import Sunk, held_by_body, nbytes, scan_carry_bytes, scan_step_bytes
 from jaxmem_callbacks.transforms.segments import Loop, Policy, Segment, Sharing, results_by_segment
 from jaxmem_callbacks.transforms.tracing import Equations, flatten, is_variable, variables
 

@@ -19,6 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.costs import Held, copies, gradient_spans, held, nbytes, residual_bytes, sink
 from jaxmem_callbacks.transforms.cuts import (
     Landscape,
     alive,
@@ -29,7 +30,6 @@ from jaxmem_callbacks.transforms.cuts import (
     segment_peaks,
     smallest_peak,
 )
-from jaxmem_callbacks.transforms.flops import copies
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.fsdp_all_gather import (
     Weights,
@@ -61,7 +61,6 @@ from jaxmem_callbacks.transforms.own_checkpoints import (
     without_checkpoints,
 )
 from jaxmem_callbacks.transforms.policy import activate, active_policy
-from jaxmem_callbacks.transforms.residuals import Held, gradient_spans, held, nbytes, residual_bytes, sink
 from jaxmem_callbacks.transforms.save_frontier import Share
 from jaxmem_callbacks.transforms.segments import Cuts, cut, is_layer_scan, keeping
 from jaxmem_callbacks.transforms.tracing import (

@@ -22,12 +22,18 @@ from jaxmem_callbacks._compat.jaxprs import (
     subjaxprs,
 )
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT
-from jaxmem_callbacks.transforms.flops import equation_flops
+from jaxmem_callbacks.transforms.costs import (
+    Sunk,
+    equation_flops,
+    is_inexact,
+    nbytes,
+    residual_values,
+    scan_step_bytes,
+    view_roots,
+)
 from jaxmem_callbacks.transforms.names import KEPT, ON_HOST
-from jaxmem_callbacks.transforms.nested_jaxprs import named
 from jaxmem_callbacks.transforms.own_checkpoints import has_own_checkpoint
-from jaxmem_callbacks.transforms.residuals import Sunk, is_inexact, nbytes, residual_values, scan_step_bytes, view_roots
-from jaxmem_callbacks.transforms.save_frontier import Kept, Known, Share, frontier, join
+from jaxmem_callbacks.transforms.save_frontier import Kept, Known, Share, frontier, join, named
 from jaxmem_callbacks.transforms.tracing import (
     Equations,
     flatten,
