@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, REMAT_SYNONYMS, canonical_remat
-from jaxmem_callbacks.transforms.names import named_policy
+from jaxmem_callbacks.transforms.checkpoints import named_policy
 from tests.comparisons import checkpoints
 from tests.losses import INPUTS, KEY, WEIGHTS, constrained, jitted, mlp, named, own_remat, scanned
 

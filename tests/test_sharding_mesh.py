@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
-from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, parse_axes
+from jaxmem_callbacks.transforms.sharding.axes import mesh_roles, parse_axes
+from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh
 
 pytestmark = pytest.mark.core
 

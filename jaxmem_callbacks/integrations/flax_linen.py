@@ -22,7 +22,7 @@ from jaxmem_callbacks.integrations.nesting import (
 )
 from jaxmem_callbacks.integrations.paths import Pattern, Rule, nothing_matched, rule_for, rules
 from jaxmem_callbacks.records.errors import PatternError
-from jaxmem_callbacks.transforms.names import named_policy
+from jaxmem_callbacks.transforms.checkpoints import named_policy
 
 __all__ = ["remat"]
 

@@ -19,7 +19,7 @@ from jaxmem_callbacks.integrations.arguments import Parting
 from jaxmem_callbacks.integrations.nesting import is_rematerialising, refuse_second_checkpoint, rematerialising
 from jaxmem_callbacks.integrations.paths import Pattern, Rule, nothing_matched, rule_for, rules
 from jaxmem_callbacks.records.errors import PatternError, PolicyError
-from jaxmem_callbacks.transforms.names import named_policy
+from jaxmem_callbacks.transforms.checkpoints import named_policy
 
 _MARK = "_jaxmem_policy"
 _PARTING = Parting(lambda value: isinstance(value, (nnx.Pytree, nnx.Variable)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.errors import PatternError
 from jaxmem_callbacks.records.policies import canonical_remat
-from jaxmem_callbacks.transforms.names import named_policy
+from jaxmem_callbacks.transforms.checkpoints import named_policy
 
 Pattern = str | re.Pattern[str] | type
 _SHOWN = 12

@@ -20,11 +20,11 @@ from jaxmem_callbacks._compat.jaxprs import (
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import GATHERED, StepPolicy
 from jaxmem_callbacks.transforms.costs import Sunk, is_inexact, sink
-from jaxmem_callbacks.transforms.names import CHECKPOINTS
 from jaxmem_callbacks.transforms.policy import active_policy
 from jaxmem_callbacks.transforms.sharding.axes import axis_names, mesh_roles
 from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
 from jaxmem_callbacks.transforms.tracing import (
+    CHECKPOINTS,
     Equations,
     flatten,
     is_variable,

@@ -17,8 +17,8 @@ from typing import Any
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs, with_equations, with_subjaxprs
 from jaxmem_callbacks.records.policies import OwnCheckpoint
 from jaxmem_callbacks.records.source_files import short_path
-from jaxmem_callbacks.transforms.names import CHECKPOINTS, KEPT, ON_HOST
-from jaxmem_callbacks.transforms.tracing import inlined, is_variable
+from jaxmem_callbacks.transforms.checkpoints import KEPT, ON_HOST
+from jaxmem_callbacks.transforms.tracing import has_own_checkpoint, inlined, is_checkpoint, is_variable
 
 # `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or says which are kept.
 _MAKERS = re.compile(r"(?!checkpoint_(name|polic))\w*(checkpoint|remat)\w*")
@@ -115,26 +115,6 @@ _FRAMEWORKS = ("jax", "flax", "equinox", "haiku", "keras", "jaxmem_callbacks")
 _WRITTEN = re.compile("checkpoint|remat", re.IGNORECASE)
 # Names that the library gives inside checkpoints of its own, which mean nothing without them.
 _OUR_NAMES = {KEPT, *ON_HOST.values()}
-
-
-def is_checkpoint(eqn: Any) -> bool:
-    """Whether an equation is a checkpoint."""
-    return eqn.primitive.name in CHECKPOINTS
-
-
-def has_own_checkpoint(eqn: Any) -> bool:
-    """Whether an equation is checkpointed by its author, or is a loop whose body is."""
-    return is_checkpoint(eqn) or any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
-
-
-def checkpointed_functions(eqns: Iterable[Any]) -> frozenset[Any]:
-    """The functions under checkpoints among equations and in their bodies, as jaxprs, which are equal only to themselves."""
-    found: set[Any] = set()
-    for eqn in eqns:
-        bodies = subjaxprs(eqn)
-        found.update(bodies if is_checkpoint(eqn) else ())
-        found.update(*(checkpointed_functions(body.eqns) for body in bodies))
-    return frozenset(found)
 
 
 def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:

@@ -19,6 +19,20 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.checkpoints import (
+    Cuts,
+    checkpoint_policy,
+    cut,
+    grouped,
+    keeping,
+    loop_in_chunks,
+    loop_in_steps,
+    loop_in_two_levels,
+    named_by_the_loss,
+    offloads_by_kind,
+    require_names,
+    require_offloaded,
+)
 from jaxmem_callbacks.transforms.costs import Held, copies, gradient_spans, held, nbytes, residual_bytes, sink
 from jaxmem_callbacks.transforms.cuts import (
     Landscape,
@@ -26,9 +40,13 @@ from jaxmem_callbacks.transforms.cuts import (
     choose_cuts,
     choose_two_levels,
     head_position,
+    held_together,
+    is_layer_scan,
     lives_of,
     segment_peaks,
     smallest_peak,
+    steps_together,
+    stored_between,
 )
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.fsdp_all_gather import (
@@ -38,35 +56,15 @@ from jaxmem_callbacks.transforms.fsdp_all_gather import (
     gathering_loops,
     gathering_mesh,
 )
-from jaxmem_callbacks.transforms.names import (
-    checkpoint_policy,
-    named_by_the_loss,
-    offloads_by_kind,
-    require_names,
-    require_offloaded,
-)
-from jaxmem_callbacks.transforms.nested_remat import (
-    grouped,
-    held_together,
-    loop_in_chunks,
-    loop_in_steps,
-    loop_in_two_levels,
-    steps_together,
-    stored_between,
-)
-from jaxmem_callbacks.transforms.own_checkpoints import (
-    checkpointed_functions,
-    has_own_checkpoint,
-    own_checkpoints,
-    without_checkpoints,
-)
+from jaxmem_callbacks.transforms.own_checkpoints import own_checkpoints, without_checkpoints
 from jaxmem_callbacks.transforms.policy import activate, active_policy
 from jaxmem_callbacks.transforms.save_frontier import Share
-from jaxmem_callbacks.transforms.segments import Cuts, cut, is_layer_scan, keeping
 from jaxmem_callbacks.transforms.tracing import (
     Equations,
     TracedResult,
+    checkpointed_functions,
     flatten,
+    has_own_checkpoint,
     refuse_effects,
     reports_inside,
     side_effects,

@@ -6,7 +6,8 @@ The variables of `Equations` are each made once, and no other function shares th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,11 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
-from jaxmem_callbacks._compat.jaxprs import consts_of, open_jaxpr
+from jaxmem_callbacks._compat.jaxprs import (
+    consts_of,
+    open_jaxpr,
+    subjaxprs,
+)
 from jaxmem_callbacks.records.errors import LossRefusedError
 
 # A debug effect without results is moved behind its segment; every other effect would be repeated by a recomputation.
@@ -287,3 +292,87 @@ def traced_dtype(leaf: Any) -> Any:
     with contextlib.suppress(TypeError):  # text and objects, which no trace takes
         return jax.dtypes.canonicalize_dtype(leaf.dtype)
     return leaf.dtype
+
+
+# The checkpoint's own name, on every JAX line.
+CHECKPOINTS = {"checkpoint", "remat", "remat2"}
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a checkpoint."""
+    return eqn.primitive.name in CHECKPOINTS
+
+
+def has_own_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is checkpointed by its author, or is a loop whose body is."""
+    return is_checkpoint(eqn) or any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
+
+
+def checkpointed_functions(eqns: Iterable[Any]) -> frozenset[Any]:
+    """The functions under checkpoints among equations and in their bodies, as jaxprs, which are equal only to themselves."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        bodies = subjaxprs(eqn)
+        found.update(bodies if is_checkpoint(eqn) else ())
+        found.update(*(checkpointed_functions(body.eqns) for body in bodies))
+    return frozenset(found)
+
+
+class Sharing:
+    """Jaxprs seen so far, by what they compute."""
+
+    def __init__(self) -> None:
+        self._alike: dict[Hashable, list[_Seen]] = {}
+
+    def shared(self, jaxpr: Any) -> Any:
+        """An equal jaxpr that was seen before, or ``jaxpr`` itself."""
+        alike = self._alike.setdefault(_glance(jaxpr), [])
+        new = _Seen(jaxpr)
+        match = next((seen for seen in alike if seen.key == new.key), None)
+        if match is None:
+            alike.append(new)
+        return jaxpr if match is None else match.jaxpr
+
+
+class _Seen:
+    """One jaxpr with its key, which is worked out only once a second one looks like it."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        return _key(self.jaxpr)
+
+
+def _glance(jaxpr: Any) -> Hashable:
+    """What two equal jaxprs agree in and most others differ in, for almost nothing."""
+    eqns = jaxpr.eqns
+    return len(eqns), len(jaxpr.invars), *(str(eqn.source_info.name_stack) for eqn in (eqns[0], eqns[-1]))
+
+
+def _key(jaxpr: Any) -> Hashable:
+    numbers = {var: number for number, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    lines = []
+    for eqn in jaxpr.eqns:
+        operands = tuple(numbers[atom] if is_variable(atom) else _literal(atom) for atom in eqn.invars)
+        results = tuple((type(var), var.aval) for var in eqn.outvars)
+        numbers |= {var: number for number, var in enumerate(eqn.outvars, len(numbers))}
+        params = tuple((name, _parameter(value)) for name, value in eqn.params.items())
+        source = (str(eqn.source_info.name_stack), eqn.source_info.traceback)
+        lines.append((eqn.primitive, operands, params, results, eqn.ctx, source))
+    outvars = tuple(numbers[atom] if is_variable(atom) else _literal(atom) for atom in jaxpr.outvars)
+    return tuple(var.aval for var in jaxpr.invars), tuple(lines), outvars
+
+
+def _literal(atom: Any) -> Hashable:
+    return atom.aval, np.asarray(atom.val).tobytes()
+
+
+def _parameter(value: Any) -> Hashable:
+    if hasattr(open_jaxpr(value), "eqns"):
+        # Constants are compared by identity: both jaxprs are alive, and reading arrays could wait for a device.
+        return _key(open_jaxpr(value)), tuple(id(const) for const in consts_of(value))
+    if isinstance(value, (tuple, list)):
+        return tuple(_parameter(item) for item in value)
+    return value

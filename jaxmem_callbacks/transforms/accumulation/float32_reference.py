@@ -13,8 +13,14 @@ from jax.extend import core
 
 from jaxmem_callbacks._compat.jaxprs import consts_of, derive, evaluate, open_jaxpr, scan_arity
 from jaxmem_callbacks.transforms.accumulation.accumulate import MOVES, GradientCall, wide
-from jaxmem_callbacks.transforms.names import CHECKPOINTS
-from jaxmem_callbacks.transforms.tracing import TracedResult, is_variable, new_variable, side_effects, split_arrays
+from jaxmem_callbacks.transforms.tracing import (
+    CHECKPOINTS,
+    TracedResult,
+    is_variable,
+    new_variable,
+    side_effects,
+    split_arrays,
+)
 
 _PUBLISHED = {
     value for module in (core.primitives, jax.lax) for name, value in vars(module).items() if name.endswith("_p")
