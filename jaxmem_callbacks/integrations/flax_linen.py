@@ -12,15 +12,19 @@ from typing import Any, cast
 
 from flax import linen as nn
 
-from jaxmem_callbacks.integrations.arguments import Parting
-from jaxmem_callbacks.integrations.nesting import (
+from jaxmem_callbacks.integrations.module_remat import (
+    Parting,
+    Pattern,
+    Rule,
     is_marked,
     is_rematerialising,
     marked,
+    nothing_matched,
     refuse_second_checkpoint,
     rematerialising,
+    rule_for,
+    rules,
 )
-from jaxmem_callbacks.integrations.paths import Pattern, Rule, nothing_matched, rule_for, rules
 from jaxmem_callbacks.records.errors import PatternError
 from jaxmem_callbacks.transforms.checkpoints import named_policy
 

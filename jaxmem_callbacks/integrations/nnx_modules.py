@@ -15,9 +15,17 @@ from typing import Any, Self
 from flax import nnx
 
 from jaxmem_callbacks._compat.checkpoints import is_checkpointed
-from jaxmem_callbacks.integrations.arguments import Parting
-from jaxmem_callbacks.integrations.nesting import is_rematerialising, refuse_second_checkpoint, rematerialising
-from jaxmem_callbacks.integrations.paths import Pattern, Rule, nothing_matched, rule_for, rules
+from jaxmem_callbacks.integrations.module_remat import (
+    Parting,
+    Pattern,
+    Rule,
+    is_rematerialising,
+    nothing_matched,
+    refuse_second_checkpoint,
+    rematerialising,
+    rule_for,
+    rules,
+)
 from jaxmem_callbacks.records.errors import PatternError, PolicyError
 from jaxmem_callbacks.transforms.checkpoints import named_policy
 

@@ -1,19 +1,27 @@
-"""Which modules of a model a pattern means, for both Flax interfaces.
+"""Remat by module path, for both Flax interfaces: patterns, calls split for a checkpoint, one checkpoint at a time.
 
 Modules have paths (``blocks/0/attention``). A pattern that matches none is a `PatternError` that lists what could have matched.
+The marks of what is under a checkpoint ride in JAX's own trace context, which is part of every jit cache key: what was traced
+inside a checkpoint, or under some patterns, is never reused outside.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmem_callbacks.records.errors import PatternError
+import jax
+
+from jaxmem_callbacks._compat.checkpoints import inside_checkpoint
+from jaxmem_callbacks.records.errors import PatternError, PolicyError
 from jaxmem_callbacks.records.policies import canonical_remat
 from jaxmem_callbacks.transforms.checkpoints import named_policy
+from jaxmem_callbacks.transforms.tracing import split_arrays
 
 Pattern = str | re.Pattern[str] | type
 _SHOWN = 12
@@ -130,3 +138,82 @@ def _nearest(rule: Rule, paths: Iterable[str]) -> list[str]:
     rest = sorted((path for path in known if path not in near), key=lambda path: path.count("/"))
     chosen = {*near, *rest[: _SHOWN - len(near)]}
     return [path for path in known if path in chosen]
+
+
+_INSIDE = "inside a checkpoint"
+
+
+@functools.cache
+def _context() -> Any:
+    """JAX's user context, made on first use: importing the package must not touch JAX's configuration."""
+    return jax.make_user_context(())
+
+
+def marked(mark: object) -> AbstractContextManager[None]:
+    """A context in which nothing traced elsewhere is reused; ``mark`` is compared by equality."""
+    return _context()((*_context().value, mark))
+
+
+def is_marked() -> bool:
+    """Whether any such context is around the code being traced."""
+    return bool(_context().value)
+
+
+def rematerialising() -> AbstractContextManager[None]:
+    """The context in which a checkpoint of ours is being traced."""
+    return marked(_INSIDE)
+
+
+def is_rematerialising() -> bool:
+    """Whether the code being traced is inside a checkpoint that `remat` by module made."""
+    return _INSIDE in _context().value
+
+
+def refuse_second_checkpoint(name: str) -> None:
+    """Refuse to put a module's checkpoint inside one that its caller wrote.
+
+    Raises:
+        PolicyError: names the module and what to change.
+    """
+    if inside_checkpoint():
+        msg = (
+            f"{name} is called inside a checkpoint that is already there (nn.remat, nnx.remat or jax.checkpoint in the "
+            "model or around the loss). A second one inside it would compute the module three times. Remove that one, or "
+            "leave this module out of the pattern."
+        )
+        raise PolicyError(msg)
+
+
+class Parting:
+    """Parts pytrees into what is traced and the rest.
+
+    Args:
+        is_object: Whether a value is one of the framework's own, which travel with the arrays and are never looked into.
+    """
+
+    def __init__(self, is_object: Callable[[Any], bool]) -> None:
+        self._is_object = is_object
+
+    def through(
+        self, checkpointed: Callable[..., Any], module: Any, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The result of ``call(module, *args, **kwargs)``, run by ``checkpointed``.
+
+        Args:
+            checkpointed: From a function of a module and a list of traced values, the same function under a checkpoint.
+            module: The module.
+            call: Its method, unbound.
+            args: The caller's.
+            kwargs: The caller's.
+        """
+        traced, join = split_arrays((args, kwargs), self._is_object)
+        rest: list[Callable[[Sequence[Any]], Any]] = []
+
+        def rematerialised(inner_module: Any, inner_traced: Sequence[Any]) -> list[Any]:
+            inner_args, inner_kwargs = join(inner_traced)
+            results, join_results = split_arrays(call(inner_module, *inner_args, **inner_kwargs), self._is_object)
+            rest.append(join_results)
+            return results
+
+        results = checkpointed(rematerialised)(module, traced)
+        return rest[-1](results)
