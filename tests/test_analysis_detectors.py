@@ -14,7 +14,7 @@ from jaxmem_callbacks.analysis.near_oom import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.analysis.timeseries import Episode
-from jaxmem_callbacks.probes.programs import NOT_REGISTERED
+from jaxmem_callbacks.probes.jax_events import NOT_REGISTERED
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading, Unavailable

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.probes.programs import ProgramsProbe, made_by_user
+from jaxmem_callbacks.probes.jax_events import ProgramsProbe, made_by_user
 from jaxmem_callbacks.records.presets import MonitorSettings
 from tests.processes import until
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MovedArray, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading

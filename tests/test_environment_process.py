@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem_callbacks.environment.choosing import verify
-from jaxmem_callbacks.probes.allocator import devices_here
+from jaxmem_callbacks.probes.device_memory import devices_here
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.records.environment import DeviceFacts, Surroundings
 from jaxmem_callbacks.records.presets import EnvironmentSettings

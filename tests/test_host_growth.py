@@ -16,7 +16,7 @@ import pytest
 
 from jaxmem_callbacks.analysis.growth import HostGrowthDetector
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.probes.host_objects import largest_containers
+from jaxmem_callbacks.probes.host import largest_containers
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading

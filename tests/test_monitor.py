@@ -22,8 +22,8 @@ from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.callbacks.config import preset_given, split_of
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
-from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe
+from jaxmem_callbacks.probes.jax_events import ProgramsProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.writers.protocol import Picture, Table

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.probes.heap import HeapProbe
+from jaxmem_callbacks.probes.device_memory import DriverProbe
 from jaxmem_callbacks.probes.host import HostProbe
-from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
+from jaxmem_callbacks.probes.live_arrays import HeapProbe, LiveArraysProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
 
 SETTINGS = {HostProbe: "host_s", DriverProbe: "driver_s", LiveArraysProbe: "scan_s", HeapProbe: "heap_map_s"}

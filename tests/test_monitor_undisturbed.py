@@ -19,8 +19,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
-from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe
+from jaxmem_callbacks.probes.jax_events import ProgramsProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
 from tests.stamping import stamp
 

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxmem_callbacks.probes.driver import DriverProbe
+from jaxmem_callbacks.probes.device_memory import DriverProbe
 from jaxmem_callbacks.records.oom import Holder, OnTheCard
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts

@@ -21,10 +21,10 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.creation import creation_site
 from jaxmem_callbacks._compat.executables import NewExecutables
 from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
-from jaxmem_callbacks.probes.allocator import AllocatorProbe, reading_of
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe, reading_of
 from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.probes.jax_events import NOT_REGISTERED, ProgramsProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
-from jaxmem_callbacks.probes.programs import NOT_REGISTERED, ProgramsProbe
 from jaxmem_callbacks.probes.protocol import ScriptedProbe
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation

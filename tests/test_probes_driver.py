@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from jaxmem_callbacks.probes.driver import DriverProbe
+from jaxmem_callbacks.probes.device_memory import DriverProbe
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from tests.sample_devices import GPU, Card
 

@@ -21,7 +21,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.saves import DURING, Saves
 from jaxmem_callbacks.analysis.timeseries import Point
-from jaxmem_callbacks.probes.saves import SavesProbe
+from jaxmem_callbacks.probes.jax_events import SavesProbe
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import CheckpointSave, Reading, SaveSpan

@@ -93,7 +93,7 @@ def statistics_of_allocator(*, small: bool) -> dict[str, Any]:
 
 def our_reading() -> list[dict[str, Any]]:
     """What the library's own probe makes of the same statistics."""
-    from jaxmem_callbacks.probes.allocator import AllocatorProbe
+    from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 
     return [dataclasses.asdict(entry) for entry in AllocatorProbe().read(0)]
 

@@ -84,7 +84,7 @@ def plan(extra: str) -> dict[str, Any]:
 def nvidia() -> dict[str, Any]:
     """The driver's library is there; where it finds no driver, the probe says so in one line."""
     importlib.import_module("pynvml")
-    driver = importlib.import_module("jaxmem_callbacks.probes.driver")
+    driver = importlib.import_module("jaxmem_callbacks.probes.device_memory")
     (answer,) = driver.DriverProbe([SimpleNamespace(platform="gpu", id=0, local_hardware_id=0)]).read(0)
     said = getattr(answer, "reason", "a reading")
     assert "\n" not in said

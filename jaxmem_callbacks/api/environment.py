@@ -46,7 +46,7 @@ def apply_environment(preset: Preset | Name) -> AppliedEnvironment:
     os.environ.update(chosen.set)
     if not seen.started:
         return chosen
-    from jaxmem_callbacks.probes.allocator import devices_here
+    from jaxmem_callbacks.probes.device_memory import devices_here
 
     checks = verify(preset.environment, devices_here(), seen)
     broken = [str(check) for check in checks if check.outcome == "broken"]

@@ -42,14 +42,11 @@ from jaxmem_callbacks.callbacks.ticker import Ticker
 from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.environment.choosing import verify
 from jaxmem_callbacks.environment.surroundings import surroundings
-from jaxmem_callbacks.probes.allocator import AllocatorProbe, devices_here
-from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.probes.host import HostProbe
-from jaxmem_callbacks.probes.host_objects import largest_containers
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, devices_here
+from jaxmem_callbacks.probes.host import HostProbe, largest_containers
+from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SavesProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
-from jaxmem_callbacks.probes.programs import ProgramsProbe
 from jaxmem_callbacks.probes.protocol import Probe
-from jaxmem_callbacks.probes.saves import SavesProbe
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.plans import PlanRecord

@@ -15,13 +15,11 @@ from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
-from jaxmem_callbacks.probes.allocator import AllocatorProbe, Snapshot
-from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.probes.heap import HeapProbe
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, Snapshot
 from jaxmem_callbacks.probes.host import HostProbe
-from jaxmem_callbacks.probes.programs import ProgramsProbe
+from jaxmem_callbacks.probes.jax_events import HeardSave, ProgramsProbe
+from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
-from jaxmem_callbacks.probes.saves import HeardSave
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation

@@ -66,7 +66,7 @@ def _no_start(why: str) -> Finding:
 
 def main() -> None:
     """Start the backend of this process and print one JSON object, its devices or why there are none."""
-    from jaxmem_callbacks.probes.allocator import devices_here
+    from jaxmem_callbacks.probes.device_memory import devices_here
 
     try:
         answer = {"devices": [dataclasses.asdict(device) for device in devices_here()]}

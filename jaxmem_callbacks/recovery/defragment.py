@@ -14,8 +14,8 @@ from typing import Any, TypeVar, final
 import jax
 
 from jaxmem_callbacks._compat.array_parts import parts_of
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
-from jaxmem_callbacks.probes.heap import HeapProbe
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe
+from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.probes.protocol import Device, device_label
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MoveStep, PlacedBuffer

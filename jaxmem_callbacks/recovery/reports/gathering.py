@@ -17,9 +17,8 @@ import jax
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks.analysis.heap_map import HOLE, layout_of
 from jaxmem_callbacks.environment.variables import reported_environment
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
-from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.probes.heap import HeapProbe
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe
+from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport
