@@ -24,8 +24,8 @@ import psutil
 
 import jaxmem_callbacks as jm
 from benchmarks.sources import write_result
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES
-from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans, Spread, Window, Windows
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, Spread, Window, Windows
+from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.timeseries import Window
+from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.records.presets import MonitorSettings
 from tests import sample_plans as samples
 

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.mesh_balance import SPLIT
-from jaxmem_callbacks.analysis.near_oom import LOWER, NEED_LESS
+from jaxmem_callbacks.analysis.array_detectors import SPLIT
+from jaxmem_callbacks.analysis.limit_detectors import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.environment.choosing import require_applied
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxmem_callbacks.analysis.near_oom import NearOomDetector
+from jaxmem_callbacks.analysis.limit_detectors import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.analysis.growth import GrowthDetector
-from jaxmem_callbacks.analysis.mesh_balance import ImbalanceDetector, ReplicationDetector
+from jaxmem_callbacks.analysis.array_detectors import GrowthDetector, ImbalanceDetector, ReplicationDetector
+from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, RecompilationDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.analysis.recompilation import DonationDetector, RecompilationDetector
 from jaxmem_callbacks.analysis.timeseries import Lasting, Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, changed_groups, with_changes
 from jaxmem_callbacks.records.presets import MonitorSettings

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.analysis.fragmentation import Fragmentation, FragmentationDetector, fragmentation_of
-from jaxmem_callbacks.analysis.near_oom import NearOomDetector
+from jaxmem_callbacks.analysis.compile_detectors import RecompilationDetector
+from jaxmem_callbacks.analysis.figures import Fragmentation, fragmentation_of
+from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.analysis.recompilation import RecompilationDetector
 from jaxmem_callbacks.analysis.timeseries import Episode
 from jaxmem_callbacks.probes.jax_events import NOT_REGISTERED
 from jaxmem_callbacks.records.presets import MonitorSettings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from jaxmem_callbacks.analysis.growth import GrowthDetector
+from jaxmem_callbacks.analysis.array_detectors import GrowthDetector
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.runs import MemoryEvent
 from tests.test_analysis_arrays import census, group, run

@@ -11,10 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.analysis.availability import KnownHere
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, figure_of, values_of
+from jaxmem_callbacks.analysis.figures import (
+    DERIVED,
+    FIGURES,
+    NAMED,
+    History,
+    Spread,
+    Window,
+    Windows,
+    figure_of,
+    values_of,
+)
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
-from jaxmem_callbacks.analysis.timeseries import PICTURES, History, Spans, Spread, Window, Windows
+from jaxmem_callbacks.analysis.run_summary import KnownHere
+from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable

@@ -19,10 +19,10 @@ import pytest
 
 import jaxmem_callbacks as jm
 from benchmarks.frameworks import OTHERS
-from jaxmem_callbacks.analysis.availability import HEAP_MAP
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMED, PROCESSES, Window
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.timeseries import Trend, Window
+from jaxmem_callbacks.analysis.run_summary import HEAP_MAP
+from jaxmem_callbacks.analysis.timeseries import Trend
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
 from jaxmem_callbacks.config.schema import short_key
 from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, RecoverySettings

@@ -21,8 +21,8 @@ from PIL import Image
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat import array_parts
 from jaxmem_callbacks._compat.array_parts import parts_of
-from jaxmem_callbacks.analysis.availability import HEAP_MAP
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
+from jaxmem_callbacks.analysis.run_summary import HEAP_MAP
 from jaxmem_callbacks.probes.live_arrays import HeapProbe, LiveArraysProbe
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.presets import MonitorSettings

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem_callbacks.analysis.growth import HostGrowthDetector
+from jaxmem_callbacks.analysis.array_detectors import HostGrowthDetector
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.probes.host import largest_containers
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup

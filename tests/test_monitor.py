@@ -17,8 +17,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.callbacks.config import preset_given, split_of
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler

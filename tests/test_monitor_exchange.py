@@ -10,10 +10,10 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.coordination import shared_store
-from jaxmem_callbacks.analysis.availability import KnownHere
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, figure_of
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMES, across_scalars, figure_of
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.processes import NAMES, Heard, Told, across_scalars
+from jaxmem_callbacks.analysis.run_summary import KnownHere
+from jaxmem_callbacks.callbacks.cross_process import Heard, Told
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.writers.tensorboard import layout_of

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.availability import KnownHere
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
+from jaxmem_callbacks.analysis.run_summary import KnownHere
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for

@@ -16,7 +16,7 @@ from matplotlib.text import Annotation, Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.timeseries import Window
+from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord

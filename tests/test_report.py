@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.story import Story
-from jaxmem_callbacks.analysis.timeseries import Point
+from jaxmem_callbacks.analysis.run_summary import Story
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings

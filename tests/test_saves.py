@@ -18,9 +18,9 @@ from orbax.checkpoint import v1
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.saves import DURING, Saves
-from jaxmem_callbacks.analysis.timeseries import Point
+from jaxmem_callbacks.analysis.run_summary import DURING, Saves
 from jaxmem_callbacks.probes.jax_events import SavesProbe
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings

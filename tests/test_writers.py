@@ -16,8 +16,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from jaxmem_callbacks.analysis.figures import Spread, Window
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.timeseries import Spread, Window
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.console import ConsoleWriter

@@ -13,7 +13,7 @@ import pytest
 import tensorboardX
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxmem_callbacks.analysis.timeseries import Spread, Window
+from jaxmem_callbacks.analysis.figures import Spread, Window
 from jaxmem_callbacks.writers.adapters import as_writer
 from jaxmem_callbacks.writers.figures import draw_over_time
 from jaxmem_callbacks.writers.protocol import CollectingWriter

@@ -1,16 +1,61 @@
-"""Figures: what is shown of readings, under which TensorBoard tag, in which unit, from where, and over which window.
+"""Figures: what is shown of readings, under which TensorBoard tag, in which unit, from where; and their windows over time.
 
-The one table of tags; docs/figures.md tells it to readers, and descriptions on the TensorBoard page come from here.
+The one table of tags; docs/figures.md explains them to readers, and descriptions on the TensorBoard page come from here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
 
-from jaxmem_callbacks.analysis.fragmentation import Fragmentation, fragmentation_of
-from jaxmem_callbacks.records.readings import Reading, Source
+from jaxmem_callbacks.analysis.timeseries import Spans
+from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, Source, Unavailable
 from jaxmem_callbacks.records.units import GIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragmentation:
+    """How split the free memory of one device is.
+
+    Attributes:
+        share: 1 - largest free block / free bytes, in [0, 1].
+        free_bytes: Free in the pool (GPU), or in the limit where there is no pool (TPU).
+        largest_free_bytes: The largest block that could be given out.
+    """
+
+    share: float
+    free_bytes: int
+    largest_free_bytes: int
+
+
+def fragmentation_of(reading: Reading) -> Fragmentation | Unavailable:
+    """The fragmentation that one allocator reading shows.
+
+    The denominator is the pool: on GPU the pool grows towards the limit, and what was never taken from the driver is not split.
+    """
+    if reading.in_use_bytes is None:
+        return _no_fragmentation(reading, "the allocator does not report the bytes in use")
+    whole = reading.pool_bytes if reading.pool_bytes is not None else reading.limit_bytes
+    if whole is None:
+        return _no_fragmentation(reading, "the allocator reports neither a pool nor a limit")
+    if reading.largest_free_bytes is None:
+        return _no_fragmentation(
+            reading, "the runtime does not report the largest free block (GPU: jaxlib 0.11 or newer with BFC does)"
+        )
+    # The pool already holds everything; only without one is reserved memory taken from the same limit.
+    reserved = (reading.reserved_bytes or 0) if reading.pool_bytes is None else 0
+    free = whole - reading.in_use_bytes - reserved
+    if free <= 0:
+        return Fragmentation(share=0.0, free_bytes=0, largest_free_bytes=reading.largest_free_bytes)
+    share = min(1.0, max(0.0, 1 - reading.largest_free_bytes / free))
+    return Fragmentation(share=share, free_bytes=free, largest_free_bytes=reading.largest_free_bytes)
+
+
+def _no_fragmentation(reading: Reading, reason: str) -> Unavailable:
+    return Unavailable(figure="fragmentation", device=reading.device, reason=reason)
+
 
 Unit = Literal["GiB", "arrays", "share"]
 _IN_UNITS: dict[Unit, int] = {"GiB": GIB, "arrays": 1, "share": 1}
@@ -262,3 +307,182 @@ def figure_of(tag: str) -> Figure | None:
         if plain == figure.tag or (figure.tag.endswith("/") and tag.startswith(figure.tag)):
             return figure
     return None
+
+
+_BYTES = {"GiB": "bytes", "arrays": "count", "share": "share"}
+
+
+def across_name(figure: Figure) -> str:
+    """A figure's name in records: ``memory/in_use_gib`` is ``in_use_bytes``."""
+    plain = figure.tag.removeprefix("memory/").rpartition("_")[0]
+    return f"{plain}_{_BYTES[figure.unit]}"
+
+
+NAMES: Mapping[str, Figure] = {across_name(figure): figure for figure in (*FIGURES, *DERIVED)}
+
+
+def across_scalars(across: AcrossProcesses) -> dict[str, float]:
+    """Tags of the mean, and of the lowest and the highest."""
+    flat: dict[str, float] = {}
+    for name, each in across.figures.items():
+        if (figure := NAMES.get(name)) is not None:  # another version of this library may know more
+            tag = over_processes(figure).tag
+            ends = ((tag, each.mean), (f"{tag}/min", each.low), (f"{tag}/max", each.high))
+            flat |= {place: value / figure.divisor for place, value in ends}
+    return flat
+
+
+_FINEST = 2000  # no window is shorter than this part of the run so far: more points than a page shows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """What one tag did in one window, over all readings and devices: lowest, mean, highest, how many.
+
+    ``high_at`` is the device that had the highest value, where several devices were read; else empty.
+    """
+
+    low: float
+    mean: float
+    high: float
+    count: int
+    high_at: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """One time window of a run.
+
+    Attributes:
+        step: The last step in it.
+        time_s: When it closed, in seconds since the epoch.
+        spreads: Tag -> what it did; tags without a value in this window are absent.
+        ranged: Tags that had different values in some window so far: only these have a range worth showing.
+    """
+
+    step: int
+    time_s: float
+    spreads: Mapping[str, Spread]
+    ranged: frozenset[str] = frozenset()
+
+    def scalars(self) -> dict[str, float]:
+        """Flat tags: the mean under the tag itself, ``tag/min`` and ``tag/max`` beside it for tags that range."""
+        flat: dict[str, float] = {}
+        for tag, spread in self.spreads.items():
+            flat[tag] = spread.mean
+            if tag in self.ranged:
+                flat[f"{tag}/min"] = spread.low
+                flat[f"{tag}/max"] = spread.high
+        return flat
+
+
+class _Sum:
+    """What is known of one tag in the open window."""
+
+    def __init__(self, value: float, device: str) -> None:
+        self.low = self.high = value
+        self.total, self.count = 0.0, 0
+        self.device = self.high_at = device
+        self.several = False
+
+    def add(self, value: float, device: str) -> None:
+        self.several = self.several or device != self.device
+        if value > self.high:
+            self.high, self.high_at = value, device
+        self.low = min(self.low, value)
+        self.total += value
+        self.count += 1
+
+    def spread(self) -> Spread:
+        where = self.high_at if self.several else ""
+        return Spread(low=self.low, mean=self.total / self.count, high=self.high, count=self.count, high_at=where)
+
+
+@final
+class Windows:
+    """Collects values and closes windows.
+
+    Args:
+        span_s: Seconds of one window, until a two-thousandth of the run is longer.
+    """
+
+    def __init__(self, span_s: float) -> None:
+        self._sums: dict[str, _Sum] = {}
+        self._constants: dict[str, float] = {}
+        self._ranged: set[str] = set()
+        self._span = Spans(span_s, _FINEST)
+        self._closed_step: int | None = None
+
+    def add(self, values: Mapping[str, float], device: str = "") -> None:
+        """Count the values, of one device where it is said, into the open window."""
+        for tag, value in values.items():
+            self._sums.setdefault(tag, _Sum(value, device)).add(value, device)
+
+    def keep(self, values: Mapping[str, float]) -> None:
+        """Show these in every window from now on, such as limits: they have no spread."""
+        self._constants.update(values)
+
+    def close(self, step: int, time_s: float, *, force: bool = False) -> Window | None:
+        """The window, if it is over (or ``force``) and has values; the first one is over at once."""
+        if not self._sums or not (force or (self._span.is_over(time_s) and step != self._closed_step)):
+            return None
+        spreads = {tag: each.spread() for tag, each in self._sums.items()}
+        self._ranged.update(tag for tag, each in spreads.items() if not math.isclose(each.low, each.high))
+        spreads |= {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in self._constants.items()}
+        self._span.begin(time_s)
+        self._sums, self._closed_step = {}, step
+        return Window(step=step, time_s=time_s, spreads=spreads, ranged=frozenset(self._ranged))
+
+
+_KEPT_WINDOWS = 2000  # more points than a figure has pixels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """The highest values of one stretch of a run.
+
+    Attributes:
+        step: Its last step.
+        time_s: When it ended, in seconds since the epoch.
+        highs: Tag -> highest value.
+        places: Tag -> the device that had it, where several were read.
+    """
+
+    step: int
+    time_s: float
+    highs: Mapping[str, float]
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+@final
+class History:
+    """Keeps the highs of all windows; when full, neighbours are joined and keep the higher value, so no peak is lost."""
+
+    def __init__(self, kept: int = _KEPT_WINDOWS) -> None:
+        self._kept = kept
+        self._points: list[Point] = []
+
+    def add(self, window: Window) -> None:
+        """Append one window."""
+        highs = {tag: spread.high for tag, spread in window.spreads.items()}
+        places = {tag: spread.high_at for tag, spread in window.spreads.items() if spread.high_at}
+        self._points.append(Point(step=window.step, time_s=window.time_s, highs=highs, places=places))
+        if len(self._points) > self._kept:
+            pairs = [self._points[at : at + 2] for at in range(0, len(self._points), 2)]
+            self._points = [_joined(pair) for pair in pairs]
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """Oldest first."""
+        return tuple(self._points)
+
+
+def _joined(pair: Sequence[Point]) -> Point:
+    highs: dict[str, float] = {}
+    places: dict[str, str] = {}
+    for point in pair:
+        for tag, value in point.highs.items():
+            if tag not in highs or value > highs[tag]:
+                highs[tag] = value
+                places[tag] = point.places.get(tag, "")
+    return Point(step=pair[-1].step, time_s=pair[-1].time_s, highs=highs, places=places)

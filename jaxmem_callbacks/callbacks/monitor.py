@@ -15,13 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from jaxmem_callbacks.analysis.fragmentation import FragmentationDetector
-from jaxmem_callbacks.analysis.growth import GrowthDetector, HostGrowthDetector
-from jaxmem_callbacks.analysis.mesh_balance import ImbalanceDetector, ReplicationDetector
-from jaxmem_callbacks.analysis.near_oom import NearOomDetector
+from jaxmem_callbacks.analysis.array_detectors import (
+    GrowthDetector,
+    HostGrowthDetector,
+    ImbalanceDetector,
+    ReplicationDetector,
+)
+from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, PlanDetector, RecompilationDetector
+from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
-from jaxmem_callbacks.analysis.plan_check import PlanDetector
-from jaxmem_callbacks.analysis.recompilation import DonationDetector, RecompilationDetector
 from jaxmem_callbacks.callbacks.config import (
     folder_of,
     plan_of,
@@ -33,7 +35,7 @@ from jaxmem_callbacks.callbacks.config import (
     with_environment,
     writers_of,
 )
-from jaxmem_callbacks.callbacks.exchange import Exchange
+from jaxmem_callbacks.callbacks.cross_process import Exchange
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.recorder import Recorder
 from jaxmem_callbacks.callbacks.run_folder import Opening

@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, final
 
-from jaxmem_callbacks.analysis.availability import COLUMNS, KnownHere
-from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, values_of
+from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, History, Windows, across_scalars, values_of
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
-from jaxmem_callbacks.analysis.processes import across_scalars
-from jaxmem_callbacks.analysis.saves import Saves
-from jaxmem_callbacks.analysis.timeseries import PICTURES, History, Spans, Windows
+from jaxmem_callbacks.analysis.run_summary import COLUMNS, KnownHere, Saves
+from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
 from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, changed_groups
 from jaxmem_callbacks.records.plans import PlanRecord

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.analysis.story import Story
+from jaxmem_callbacks.analysis.run_summary import Story
 from jaxmem_callbacks.readers.decoding import plan_from, record_from
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of

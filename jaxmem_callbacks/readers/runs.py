@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.story import Story
+from jaxmem_callbacks.analysis.run_summary import Story
 from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.errors import RunFileError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, final
 
-from jaxmem_callbacks.analysis.timeseries import Point
+from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.registry import Step
 from jaxmem_callbacks.records.readings import Reading

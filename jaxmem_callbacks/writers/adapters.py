@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, final
 
-from jaxmem_callbacks.analysis.timeseries import Window
+from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.writers.markdown import escape, event_markdown, table_markdown
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer

@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxmem_callbacks.analysis.availability import HEAP_MAP
+from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, HeapLayout, cells_of, layout_of
-from jaxmem_callbacks.analysis.saves import DURING
-from jaxmem_callbacks.analysis.timeseries import Point
+from jaxmem_callbacks.analysis.run_summary import DURING, HEAP_MAP
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import EventKind, MemoryEvent

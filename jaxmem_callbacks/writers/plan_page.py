@@ -9,8 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED
-from jaxmem_callbacks.analysis.timeseries import Spread, Window
+from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED, Spread, Window
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.units import GIB, format_bytes

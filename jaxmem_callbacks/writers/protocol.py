@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, final
 
+from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation

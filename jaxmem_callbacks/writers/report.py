@@ -8,11 +8,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxmem_callbacks.analysis.availability import COLUMNS
-from jaxmem_callbacks.analysis.plan_check import plan_row
-from jaxmem_callbacks.analysis.saves import DURING
-from jaxmem_callbacks.analysis.story import High, Story
-from jaxmem_callbacks.analysis.timeseries import Point
+from jaxmem_callbacks.analysis.figures import Point
+from jaxmem_callbacks.analysis.run_summary import COLUMNS, DURING, High, Story, plan_row
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import MemoryEvent

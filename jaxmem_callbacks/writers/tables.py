@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from jaxmem_callbacks.analysis.comparing import Growth
-from jaxmem_callbacks.analysis.saves import DURING
+from jaxmem_callbacks.analysis.run_summary import DURING
 from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.readings import CheckpointSave

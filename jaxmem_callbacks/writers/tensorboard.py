@@ -25,10 +25,10 @@ from jaxmem_callbacks.analysis.figures import (
     PROCESSES,
     PROGRAM,
     Figure,
+    Window,
     figure_of,
     over_processes,
 )
-from jaxmem_callbacks.analysis.timeseries import Window
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown

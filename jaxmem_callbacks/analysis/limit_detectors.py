@@ -1,4 +1,4 @@
-"""Near-OOM: little headroom now or at a program's next run, or no free block that is large enough for it."""
+"""Detectors of little room: near OOM, now or at a program's next run, and free memory in pieces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from jaxmem_callbacks.analysis.figures import Fragmentation, fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.timeseries import Episode, Rise, Trend
 from jaxmem_callbacks.records.advice import advise
@@ -157,7 +158,7 @@ class LargestBlock:
             return None
         for device, readings in self._recent.items():
             if len(readings) == _READINGS and self._is_short(device, readings, largest.temp_bytes):
-                return _event(readings[-1], largest)
+                return _block_event(readings[-1], largest)
         return None
 
     def _is_short(self, device: str, readings: Iterable[Reading], block: int) -> bool:
@@ -175,7 +176,7 @@ def _room(reading: Reading) -> int:
     return max(reading.largest_free_bytes or 0, growth)
 
 
-def _event(reading: Reading, program: ProgramMemory) -> MemoryEvent:
+def _block_event(reading: Reading, program: ProgramMemory) -> MemoryEvent:
     room = _room(reading)
     whole = reading.pool_bytes or reading.limit_bytes or 0
     free = whole - (reading.in_use_bytes or 0)
@@ -200,7 +201,7 @@ def _event(reading: Reading, program: ProgramMemory) -> MemoryEvent:
 
 
 _LEAST_GAIN = 0.01  # of the limit: a smaller growth foretells nothing
-_QUIET = 10  # steps in a row with enough headroom that end an episode
+_QUIET_STEPS = 10  # steps in a row with enough headroom that end an episode
 _SURELY = 2.0  # a level above any share at which an episode begins
 
 
@@ -217,14 +218,14 @@ class NearOomDetector:
         headroom = settings.near_oom_headroom
         self._settings = settings
         self._episode = Episode(
-            begin=1 - headroom, release=1 - headroom - min(headroom, 1 - headroom) / 2, quiet=_QUIET
+            begin=1 - headroom, release=1 - headroom - min(headroom, 1 - headroom) / 2, quiet=_QUIET_STEPS
         )
         self._limits: dict[str, int] = {}
         self._programs: dict[tuple[str, int], tuple[int, ProgramMemory]] = {}  # by name and need: step noticed, memory
         self._told: set[str] = set()
         self._latest: dict[str, Demand] = {}
         self._blocks = LargestBlock()
-        self._ahead = Episode(begin=0.5, release=0.5, quiet=_QUIET)  # a look that can't judge ends nothing
+        self._ahead = Episode(begin=0.5, release=0.5, quiet=_QUIET_STEPS)  # a look that can't judge ends nothing
         self._trends: dict[tuple[str, str], Trend] = {}  # by source and device
         self._growing = Episode(begin=0.5, release=0.0)  # a rise's order
 
@@ -320,3 +321,63 @@ class NearOomDetector:
 
 def _smaller(first: int | None, second: int | None) -> int | None:
     return min((value for value in (first, second) if value), default=None)
+
+
+_BAND = 0.1  # an episode ends when the share has fallen by so much,
+_QUIET_READINGS = 10  # in so many readings in a row
+
+
+@final
+class FragmentationDetector:
+    """Tells once when much of the free memory of a device cannot be given out in one block."""
+
+    def __init__(self, settings: MonitorSettings) -> None:
+        begin = settings.fragmentation_share
+        self._least = settings.fragmentation_min_bytes
+        self._episode = Episode(begin=begin, release=max(0.0, begin - _BAND), quiet=_QUIET_READINGS)
+
+    def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
+        """At most one event: devices are judged together, by the worst, moment by moment."""
+        events: list[MemoryEvent] = []
+        for moment in _moments(observation):
+            worst, found = max(moment, key=lambda pair: self._level(pair[1]))
+            if self._episode.begins(self._level(found)):
+                events.append(_fragmentation_event(worst, found))
+        return events
+
+    def _level(self, found: Fragmentation) -> float:
+        return found.share if found.free_bytes >= self._least else 0.0
+
+
+def _moments(observation: Observation) -> list[list[tuple[Reading, Fragmentation]]]:
+    """Known fragmentations grouped by the moment they were read at."""
+    moments: dict[tuple[float, int], list[tuple[Reading, Fragmentation]]] = {}
+    for reading in observation.readings:
+        found = fragmentation_of(reading) if reading.source == "allocator" else None
+        if isinstance(found, Fragmentation):
+            moments.setdefault((reading.time_s, reading.step), []).append((reading, found))
+    return list(moments.values())
+
+
+def _fragmentation_event(reading: Reading, found: Fragmentation) -> MemoryEvent:
+    return MemoryEvent(
+        kind="fragmentation",
+        step=reading.step,
+        time_s=reading.time_s,
+        device=reading.device,
+        message=(
+            f"{found.share:.0%} of the free memory of {reading.device} is outside its largest free block, since step "
+            f"{reading.step}: {format_bytes(found.free_bytes)} are free, and the largest block is "
+            f"{format_bytes(found.largest_free_bytes)}."
+        ),
+        action=(
+            "Free small long-lived arrays (kept losses or metrics: convert them with float() and let the arrays go), keep "
+            "batch shapes constant, and preallocate, before JAX starts: "
+            f"{advise('memory.environment', preset='gpu_preallocate')}."
+        ),
+        figures={
+            "fragmentation_share": round(found.share, 4),
+            "free_bytes": found.free_bytes,
+            "largest_free_bytes": found.largest_free_bytes,
+        },
+    )

@@ -1,4 +1,4 @@
-"""Exchange: the readings of all processes on process 0, at an interval, where a preset asks for it.
+"""Readings of all processes on process 0, at an interval, where a preset asks for it.
 
 Through the key-value store of `jax.distributed`, by a thread of its own: no device, no collective, and nobody waits for a process
 that does not answer. A round that hangs, as where the coordinator is stopped, is left alone until it comes back.
@@ -7,19 +7,120 @@ that does not answer. A round that hangs, as where the coordinator is stopped, i
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import jax
 
 from jaxmem_callbacks._compat.coordination import Store, shared_store
+from jaxmem_callbacks.analysis.figures import (
+    NAMES,
+    Figure,
+    Windows,
+    values_of,
+)
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.processes import Heard, Told
 from jaxmem_callbacks.callbacks.faults import Faults
-from jaxmem_callbacks.records.readings import Unavailable
+from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading, Unavailable
+
+_MISSED = 3  # rounds without a word
+_OF_TAG = {figure.tag: name for name, figure in NAMES.items()}
+
+
+@final
+class Told:
+    """What this process has to tell: lowest, mean and highest of its figures since it told them before."""
+
+    def __init__(self) -> None:
+        self._windows = Windows(0.0)
+        self._serial = 0
+
+    def add(self, readings: Sequence[Reading]) -> None:
+        """Take in what was read."""
+        for reading in readings:
+            self._windows.add(values_of(reading), reading.device)
+
+    def text(self) -> str | None:
+        """What is new as a text, once; None where nothing is."""
+        window = self._windows.close(self._serial, 0.0, force=True)
+        if window is None:
+            return None
+        self._serial += 1
+        figures = {
+            _OF_TAG[tag]: [
+                *(_whole(value, NAMES[_OF_TAG[tag]]) for value in (each.low, each.mean, each.high)),
+                each.high_at,
+            ]
+            for tag, each in window.spreads.items()
+        }
+        return json.dumps({"serial": self._serial, "figures": figures})
+
+
+def _whole(value: float, figure: Figure) -> float:
+    return value if figure.unit == "share" else round(value * figure.divisor)
+
+
+@final
+class Heard:
+    """What process 0 has heard of each process, and when.
+
+    Args:
+        every_s: Seconds between two rounds.
+        processes: How many the run has.
+    """
+
+    def __init__(self, every_s: float, processes: int) -> None:
+        self._silent_s = _MISSED * every_s
+        self._processes = processes
+        self._latest: dict[int, tuple[int, float, Mapping[str, Any]]] = {}  # serial, when it was new, figures
+
+    def learn(self, texts: Mapping[str, str], now_s: float) -> None:
+        """Take in the texts by process; only a text that is new is a sign of life, since clocks of machines differ.
+
+        Figures that are read less often than texts are sent stand as they were told last.
+        """
+        for process, text in texts.items():
+            said = json.loads(text)
+            before = self._latest.get(int(process))
+            if before is None or before[0] != said["serial"]:
+                known = {} if before is None else before[2]
+                self._latest[int(process)] = (said["serial"], now_s, {**known, **said["figures"]})
+        for process in [each for each in self._latest if str(each) not in texts]:  # it has ended
+            del self._latest[process]
+
+    def across(self, step: int, time_s: float, now_s: float) -> AcrossProcesses:
+        """What is known now."""
+        fresh = {process: said for process, (_, at_s, said) in self._latest.items() if now_s - at_s <= self._silent_s}
+        names = {name: None for said in fresh.values() for name in said}
+        return AcrossProcesses(
+            step=step,
+            time_s=time_s,
+            processes=self._processes,
+            silent=tuple(process for process in range(self._processes) if process not in fresh),
+            figures={
+                name: _joined(name, {each: said[name] for each, said in fresh.items() if name in said})
+                for name in names
+            },
+        )
+
+
+def _joined(name: str, said: Mapping[int, Sequence[Any]]) -> AcrossFigure:
+    low = min(said, key=lambda process: said[process][0])
+    high = max(said, key=lambda process: said[process][2])
+    mean = sum(each[1] for each in said.values()) / len(said)
+    return AcrossFigure(
+        low=said[low][0],
+        low_process=low,
+        mean=mean if name.endswith("_share") else round(mean),
+        high=said[high][2],
+        high_process=high,
+        high_device=said[high][3],
+    )
+
 
 WAIT_S = 0.5  # at a flush and at the end; never in a look at an interval
 _LONG_S = 10.0  # of a round, from which on it is said that it hangs
