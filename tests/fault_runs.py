@@ -161,9 +161,9 @@ def spawned(folder: Path) -> None:
 
 def cell_again(folder: Path) -> None:
     """A notebook's cell that never closes its monitor, run twice."""
-    from jaxmem_callbacks.callbacks import run_folder
+    from jaxmem_callbacks.callbacks import recorder
 
-    run_folder._CLOSING_S = 60.0  # where others take the processor, the first one's last figure takes longer
+    recorder._CLOSING_S = 60.0  # where others take the processor, the first one's last figure takes longer
     cell = compile("hook = monitor(folder)\ntrain(hook)\n", "cell", "exec")
     names = {"monitor": monitor, "train": train, "folder": folder}
     with contextlib.redirect_stdout(None):

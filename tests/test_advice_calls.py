@@ -18,7 +18,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.array_detectors import SPLIT
 from jaxmem_callbacks.analysis.limit_detectors import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.texts.explain import tries

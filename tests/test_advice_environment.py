@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from jaxmem_callbacks.environment.traps import findings
+from jaxmem_callbacks.environment.findings import findings
 from jaxmem_callbacks.records.environment import Surroundings
 from tests.pasting import pasted
 
@@ -24,8 +24,8 @@ TRAINING = """
 import json, jax, jax.numpy as jnp
 {line}
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
-from jaxmem_callbacks.environment.surroundings import surroundings
-from jaxmem_callbacks.environment.traps import findings
+from jaxmem_callbacks.environment.process import surroundings
+from jaxmem_callbacks.environment.findings import findings
 step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w))
 w = jnp.zeros(3)
 for _ in range(20):

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
-from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from tests.pasting import pasted
 
@@ -112,7 +112,7 @@ APPLIED = {
 AGAIN = """
 import sys
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.environment.apply import require_applied
 applied = {line}
 require_applied(jm.load_preset(*applied.preset.split("+")))
 print(applied.preset, "jax" in sys.modules)

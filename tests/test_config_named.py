@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.config.files import shipped_names
+from jaxmem_callbacks.config.documents import shipped_names
 from jaxmem_callbacks.config.named import load_named, policy_of
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, SHARDING_SYNONYMS
 

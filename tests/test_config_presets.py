@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.config.files import shipped_folder
+from jaxmem_callbacks.config.documents import shipped_folder
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.presets import MonitorSettings

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jaxmem_callbacks.config import json_schema, schema
-from jaxmem_callbacks.config.files import shipped_folder
+from jaxmem_callbacks.config.documents import shipped_folder
 from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_preset
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, REMAT_SYNONYMS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem_callbacks.environment.choosing import verify
+from jaxmem_callbacks.environment.apply import verify
 from jaxmem_callbacks.probes.device_memory import devices_here
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.records.environment import DeviceFacts, Surroundings

@@ -13,10 +13,16 @@ from jax._src import xla_bridge
 from jaxlib import xla_client
 
 from jaxmem_callbacks.config.presets import list_presets, load_preset
-from jaxmem_callbacks.environment.choosing import choose, require_applied, wanted_variables
-from jaxmem_callbacks.environment.surroundings import surroundings
-from jaxmem_callbacks.environment.traps import findings, settings_findings
-from jaxmem_callbacks.environment.variables import SHOWN, as_preallocate, memory_flags, unread_names, version_numbers
+from jaxmem_callbacks.environment.apply import choose, require_applied, wanted_variables
+from jaxmem_callbacks.environment.findings import findings, settings_findings
+from jaxmem_callbacks.environment.process import (
+    SHOWN,
+    as_preallocate,
+    memory_flags,
+    surroundings,
+    unread_names,
+    version_numbers,
+)
 from jaxmem_callbacks.records.environment import Surroundings
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PresetError
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.callbacks.config import preset_given, split_of
-from jaxmem_callbacks.callbacks.faults import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.probes.jax_events import ProgramsProbe

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.callbacks import ticker
+from jaxmem_callbacks.callbacks import background
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Record, Writer
 from tests.processes import until
@@ -41,8 +41,8 @@ class Hanging(Writer):
 
 @pytest.mark.core
 def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.MonkeyPatch, capfd):
-    monkeypatch.setattr(ticker, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(ticker, "SHORT_S", 0.1)
+    monkeypatch.setattr(background, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(background, "SHORT_S", 0.1)
     writer = Hanging()
     monitor = jm.MemoryMonitor(FAST, writer=writer)
     monitor(0)
@@ -58,29 +58,29 @@ def test_flush_sample_and_close_return_and_say_what_hangs(monkeypatch: pytest.Mo
 
 def test_the_last_action_runs_wherever_the_thread_stands(monkeypatch: pytest.MonkeyPatch):
     """The thread takes a millisecond a line, and is stopped at each of them."""
-    monkeypatch.setattr(ticker, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(background, "PATIENCE_S", 0.3)
 
     class Looked:
         def look(self) -> None:
             """Nothing: the thread is at its own lines."""
 
     def slowly(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != ticker.__file__:
+        if frame.f_code.co_filename != background.__file__:
             return None  # at once: what a collection of garbage runs on this thread may be thousands of calls
         if event == "line":
             time.sleep(0.001)
         return slowly
 
-    own = ticker.Ticker._run
+    own = background.Ticker._run
 
-    def traced(ticking: ticker.Ticker) -> None:
+    def traced(ticking: background.Ticker) -> None:
         sys.settrace(slowly)  # from here on: Python 3.11 may never leave the frame of a thread that starts to be traced
         own(ticking)
 
-    monkeypatch.setattr(ticker.Ticker, "_run", traced)
+    monkeypatch.setattr(background.Ticker, "_run", traced)
     looked, ran = Looked(), []
     for each in range(60):
-        ticking = ticker.Ticker(0.0, weakref.WeakMethod(looked.look))
+        ticking = background.Ticker(0.0, weakref.WeakMethod(looked.look))
         ticking.start()
         time.sleep(0.0005 * each)
         assert ticking.stop(partial(ran.append, each)), each
@@ -89,7 +89,7 @@ def test_the_last_action_runs_wherever_the_thread_stands(monkeypatch: pytest.Mon
 
 def test_one_that_still_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd):
     """A busy machine makes the last look long, which is no reason to lose it. For ever is not waited either."""
-    monkeypatch.setattr(ticker, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(background, "PATIENCE_S", 0.4)
 
     class Working(Writer):
         def __init__(self, work_s: float) -> None:

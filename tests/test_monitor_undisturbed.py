@@ -17,7 +17,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.probes.jax_events import ProgramsProbe

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.environment.variables import reported_environment
+from jaxmem_callbacks.environment.process import reported_environment
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
 from jaxmem_callbacks.programs.steps import registry

@@ -10,8 +10,8 @@ import os
 
 from jaxmem_callbacks._compat.backends import settings_were_read
 from jaxmem_callbacks.config.named import Name, load_named
-from jaxmem_callbacks.environment.choosing import choose, verify
-from jaxmem_callbacks.environment.surroundings import surroundings
+from jaxmem_callbacks.environment.apply import choose, verify
+from jaxmem_callbacks.environment.process import surroundings
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import AppliedEnvironment
 from jaxmem_callbacks.records.errors import EnvironmentSettingError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from jaxmem_callbacks.config.presets import preset_to_yaml
-from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.choice import pareto
 from jaxmem_callbacks.planning.compile_queue import Progress
 from jaxmem_callbacks.planning.orchestrate import Ask

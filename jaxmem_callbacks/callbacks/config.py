@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxmem_callbacks.config.named import Name, load_named
-from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise

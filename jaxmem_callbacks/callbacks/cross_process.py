@@ -24,7 +24,7 @@ from jaxmem_callbacks.analysis.figures import (
     values_of,
 )
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading, Unavailable
 
 _MISSED = 3  # rounds without a word

@@ -24,6 +24,7 @@ from jaxmem_callbacks.analysis.array_detectors import (
 from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, PlanDetector, RecompilationDetector
 from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
+from jaxmem_callbacks.callbacks.background import Faults, Ticker
 from jaxmem_callbacks.callbacks.config import (
     folder_of,
     plan_of,
@@ -36,14 +37,11 @@ from jaxmem_callbacks.callbacks.config import (
     writers_of,
 )
 from jaxmem_callbacks.callbacks.cross_process import Exchange
-from jaxmem_callbacks.callbacks.faults import Faults
-from jaxmem_callbacks.callbacks.recorder import Recorder
-from jaxmem_callbacks.callbacks.run_folder import Opening
+from jaxmem_callbacks.callbacks.recorder import Opening, Recorder
 from jaxmem_callbacks.callbacks.sampler import HeapMaps, Sampler, Stamp, Traces
-from jaxmem_callbacks.callbacks.ticker import Ticker
 from jaxmem_callbacks.config.named import Name
-from jaxmem_callbacks.environment.choosing import verify
-from jaxmem_callbacks.environment.surroundings import surroundings
+from jaxmem_callbacks.environment.apply import verify
+from jaxmem_callbacks.environment.process import surroundings
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, devices_here
 from jaxmem_callbacks.probes.host import HostProbe, largest_containers
 from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SavesProbe

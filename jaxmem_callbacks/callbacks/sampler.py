@@ -13,7 +13,7 @@ import jax
 
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
-from jaxmem_callbacks.callbacks.faults import Faults
+from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, Snapshot
 from jaxmem_callbacks.probes.host import HostProbe

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 
-from jaxmem_callbacks.environment.variables import PREALLOCATE
+from jaxmem_callbacks.environment.process import PREALLOCATE
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import DeviceFacts, Finding
 from jaxmem_callbacks.records.terminal import put

@@ -15,11 +15,10 @@ from typing import Any
 from jaxmem_callbacks._compat.backends import settings_were_read
 from jaxmem_callbacks.cli.backend_probe import devices_started
 from jaxmem_callbacks.cli.exit_codes import FINDINGS, OK
-from jaxmem_callbacks.environment.choosing import start_findings
+from jaxmem_callbacks.environment.apply import start_findings
 from jaxmem_callbacks.environment.figures import figures_here, in_effect, platform_to_come
-from jaxmem_callbacks.environment.surroundings import surroundings
-from jaxmem_callbacks.environment.traps import findings
-from jaxmem_callbacks.environment.variables import OLD_FRACTION, OPTIONS, PREALLOCATE
+from jaxmem_callbacks.environment.findings import findings
+from jaxmem_callbacks.environment.process import OLD_FRACTION, OPTIONS, PREALLOCATE, surroundings
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, Surroundings

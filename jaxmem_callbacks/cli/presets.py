@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from jaxmem_callbacks.cli.exit_codes import OK, REFUSED
-from jaxmem_callbacks.config.files import is_path, read_text, require_shipped, shipped_names
+from jaxmem_callbacks.config.documents import is_path, read_text, require_shipped, shipped_names
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.terminal import put

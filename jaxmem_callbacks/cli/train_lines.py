@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxmem_callbacks.cli.seen import Seen
-from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem_callbacks.config.files import SCHEMA_NAME, shipped_folder
+from jaxmem_callbacks.config.documents import SCHEMA_NAME, shipped_folder
 from jaxmem_callbacks.config.schema import PresetFile, short_key
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.terminal import put

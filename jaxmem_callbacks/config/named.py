@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
-from jaxmem_callbacks.config.files import shipped_names
+from jaxmem_callbacks.config.documents import shipped_names
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, PresetError, did_you_mean
 from jaxmem_callbacks.records.plans import UnfitPolicy

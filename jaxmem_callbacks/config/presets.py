@@ -17,11 +17,14 @@ from jaxmem_callbacks.config.documents import (
     KeyPath,
     Place,
     Problem,
+    is_path,
     parse_document,
     plain_value,
     preset_error,
+    read_text,
+    require_shipped,
+    shipped_names,
 )
-from jaxmem_callbacks.config.files import is_path, read_text, require_shipped, shipped_names
 from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError
 from jaxmem_callbacks.records.policies import StepPolicy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxmem_callbacks.environment.combined import effective
-from jaxmem_callbacks.environment.variables import (
+from jaxmem_callbacks.environment.findings import effective
+from jaxmem_callbacks.environment.process import (
     ALLOCATOR,
     DEFAULT_FRACTION,
     OPTIONS,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from jaxmem_callbacks.environment.variables import DEFAULT_FRACTION, as_fraction, fraction_said
+from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_said
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import SHARDING_SYNONYMS, ShardingRules, canonical_sharding

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.config.named import Name, resolve_policy
-from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.records.arguments import require_callable, require_names, require_path, require_whole
 from jaxmem_callbacks.records.errors import JaxmemError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words

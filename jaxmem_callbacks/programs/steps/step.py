@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardings_of
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
-from jaxmem_callbacks.environment.choosing import require_applied
+from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.argument_checks import note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.build_jit import (

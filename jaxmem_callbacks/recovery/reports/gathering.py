@@ -16,7 +16,7 @@ import jax
 
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks.analysis.heap_map import HOLE, layout_of
-from jaxmem_callbacks.environment.variables import reported_environment
+from jaxmem_callbacks.environment.process import reported_environment
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe
 from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.records.advice import advise

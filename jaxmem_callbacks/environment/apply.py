@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmem_callbacks.environment.surroundings import surroundings
-from jaxmem_callbacks.environment.traps import same, settings_findings
-from jaxmem_callbacks.environment.variables import (
+from jaxmem_callbacks.environment.findings import same, settings_findings
+from jaxmem_callbacks.environment.process import (
     ALLOCATOR,
     COLLECTIVE_POOL,
     DEFAULT_FRACTION,
@@ -18,6 +17,7 @@ from jaxmem_callbacks.environment.variables import (
     OPTIONS,
     PREALLOCATE,
     fraction_said,
+    surroundings,
 )
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import AppliedEnvironment, Check, DeviceFacts, Finding, Platform, Surroundings
