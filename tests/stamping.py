@@ -8,5 +8,5 @@ import time
 def stamp(sampler, step, metrics=None):
     now = time.time()
     sampler.ring.append((step + 1, step, now))
-    if now >= sampler.due_s[0]:
-        sampler.attend(step + 1, step, now, metrics)
+    if now >= sampler.due.next_s:
+        sampler.sample(step + 1, step, now, metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -135,14 +136,13 @@ def test_nothing_is_recorded_unless_asked_for(tmp_path, capfd):
     assert "without a logdir there is no file to write a trace to" in capfd.readouterr().err
 
 
-def test_a_trace_ends_where_it_was_to_end_and_the_hook_is_the_usual_one_again(tmp_path, monkeypatch):
+def test_a_trace_ends_where_it_was_to_end_and_no_later_call_looks_at_allocations(tmp_path, monkeypatch):
     monkeypatch.setattr(traces_module, "MOST_ARRAYS", 10**9)  # whatever other tests keep alive
     with jm.MemoryMonitor(MonitorSettings(trace_steps=3, on_error="warn"), logdir=tmp_path) as monitor:
         for step in range(3):
-            assert monitor._attend != monitor._sampler.attend
+            assert monitor._due.trace_s == 0.0
             monitor(step)
-        assert monitor._attend == monitor._sampler.attend
-        assert monitor._due_s is monitor._sampler.due_s
+        assert monitor._due.trace_s == math.inf
         monitor(3)
     marks = [event.step for event in read_trace(tmp_path).events if isinstance(event, StepMark)]
     assert marks == [0, 1, 2]
@@ -168,7 +168,7 @@ def test_a_trace_that_cannot_be_taken_is_told_once_and_the_run_goes_on(tmp_path,
         monitor._traces._probe = Broken()
         for step in range(5):
             monitor(step)
-        assert monitor._attend == monitor._sampler.attend
+        assert monitor._due.trace_s == math.inf
     said = capfd.readouterr().err
     assert said.count("the trace of allocations is switched off for the rest of the run: RuntimeError: no arrays") == 1
     assert not list(tmp_path.glob("allocations*"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import math
 import os
 import time
 import weakref
@@ -38,7 +37,7 @@ from jaxmem_callbacks.callbacks.config import (
 )
 from jaxmem_callbacks.callbacks.cross_process import Exchange
 from jaxmem_callbacks.callbacks.recorder import Opening, Recorder
-from jaxmem_callbacks.callbacks.sampler import HeapMaps, Sampler, Stamp, Traces
+from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, HeapMaps, Sampler, Stamp, Traces
 from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.environment.apply import verify
 from jaxmem_callbacks.environment.process import surroundings
@@ -190,9 +189,10 @@ class MemoryMonitor:
         self._count = 0
         self._clock = time.time
         self._append: Callable[[Stamp], None] = self._sampler.ring.append
-        self._attend: Callable[[int, int, float, Any], None] = self._first_attend
-        self._usual_attend = self._attend
-        self._due_s = [0.0]
+        self._sample = self._sampler.sample
+        self._due = self._sampler.due
+        self._due.trace_s = 0.0 if self._traces.wanted else NEVER
+        self._due.raise_s = 0.0 if self._faults.raises else NEVER
         for listener in (self._programs, self._saves):
             listener.start()
             weakref.finalize(self, listener.stop)
@@ -204,16 +204,18 @@ class MemoryMonitor:
             step: Its number, a Python int.
             metrics: A mapping of names to scalars, on device or not; read later, when ready.
         """
-        # After a training step the caches hold none of this, and each object touched is fetched from memory: what is not needed
-        # at every step stands in `attend`.
+        # CPU caches are cold here, so a call touches as few objects as possible: rare work is in `_do_rare`.
         try:
             now = self._clock()
             if type(step) is not int:
                 step = self._sampler.number(step)
             self._count = serial = self._count + 1
             self._append((serial, step, now))
-            if now >= self._due_s[0]:
-                self._attend(serial, step, now, metrics)
+            due = self._due
+            if now >= due.next_s:
+                self._sample(serial, step, now, metrics)
+                if now >= due.rare_s:
+                    self._do_rare(due, step, now)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong here, training goes on
             self._switch_off()
             self._faults.report("the hook", error)
@@ -305,54 +307,39 @@ class MemoryMonitor:
             latest = self._recorder.latest()
         return latest
 
-    def _first_attend(self, serial: int, step: int, now: float, metrics: Any) -> None:
-        if self._faults.raises:
-            self._usual_attend = self._attend_or_raise
-        else:
-            self._usual_attend, self._due_s = self._sampler.attend, self._sampler.due_s
-        self._attend = self._usual_attend
-        self._sampler.attend(serial, step, now, metrics)
+    def _do_rare(self, due: DueTimes, step: int, now: float) -> None:
+        """Do what few calls have to do."""
+        if now >= due.start_s:
+            due.start_s = NEVER
+            self._start()
+        if now >= due.trace_s:
+            self._take_trace(due, step)
+        if now >= due.heap_map_s:
+            due.heap_map_s = NEVER
+            if self._recorder.takes_pictures:
+                self._take_heap(step)
+        due.settle()
+        if now >= due.raise_s:
+            self._faults.raise_pending()
+
+    def _start(self) -> None:
         if os.getpid() == self._pid:
             self._ticker.start()  # raises where no thread can be had: then nothing runs, and nobody waits for it
             self._running = True
             atexit.register(self._at_exit)
-            self._begin_trace(step)
 
-    def _begin_trace(self, step: int) -> None:
-        if self._traces.wanted:
-            self._traces.take(step)
-        if self._traces.wanted:
-            self._after_trace = self._usual_attend, self._due_s
-            self._usual_attend, self._due_s = self._attend_and_trace, [0.0]
-            self._attend = self._usual_attend
-
-    def _attend_and_trace(self, serial: int, step: int, now: float, metrics: Any) -> None:
-        """What is attended to at every one of the first `trace_steps` calls."""
-        self._after_trace[0](serial, step, now, metrics)
+    def _take_trace(self, due: DueTimes, step: int) -> None:
         if self._has_thread:
             self._traces.take(step)
         if not self._traces.wanted or not self._has_thread:
-            self._usual_attend, self._due_s = self._after_trace
-            self._attend = self._usual_attend
-        self._faults.raise_pending()
-
-    def _attend_and_map(self, serial: int, step: int, now: float, metrics: Any) -> None:
-        """What is attended to once in `heap_map_s` seconds."""
-        self._attend = self._usual_attend
-        self._attend(serial, step, now, metrics)
-        if self._recorder.takes_pictures:
-            self._take_heap(step)
+            due.trace_s = NEVER
 
     def _take_heap(self, step: int) -> None:
         if self._has_thread:
             self._heaps.take(step)
 
-    def _attend_or_raise(self, serial: int, step: int, now: float, metrics: Any) -> None:
-        self._sampler.attend(serial, step, now, metrics)
-        self._faults.raise_pending()
-
     def _switch_off(self) -> None:
-        self._append, self._due_s = _ignore, [math.inf]
+        self._append, self._due = _ignore, DueTimes(next_s=NEVER)
 
     @property
     def _has_thread(self) -> bool:
@@ -387,7 +374,7 @@ class MemoryMonitor:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
         self._recorder.record(observation, events, last=last)
         if self._heaps.is_due():
-            self._attend = self._attend_and_map
+            self._sampler.due.ask_heap_map()
 
     def _finish(self, *, wait: bool = True) -> None:
         self._switch_off()

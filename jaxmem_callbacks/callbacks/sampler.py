@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -186,9 +188,43 @@ _SHARE = 0.01
 _LAST_WAIT_S = 0.5  # at close, for the metrics of steps still running
 
 
+NEVER = math.inf
 Stamp = tuple[int, int, float]  # its number among all calls, step, time
 # The same and the unread scalars of one step.
 Held = tuple[int, int, float, dict[str, Any]]
+
+
+@final
+@dataclass(slots=True)
+class DueTimes:
+    """From when on a call of the hook has more to do than to stamp its step, in seconds since the epoch.
+
+    A time that is past means "at the next call". The monitor's thread may bring a time forward; the training thread does the work
+    and puts it off.
+
+    Attributes:
+        next_s: The earliest of all: the one number that the hook compares. Before it there is nothing to sample either.
+        rare_s: The earliest of those below.
+        start_s: The monitor's thread is to be started.
+        trace_s: Allocations are to be recorded; at every call while a trace is taken.
+        heap_map_s: Addresses of arrays are to be read.
+        raise_s: Faults are to be raised; at every call with ``on_error="raise"``.
+    """
+
+    next_s: float = 0.0
+    rare_s: float = 0.0
+    start_s: float = 0.0
+    trace_s: float = NEVER
+    heap_map_s: float = NEVER
+    raise_s: float = NEVER
+
+    def ask_heap_map(self) -> None:
+        """Let the next call take a heap map."""
+        self.heap_map_s = self.rare_s = self.next_s = 0.0
+
+    def settle(self) -> None:
+        """Find the earliest again, after some of it was done."""
+        self.rare_s = min(self.start_s, self.trace_s, self.heap_map_s, self.raise_s)
 
 
 @final
@@ -226,7 +262,7 @@ class Sampler:
         self._faults = faults
         self._look_s = look_s
         self.ring: deque[Stamp] = deque(maxlen=_RING)
-        self.due_s = [0.0]  # from when on a stamp has something to attend to; a list, so that the hook sees it change
+        self.due = DueTimes()
         self._snapshots: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
         self._held: deque[Held] = deque(maxlen=_HELD)
         self._awaited: tuple[Held, ...] = ()  # one step's, that were not ready when they were looked at
@@ -239,12 +275,12 @@ class Sampler:
         self._made_s = time.time()
         self._next_scan_s = self._hold_from_s = 0.0
 
-    def attend(self, serial: int, step: int, now: float, metrics: Any) -> None:
+    def sample(self, serial: int, step: int, now: float, metrics: Any) -> None:
         """On the training thread: read the allocator, hold metrics when the next look is near, let go of older ones."""
         if self._each_step is not None:
             self._snapshot(self._each_step, serial, step, now)
         elif now < self._hold_from_s and not self._held:
-            self.due_s[0] = self._hold_from_s
+            self.due.next_s = min(self._hold_from_s, self.due.rare_s)
         if metrics is not None and now >= self._hold_from_s and self._takes_metrics:
             self._hold(serial, step, now, metrics)
         elif self._held and self._held[0][0] <= serial - _HELD:
@@ -286,7 +322,8 @@ class Sampler:
         ``saving`` is while a checkpoint is saved: what costs microseconds is read then, as the training thread may not come by.
         """
         stamps = self._drain()
-        self._hold_from_s, self.due_s[0] = _hold_from(stamps, self._look_s), 0.0
+        self._hold_from_s = _hold_from(stamps, self._look_s)
+        self.due.next_s = 0.0
         seen: list[Seen] = []
         for step, time_s, snapshot in [self._snapshots.popleft() for _ in range(len(self._snapshots))]:
             if self._allocator is not None:
