@@ -39,8 +39,23 @@ class Faults:
         self._said: deque[str] = deque(maxlen=_KEPT)
         self._doing: dict[int, str] = {}  # thread -> the part that runs on it
 
-    def attempt(self, part: str, action: Callable[..., _Result], *args: Any, default: _Result) -> _Result:
-        """Run one part of the monitor; ``default`` where it fails now or has failed before."""
+    def attempt(
+        self,
+        part: str,
+        action: Callable[..., _Result],
+        *args: Any,
+        default: _Result,
+        failed: Callable[[str, Exception], None] | None = None,
+    ) -> _Result:
+        """Run one part of the monitor; ``default`` where it fails now or has failed before.
+
+        Args:
+            part: Its name.
+            action: What to run.
+            *args: Its arguments.
+            default: The result of a part that is switched off.
+            failed: Takes the part and its exception, in place of `report`.
+        """
         if part in self._off:
             return default
         thread = threading.get_ident()
@@ -48,7 +63,7 @@ class Faults:
         try:
             return action(*args)
         except Exception as error:  # noqa: BLE001 - whatever a part raises, the user's training goes on
-            self.report(part, error)
+            (failed or self.report)(part, error)
             return default
         finally:
             self._doing[thread] = outer

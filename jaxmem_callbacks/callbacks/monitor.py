@@ -36,7 +36,7 @@ from jaxmem_callbacks.callbacks.config import (
     writers_of,
 )
 from jaxmem_callbacks.callbacks.cross_process import Exchange
-from jaxmem_callbacks.callbacks.recorder import Opening, Recorder
+from jaxmem_callbacks.callbacks.recorder import Outputs, Recorder
 from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, HeapMaps, Sampler, Stamp, Traces
 from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.environment.apply import verify
@@ -175,8 +175,8 @@ class MemoryMonitor:
         self._detectors = detectors_of(
             settings, split=split_of(given), plan=planned, versions=versions_now(), since_s=time.time()
         )
-        opening = Opening(settings=settings, logdir=folder, writers=writers_of(writer), faults=self._faults)
-        self._recorder = Recorder(settings, opening.open, self._faults, look_s=look_s, plan=planned)
+        outputs = Outputs(settings, folder, writers_of(writer), self._faults)
+        self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=planned)
         self._logdir, self._ballast, self._before = folder, Ballast(), CallsBefore()
         self._heaps = HeapMaps(settings.heap_map_s, self._faults)
         self._exchange = Exchange(settings.processes_s, self._faults)

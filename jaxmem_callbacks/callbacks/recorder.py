@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -63,8 +63,8 @@ class Recorder:
 
     Args:
         settings: Window length and the preset's limit.
-        open_writers: Called at the first record.
-        faults: Told of writers that raise.
+        outputs: The writers, opened at the first record.
+        faults: Reports what cannot be drawn.
         look_s: Seconds between two calls of ``record``.
         plan: What was foretold of the step, or None.
     """
@@ -72,7 +72,7 @@ class Recorder:
     def __init__(
         self,
         settings: MonitorSettings,
-        open_writers: Callable[[], list[Writer]],
+        outputs: Outputs,
         faults: Faults,
         *,
         look_s: float,
@@ -80,9 +80,8 @@ class Recorder:
     ) -> None:
         self._settings = settings
         self._plan = self._unwritten_plan = scrubbed(plan)
-        self._open_writers = open_writers
+        self._outputs = outputs
         self._faults = faults
-        self._writers: list[Writer] | None = None
         # A window closes at the look nearest to its end; waiting for the next one would put two scans into some windows.
         self._windows = Windows(settings.window_s - look_s / 2)
         self._history = History()
@@ -166,17 +165,16 @@ class Recorder:
     @property
     def takes_pictures(self) -> bool:
         """Whether anything is shown of what is drawn; no while the writers are not opened."""
-        return any(writer.takes_pictures for writer in self._writers or ())
+        return self._outputs.takes_pictures
 
     def close(self) -> None:
         """Close the writers."""
-        self._each(lambda writer: writer.close())
-        self._writers = []
+        self._outputs.close()
 
     def _flush(self) -> None:
         if self._unflushed:  # always before a look ends: a fork would copy what is buffered, and write it again
             self._unflushed = False
-            self._each(lambda writer: writer.flush())
+            self._outputs.flush()
 
     def _learn(self, observation: Observation) -> None:
         self._known.learn(observation)
@@ -286,20 +284,11 @@ class Recorder:
             self._history.points, self.events, limit_bytes=self._limit, needs=self._needs, saves=self._saved
         )
 
-    def _opened(self) -> list[Writer]:
-        if self._writers is None:
-            self._writers = self._faults.attempt("opening the writers", self._open_writers, default=[])
-        return self._writers
-
     def _write(self, record: Record) -> None:
         """To every writer, the user's own too: names of metrics, events and plans are texts of the outside."""
         self._unflushed |= not isinstance(record, Reading | Metrics)
         record = _clean(record)
-        self._each(lambda writer: writer.write(record))
-
-    def _each(self, action: Callable[[Writer], None]) -> None:
-        for number, writer in enumerate(self._opened(), start=1):
-            self._faults.attempt(f"writer {number} ({type(writer).__name__})", action, writer, default=None)
+        self._outputs.each(lambda writer: writer.write(record))
 
 
 _CLOSING_S = 2.0  # one that is being closed, as when a notebook's cell runs again, draws its last figure meanwhile
@@ -308,68 +297,161 @@ _OF_THE_FOLDER = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 
 
 @final
-class RunFolder(Writer):
-    """Writes the files of one folder; a file that fails is switched off alone, a folder that fails with all of them.
+class Outputs:
+    """The writers of a run, and the one boundary at which their exceptions end.
+
+    A writer that raises is switched off alone; where the run's folder fails, all that write into it are.
 
     Args:
-        folder: It exists.
-        lock: Of ``lock_folder``.
-        makers: Name -> what opens that file.
-        faults: Told of files and of the folder.
+        settings: Which files are needed.
+        logdir: Their folder, or None for no files.
+        writers: The user's own; only the first process writes to them.
+        faults: Reports writers and the folder.
     """
 
-    def __init__(self, folder: Path, lock: int, makers: Mapping[str, Callable[[], Writer]], faults: Faults) -> None:
-        self._folder, self._lock, self._faults = folder, lock, faults
-        self._writers: dict[str, Writer] = {}
+    def __init__(
+        self, settings: MonitorSettings, logdir: Path | None, writers: Sequence[Writer], faults: Faults
+    ) -> None:
+        self._settings, self._faults, self._users = settings, faults, writers
+        self._logdir, self._folder = logdir, logdir or Path()
+        self._run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self._writers: dict[str, Writer] | None = None  # by the name that a fault is reported under
+        self._in_folder: frozenset[str] = frozenset()
+        self._lock: int | None = None
+        self.takes_pictures = False
+
+    def each(self, action: Callable[[Writer], None]) -> None:
+        """Run an action on every writer; they are opened at the first one."""
+        if self._writers is None:
+            self._open()
+        for name in tuple(self._writers or ()):
+            if self._writers and name in self._writers:  # no longer where the folder failed meanwhile
+                self._attempt(name, action, self._writers[name])
+
+    def flush(self) -> None:
+        """Flush all, and see whether the folder is still there."""
+        self.each(lambda writer: writer.flush())
+        if self._in_folder & (self._writers or {}).keys() and not self._is_there():
+            msg = "the folder was removed or replaced while the run went on"
+            self._give_up(FileNotFoundError(msg))
+
+    def close(self) -> None:
+        """Close all, and let another monitor have the folder."""
+        self.each(lambda writer: writer.close())
+        self._writers = {}
+        if self._lock is not None:
+            unlock(self._lock)
+
+    def _attempt(self, name: str, action: Callable[..., Any], *args: Any) -> Any:
+        return self._faults.attempt(name, action, *args, default=None, failed=self._failed)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        if name in self._in_folder and isinstance(error, OSError) and error.errno in _OF_THE_FOLDER:
+            self._give_up(error)
+            return
+        if self._writers:
+            self._writers.pop(name, None)
+        self._faults.report(name, error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Switch off all that write into the folder."""
+        for name in self._in_folder & (self._writers or {}).keys():
+            with contextlib.suppress(OSError, ValueError):  # what is still buffered cannot be written either
+                (self._writers or {}).pop(name).close()
+        self._faults.report(f"writing to {self._folder}", error)
+
+    def _is_there(self) -> bool:
+        try:
+            return self._lock is not None and os.path.samestat(self._folder.stat(), os.fstat(self._lock))
+        except OSError:
+            return False
+
+    def _open(self) -> None:
+        self._writers = {}
+        plain, makers = self._faults.attempt("opening the writers", self._needed, default=((), {}))
+        self._writers |= {f"writer {at} ({type(each).__name__})": each for at, each in enumerate(plain, start=1)}
+        self._in_folder = frozenset(makers)
         for name, make in makers.items():
             writer = self._attempt(name, make)
             if writer is not None:
                 self._writers[name] = writer
         self.takes_pictures = any(writer.takes_pictures for writer in self._writers.values())
 
-    def write(self, record: Record) -> None:
-        """Write it to every file."""
-        for name, writer in tuple(self._writers.items()):
-            self._attempt(name, lambda writer=writer: writer.write(record))
+    def _needed(self) -> tuple[Sequence[Writer], Mapping[str, Callable[[], Writer]]]:
+        """The writers that are there already, and what makes the others, which write into the folder."""
+        if jax.process_index() != 0:
+            return self._own_events(), {}
+        if self._logdir is None:
+            return self._users, {}
+        self._lock = self._faults.attempt(f"writing to {self._folder}", lock_folder, self._folder, default=None)
+        if self._lock is None:
+            return self._users, {}
+        makers: list[tuple[bool, str, Callable[[], Writer]]] = [
+            (self._settings.tensorboard, "TensorBoard", self._tensorboard),
+            (self._settings.jsonl, "JSONL", self._jsonl),
+            (self._settings.trace_steps > 0, "the trace", self._trace),
+        ]
+        return self._users, {f"{name} in {self._folder}": make for needed, name, make in makers if needed}
 
-    def flush(self) -> None:
-        """Flush every file, and see whether the folder is still there."""
-        for name, writer in tuple(self._writers.items()):
-            self._attempt(name, writer.flush)
-        if self._writers and not self._is_there():
-            msg = "the folder was removed or replaced while the run went on"
-            self._give_up(FileNotFoundError(msg))
+    def _own_events(self) -> list[Writer]:
+        """Without the folder's lock, which the first process may have on the same machine: no other has these files."""
+        if self._logdir is None:
+            return []
+        makers = (
+            (self._settings.tensorboard, self._own_tensorboard),
+            (self._settings.jsonl, partial(self._own_jsonl, self._start())),
+        )
+        return [OwnEventsWriter(make) for needed, make in makers if needed]
 
-    def close(self) -> None:
-        """Close every file and let another monitor have the folder."""
-        for name, writer in tuple(self._writers.items()):
-            self._attempt(name, writer.close)
-        unlock(self._lock)
+    def _own_tensorboard(self) -> Writer:
+        """A run of its own beside that of the first process: two processes can't write one event file."""
+        from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 
-    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
-        return self._faults.attempt(f"{name} in {self._folder}", self._guarded, action, default=None)
+        folder = self._folder / f"process-{jax.process_index()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return TensorBoardWriter(folder, self._run_id)
 
-    def _guarded(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno not in _OF_THE_FOLDER:
-                raise
-            self._give_up(error)
-            return None
+    def _own_jsonl(self, start: RunStart) -> Writer:
+        from jaxmem_callbacks.writers.jsonl import JsonlWriter
 
-    def _give_up(self, error: OSError) -> None:
-        given_up, self._writers = self._writers, {}
-        for writer in given_up.values():
-            with contextlib.suppress(OSError, ValueError):  # what is still buffered cannot be written either
-                writer.close()
-        self._faults.report(f"writing to {self._folder}", error)
+        self._folder.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own nobody else makes it
+        return JsonlWriter(self._folder / process_name(jax.process_index()), self._run_id, start=start)
 
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(self._folder.stat(), os.fstat(self._lock))
-        except OSError:
-            return False
+    def _tensorboard(self) -> Writer:
+        from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
+
+        return TensorBoardWriter(self._folder, self._run_id)
+
+    def _jsonl(self) -> Writer:
+        from jaxmem_callbacks.writers.jsonl import JsonlWriter
+
+        path, part_bytes = self._folder / JSONL_NAME, self._settings.jsonl_part_bytes
+        return JsonlWriter(path, self._run_id, part_bytes=part_bytes, start=self._start())
+
+    def _trace(self) -> Writer:
+        from jaxmem_callbacks.writers.jsonl import TraceWriter
+
+        first = jax.local_devices()[0]
+        head = TraceHead(
+            name=self._run_id,
+            device=device_label(first),
+            device_bytes=memory_of_kind(first.device_kind),
+            tells=(f"The first {self._settings.trace_steps} calls of the monitor on {first.device_kind}.",),
+            blind=BLIND,
+            versions=tuple(versions_now().items()),
+        )
+        return TraceWriter(self._folder / f"{TRACE_NAME}.{self._run_id}.jsonl", head)
+
+    def _start(self) -> RunStart:
+        first, process = jax.local_devices()[0], jax.process_index()
+        devices = {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
+        devices |= {"process": process} if process else {}
+        return RunStart(
+            time_s=time.time(),
+            versions={"jaxmem_callbacks": jaxmem_callbacks.__version__, **versions_now()},
+            devices={**devices, "processes": jax.process_count()},
+            settings=dataclasses.asdict(self._settings),
+        )
 
 
 def lock_folder(folder: Path) -> int:
@@ -407,105 +489,3 @@ def unlock(descriptor: int) -> None:
 
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
-    """What to open when the first sample is there.
-
-    Attributes:
-        settings: Which files are wanted.
-        logdir: Their folder, or None for no files.
-        writers: The user's own.
-        faults: Told of a folder that cannot be written.
-        run_id: Names the run in file names and lines.
-    """
-
-    settings: MonitorSettings
-    logdir: Path | None
-    writers: Sequence[Writer]
-    faults: Faults
-    run_id: str = field(default_factory=lambda: f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
-
-    def open(self) -> list[Writer]:
-        """The writers of this process; the user's own in the first only."""
-        if jax.process_index() != 0:
-            return self._own_events()
-        return [*self.writers, *self._files()]
-
-    def _own_events(self) -> list[Writer]:
-        """Without the folder's lock, which the first process may have on the same machine: no other has these files."""
-        if self.logdir is None:
-            return []
-        wanted = (
-            (self.settings.tensorboard, self._own_tensorboard),
-            (self.settings.jsonl, partial(self._own_jsonl, self._start())),
-        )
-        return [OwnEventsWriter(make) for want, make in wanted if want]
-
-    def _own_tensorboard(self) -> Writer:
-        """A run of its own beside that of the first process: two processes can't write one event file."""
-        from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
-
-        folder = self._folder / f"process-{jax.process_index()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return TensorBoardWriter(folder, self.run_id)
-
-    def _own_jsonl(self, start: RunStart) -> Writer:
-        from jaxmem_callbacks.writers.jsonl import JsonlWriter
-
-        self._folder.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own nobody else makes it
-        return JsonlWriter(self._folder / process_name(jax.process_index()), self.run_id, start=start)
-
-    def _files(self) -> list[Writer]:
-        if self.logdir is None:
-            return []
-        lock = self.faults.attempt(f"writing to {self.logdir}", lock_folder, self.logdir, default=None)
-        if lock is None:
-            return []
-        wanted: list[tuple[bool, str, Callable[[], Writer]]] = [
-            (self.settings.tensorboard, "TensorBoard", self._tensorboard),
-            (self.settings.jsonl, "JSONL", self._jsonl),
-            (self.settings.trace_steps > 0, "the trace", self._trace),
-        ]
-        return [RunFolder(self.logdir, lock, {name: make for want, name, make in wanted if want}, self.faults)]
-
-    def _tensorboard(self) -> Writer:
-        from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
-
-        return TensorBoardWriter(self._folder, self.run_id)
-
-    def _jsonl(self) -> Writer:
-        from jaxmem_callbacks.writers.jsonl import JsonlWriter
-
-        path, part_bytes = self._folder / JSONL_NAME, self.settings.jsonl_part_bytes
-        return JsonlWriter(path, self.run_id, part_bytes=part_bytes, start=self._start())
-
-    def _trace(self) -> Writer:
-        from jaxmem_callbacks.writers.jsonl import TraceWriter
-
-        first = jax.local_devices()[0]
-        head = TraceHead(
-            name=self.run_id,
-            device=device_label(first),
-            device_bytes=memory_of_kind(first.device_kind),
-            tells=(f"The first {self.settings.trace_steps} calls of the monitor on {first.device_kind}.",),
-            blind=BLIND,
-            versions=tuple(versions_now().items()),
-        )
-        return TraceWriter(self._folder / f"{TRACE_NAME}.{self.run_id}.jsonl", head)
-
-    def _start(self) -> RunStart:
-        first, process = jax.local_devices()[0], jax.process_index()
-        devices = {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
-        devices |= {"process": process} if process else {}
-        return RunStart(
-            time_s=time.time(),
-            versions={"jaxmem_callbacks": jaxmem_callbacks.__version__, **versions_now()},
-            devices={**devices, "processes": jax.process_count()},
-            settings=dataclasses.asdict(self.settings),
-        )
-
-    @property
-    def _folder(self) -> Path:
-        return self.logdir or Path()
