@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,49 @@ from jaxmem_callbacks.records.presets import LEAST_GROWTH_STEPS, EnvironmentSett
 from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.adapters import as_writer
 from jaxmem_callbacks.writers.protocol import Writer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitorArguments:
+    """What a monitor was given, checked.
+
+    Attributes:
+        settings: Cadences and thresholds.
+        folder: For the run's files, or None.
+        probes: The user's own, or None for the built-in ones.
+        writers: The user's own loggers.
+        plan: What the step is expected to need, or None.
+        split: How the preset's policy splits the state over a mesh; see `split_of`.
+        unverified: The preset, where it has an environment that is to be verified once the backend has started.
+    """
+
+    settings: MonitorSettings
+    folder: Path | None
+    probes: Sequence[Probe] | None
+    writers: tuple[Writer, ...]
+    plan: PlanRecord | None
+    split: str | None
+    unverified: Preset | None
+
+
+def monitor_arguments(preset: Any, *, logdir: Any, writer: Any, plan: Any, probes: Any) -> MonitorArguments:
+    """Check the arguments of ``MemoryMonitor``.
+
+    Raises:
+        TypeError, ValueError, PresetError, RunFileError, EnvironmentSettingError: one is not what was expected.
+    """
+    planned = _plan_of(plan)
+    given = preset_given(preset)
+    return MonitorArguments(
+        settings=_settings_of(given),
+        folder=_folder_of(logdir),
+        probes=None if probes is None else _probes_of(probes),
+        writers=_writers_of(writer),
+        plan=planned,
+        split=split_of(given),
+        unverified=given if isinstance(given, Preset) and given.environment != EnvironmentSettings() else None,
+    )
+
 
 _OF_A_PLAN = "plan='plan.json'"
 
@@ -56,13 +100,14 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() or (len(path.parts) > 1 and not path.suffix and not path.exists())
 
 
-def settings_of(preset: Preset | MonitorSettings) -> MonitorSettings:
+def _settings_of(preset: Preset | MonitorSettings) -> MonitorSettings:
     """The monitor's settings, checked.
 
     Raises:
         ValueError: a number that makes no sense; an environment that was not applied.
     """
-    require_applied(preset)
+    if isinstance(preset, Preset):
+        require_applied(preset)
     settings = preset.monitor if isinstance(preset, Preset) else preset
     _check(settings)
     return settings
@@ -76,12 +121,7 @@ def split_of(preset: Preset | MonitorSettings) -> str | None:
     return sharding if sharding in _SPLIT_ALL else None
 
 
-def with_environment(preset: Preset | MonitorSettings) -> Preset | None:
-    """The preset, where it says something of the environment; else None."""
-    return preset if isinstance(preset, Preset) and preset.environment != EnvironmentSettings() else None
-
-
-def plan_of(plan: Any) -> PlanRecord | None:
+def _plan_of(plan: Any) -> PlanRecord | None:
     """The record of a plan, from what `jm.plan` gave, from the file that a plan was saved to, or from the record itself.
 
     Raises:
@@ -105,7 +145,7 @@ def versions_now() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
 
 
-def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
+def _folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
     """The folder for the run's files.
 
     Raises:
@@ -125,14 +165,12 @@ def folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
     return place
 
 
-def probes_of(probes: Any, usual: Sequence[Probe]) -> Sequence[Probe]:
-    """The user's probes, or the usual ones for None.
+def _probes_of(probes: Any) -> Sequence[Probe]:
+    """The user's probes.
 
     Raises:
         TypeError: no sequence of what can be read.
     """
-    if probes is None:
-        return usual
     if not isinstance(probes, list | tuple) or not all(
         callable(getattr(each, "read", None)) for each in cast("Sequence[Any]", probes)
     ):
@@ -145,7 +183,7 @@ def probes_of(probes: Any, usual: Sequence[Probe]) -> Sequence[Probe]:
     return cast("Sequence[Probe]", probes)
 
 
-def writers_of(writer: Any) -> tuple[Writer, ...]:
+def _writers_of(writer: Any) -> tuple[Writer, ...]:
     """The user's loggers as writers: none, one, or a list or tuple of them."""
     if writer is None:
         return ()

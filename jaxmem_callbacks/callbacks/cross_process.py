@@ -132,14 +132,14 @@ class Exchange:
     """One process's part of it.
 
     Args:
-        every_s: Seconds between two rounds, or None for no exchange.
+        every_s: Seconds between two rounds.
         faults: Told of rounds that raise or hang.
     """
 
-    def __init__(self, every_s: float | None, faults: Faults) -> None:
+    def __init__(self, every_s: float, faults: Faults) -> None:
         self._every_s = every_s
         self._faults = faults
-        self._folder = f"jaxmem/monitor/{next(_monitors)}" if every_s is not None else ""
+        self._folder = f"jaxmem/monitor/{next(_monitors)}"
         self._told = Told()
         self._next_s = 0.0
         self._store: Store | None = None
@@ -147,7 +147,7 @@ class Exchange:
         self._thread: threading.Thread | None = None
         self._began_s = 0.0
         self._brought: Mapping[str, str] | None = None
-        self._off = every_s is None
+        self._off = False
         self._unavailable: list[Unavailable] = []
 
     def turn(self, observation: Observation, *, wait: bool = False) -> Observation:
@@ -160,7 +160,7 @@ class Exchange:
         Returns:
             The observation with what the rounds before brought, on process 0; or why there is nothing.
         """
-        if self._off or self._every_s is None or not self._opened(self._every_s):
+        if self._off or not self._opened():
             why, self._unavailable = self._unavailable, []
             return replace(observation, unavailable=[*observation.unavailable, *why]) if why else observation
         self._told.add(observation.readings)
@@ -185,7 +185,7 @@ class Exchange:
             self._join()
         self._off = True
 
-    def _opened(self, every_s: float) -> bool:
+    def _opened(self) -> bool:
         if self._store is not None:
             return True
         processes = jax.process_count()
@@ -195,7 +195,7 @@ class Exchange:
             self._unavailable.append(Unavailable(figure="processes", device="all", reason=why))
             self._off = True
         elif jax.process_index() == 0:
-            self._heard = Heard(every_s, processes)
+            self._heard = Heard(self._every_s, processes)
         return self._store is not None
 
     def _start(self, action: Callable[..., None], *args: Any) -> None:

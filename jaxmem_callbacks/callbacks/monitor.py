@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -24,17 +23,7 @@ from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, PlanDe
 from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.callbacks.background import Faults, Ticker
-from jaxmem_callbacks.callbacks.config import (
-    folder_of,
-    plan_of,
-    preset_given,
-    probes_of,
-    settings_of,
-    split_of,
-    versions_now,
-    with_environment,
-    writers_of,
-)
+from jaxmem_callbacks.callbacks.config import monitor_arguments, versions_now
 from jaxmem_callbacks.callbacks.cross_process import Exchange
 from jaxmem_callbacks.callbacks.recorder import Outputs, Recorder
 from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, HeapMaps, Sampler, Stamp, Traces
@@ -157,31 +146,24 @@ class MemoryMonitor:
         plan: Any = None,
         probes: Sequence[Probe] | None = None,
     ) -> None:
-        planned = plan_of(plan)
-        given = preset_given(preset)
-        settings = settings_of(given)
-        folder: Path | None = folder_of(logdir)
-        watched = probes_of(probes, (AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()))
+        given = monitor_arguments(preset, logdir=logdir, writer=writer, plan=plan, probes=probes)
+        settings, look_s = given.settings, min(_LOOK_S, given.settings.scan_s, given.settings.window_s)
         self._faults = Faults(settings.on_error)
-        look_s = min(_LOOK_S, settings.scan_s, settings.window_s)
         self._programs, self._saves = ProgramsProbe(), SavesProbe()
-        self._sampler = Sampler(
-            settings,
-            probes=watched,
-            programs=self._programs,
-            faults=self._faults,
-            look_s=look_s,
+        read = (
+            (AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()) if given.probes is None else given.probes
         )
-        self._detectors = detectors_of(
-            settings, split=split_of(given), plan=planned, versions=versions_now(), since_s=time.time()
-        )
-        outputs = Outputs(settings, folder, writers_of(writer), self._faults)
-        self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=planned)
-        self._logdir, self._ballast, self._before = folder, Ballast(), CallsBefore()
+        self._sampler = Sampler(settings, probes=read, programs=self._programs, faults=self._faults, look_s=look_s)
         self._heaps = HeapMaps(settings.heap_map_s, self._faults)
-        self._exchange = Exchange(settings.processes_s, self._faults)
-        self._unverified = with_environment(given)
-        self._traces = Traces(settings.trace_steps, self._faults, has_folder=folder is not None)
+        self._traces = Traces(settings.trace_steps, self._faults, has_folder=given.folder is not None)
+        self._detectors = detectors_of(
+            settings, split=given.split, plan=given.plan, versions=versions_now(), since_s=time.time()
+        )
+        outputs = Outputs(settings, given.folder, given.writers, self._faults)
+        self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=given.plan)
+        self._exchange = None if settings.processes_s is None else Exchange(settings.processes_s, self._faults)
+        self._unverified = given.unverified
+        self._logdir, self._ballast, self._before = given.folder, Ballast(), CallsBefore()
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
         self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
@@ -367,8 +349,9 @@ class MemoryMonitor:
         observation = dataclasses.replace(
             observation, heaps=heaps, unavailable=unavailable, trace=self._traces.collect(), saves=saves
         )
-        exchange = partial(self._exchange.turn, observation, wait=scan or last)
-        observation = self._faults.attempt("the exchange with the other processes", exchange, default=observation)
+        if self._exchange is not None:
+            exchange = partial(self._exchange.turn, observation, wait=scan or last)
+            observation = self._faults.attempt("the exchange with the other processes", exchange, default=observation)
         events = [self._told.popleft() for _ in range(len(self._told))]
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
@@ -394,7 +377,8 @@ class MemoryMonitor:
 
     def _end(self) -> None:
         self._try_look(last=True)
-        self._exchange.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._faults.attempt("closing the writers", self._recorder.close, default=None)
 
     def _say_what_hangs(self) -> None:
