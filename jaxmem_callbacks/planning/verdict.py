@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks.environment.variables import FRACTION
+from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.candidate_policies import cuts_moved
 from jaxmem_callbacks.planning.compile_queue import Entry, Ledger
 from jaxmem_callbacks.planning.orchestrate import Planned
