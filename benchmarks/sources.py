@@ -1,10 +1,11 @@
-"""Result files and the sources that they rest on. Names and figures enter; files with hashes, and which of them are stale, leave.
+"""Result files and the code that they rest on.
 
     python -m benchmarks.sources
 
-Every benchmark writes the hash of its sources into its result file: of itself, and of what it reaches by imports in the rooms
-whose change may change what it measures. A file is stale where these have changed since: its figures are then those of an older
-library, until the benchmark has run again. Rows say it themselves, one by one, where a file has some.
+Every benchmark writes a hash of code into its result file: of its own, and of what it reaches in the rooms whose change may
+change what it measures. A new name, place or comment leaves the hash as it is (benchmarks/code_hash.py). A file is stale where
+the code does something else since: its figures are then those of an older library, until the benchmark has run again. Where a
+file has rows, each has its own hash.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.code_hash import PACKAGE, Code, Definition, code_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -75,7 +77,7 @@ COMMANDS = {"check_wheel": "check-wheel", "frameworks": "test-adapters", "oom_re
 CHECKS: dict[str, tuple[str, ...]] = {
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
 }
-_EXPORT = r"from (\S+) import (?:\w+ as )?(\w+)$"  # a public name, as the package's own `__init__` has it
+_WRITERS = ("benchmarks.sources", "benchmarks.code_hash")  # of results: no figure rests on them
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
 ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "planning", "transforms")
 # What a row compiles of the library: the policies that a plan finds, or one that is given. Any other row compiles nothing of it.
@@ -83,65 +85,41 @@ SEARCHED, GIVEN = f"benchmarks/{ROWS_BENCHMARK}.py", "jaxmem_callbacks/planning/
 
 
 def source_hash(benchmark: str, root: Path = ROOT) -> str:
-    """Of every Python file that a benchmark of `SOURCES` rests on, by contents."""
-    return _hash(source_files(benchmark, root))
+    """Of the code that a benchmark of `SOURCES` rests on."""
+    return code_hash(*source_definitions(benchmark, root))
 
 
 def check_hash(check: str, root: Path = ROOT) -> str:
     """Of every file that a check of `CHECKS` rests on, by contents."""
-    return _hash(root / name for name in CHECKS[check])
+    paths = (root / name for name in CHECKS[check])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths if path.exists())).hexdigest()[:16]
 
 
-def source_files(benchmark: str, root: Path = ROOT) -> list[Path]:
-    """The Python files that a benchmark of `SOURCES` rests on: its own, what it runs, and what these reach in its rooms."""
-    run = [root / source for source in SOURCES[benchmark] if source.endswith(".py")]
+def source_definitions(benchmark: str, root: Path = ROOT) -> tuple[set[Definition], list[Definition]]:
+    """What a benchmark of `SOURCES` reaches; and, of that, what its figures rest on: its own, what it runs, and its rooms."""
+    run = [source for source in SOURCES[benchmark] if source.endswith(".py")]
     rooms = [source for source in SOURCES[benchmark] if not source.endswith(".py")]
-    own = root / "benchmarks" / f"{benchmark}.py"
-    reached = _reached([own, *run], root)
-    beside = [path for path in reached if path.is_relative_to(root / "benchmarks") or path in run]
-    return sorted({*beside, *_in_rooms(reached, rooms, root)})
+    reached = _code(root).reached([root / "benchmarks" / f"{benchmark}.py", *(root / source for source in run)])
+    places = ("benchmarks.", *(source.removesuffix(".py").replace("/", ".") for source in run))
+    counted = [each for each in reached if each.module.startswith(places) or _is_in(each, rooms)]
+    return reached, [each for each in counted if each.module not in _WRITERS]
 
 
-def _in_rooms(paths: Iterable[Path], rooms: Iterable[str], root: Path) -> list[Path]:
-    folders = [root / "jaxmem_callbacks" / room for room in rooms]
-    return [path for path in paths if any(path.is_relative_to(folder) for folder in folders)]
+def _is_in(definition: Definition, rooms: Iterable[str]) -> bool:
+    return definition.module.startswith(tuple(f"{PACKAGE}.{room.replace('/', '.')}." for room in rooms))
 
 
-def _reached(starts: Iterable[Path], root: Path) -> list[Path]:
-    """Files of this repository that some of its files name: by imports, by module names in strings, or as ``jm.name``."""
-    public = root / "jaxmem_callbacks" / "__init__.py"
-    exports = public.read_text("utf-8")
-    found: dict[Path, None] = {}
-    asked: set[str] = set()
-    waiting = [path for path in starts if path.exists()]
-    while waiting:
-        path = waiting.pop()
-        if path in found or path in {public, root / "benchmarks" / "sources.py"}:
-            continue
-        found[path] = None
-        # Inside the package a `jm.name` is a sentence to a user.
-        said = "" if path.is_relative_to(public.parent) else exports
-        modules = [module for module in _named(path.read_text("utf-8"), said) if module not in asked]
-        asked.update(modules)
-        waiting += [place for module in modules for place in _files_of(module, root)]
-    return list(found)
+def _code(root: Path) -> Code:
+    """As its files are now; what did not change is not read again."""
+    tests = [root / source for sources in SOURCES.values() for source in sources if source.startswith("tests/")]
+    return _code_of(
+        root, tuple((path, path.stat().st_mtime_ns) for path in [*Code.files(root), *tests] if path.is_file())
+    )
 
 
-@functools.cache
-def _named(text: str, exports: str) -> tuple[str, ...]:
-    """Modules, and what may be one, that a file names; ``exports`` is the text of the package's own ``__init__``."""
-    public = {name: f"{module}.{name}" for module, name in re.findall(_EXPORT, exports, re.MULTILINE)}
-    named = re.findall(r"\b(?:jaxmem_callbacks|benchmarks|examples)(?:\.\w+)+", text)
-    for module, several in re.findall(r"^\s*from (\S+) import (\([^)]*\)|.*)$", text, re.MULTILINE):
-        named += [f"{module}.{name}" for name in re.findall(r"\w+", several)]
-    named += [public[name] for name in re.findall(r"\bjm\.(\w+)", text) if name in public]
-    return tuple(dict.fromkeys(named))
-
-
-def _files_of(module: str, root: Path) -> Iterator[Path]:
-    """The file of a module, or of the one that a name lies in; a package's own ``__init__`` says nothing here."""
-    place = root.joinpath(*module.split("."))
-    yield from (path for path in (place.with_suffix(".py"), place.parent.with_suffix(".py")) if path.is_file())
+@functools.lru_cache(maxsize=2)
+def _code_of(root: Path, files: tuple[tuple[Path, int], ...]) -> Code:
+    return Code(root, [path for path, _ in files])
 
 
 def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
@@ -149,13 +127,12 @@ def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
 
     A plan rests on how policies are searched, "ours as" a policy by hand only on what makes the step of a given one.
     """
-    own = root / "benchmarks" / "plan_models" / f"{model}.py"
-    text = own.read_text("utf-8") if own.exists() else ""
-    beside = set(re.findall(r"^from benchmarks\.plan_models\.(\w+) import", text, re.MULTILINE))
-    hashes = {"source": _hash([own, *(own.with_name(f"{name}.py") for name in sorted(beside))])}
+    code = _code(root)
+    own = code.reached([root / "benchmarks" / "plan_models" / f"{model}.py"])
+    hashes = {"source": code_hash(own, [each for each in own if each.module.startswith("benchmarks.plan_models.")])}
     if policy.startswith("ours"):
-        reached = _reached([root / (SEARCHED if policy == "ours" else GIVEN)], root)
-        hashes["library"] = _hash(sorted(_in_rooms(reached, PLANNING_ROOMS, root)))
+        reached = code.reached([root / (SEARCHED if policy == "ours" else GIVEN)])
+        hashes["library"] = code_hash(reached, [each for each in reached if _is_in(each, PLANNING_ROOMS)])
     return hashes
 
 
@@ -170,10 +147,6 @@ def is_cut_otherwise(row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) 
     place = {"model": row["model"], "target": row.get("target"), "policy": "ours"}
     ours = next((each for each in rows if place.items() <= each.items()), {})
     return row["policy"].startswith("ours as") and "segments" in row and row["segments"] != planned_segments(ours)
-
-
-def _hash(paths: Iterable[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths if path.exists())).hexdigest()[:16]
 
 
 def write_result(benchmark: str, *, name: str = "", options: str = "", **figures: Any) -> None:
