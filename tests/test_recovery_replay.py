@@ -10,7 +10,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryError
-from jaxmem_callbacks.recovery.ladder.snapshot_store import Batches
+from jaxmem_callbacks.recovery.snapshots import Batches
 from jaxmem_callbacks.transforms.frameworks import checkpoints_in
 
 pytestmark = pytest.mark.core

@@ -24,7 +24,7 @@ from jaxmem_callbacks.recovery.ladder.fallback import Failure, Walk
 from jaxmem_callbacks.recovery.ladder.fallback_options import Maker
 from jaxmem_callbacks.recovery.ladder.notify import Listener, Telling
 from jaxmem_callbacks.recovery.ladder.runner import Running, Turn, first_line
-from jaxmem_callbacks.recovery.ladder.snapshot_store import Batches, Inputs, Keeper
+from jaxmem_callbacks.recovery.snapshots import Batches, Inputs, Keeper
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 

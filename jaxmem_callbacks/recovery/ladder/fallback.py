@@ -26,8 +26,7 @@ from jaxmem_callbacks.recovery.ladder.fallback_options import (
     why_not_moved,
 )
 from jaxmem_callbacks.recovery.ladder.runner import Running, Turn, first_line
-from jaxmem_callbacks.recovery.ladder.snapshot_store import Batches, Inputs, Keeper
-from jaxmem_callbacks.recovery.snapshots import HostSnapshot
+from jaxmem_callbacks.recovery.snapshots import Batches, HostSnapshot, Inputs, Keeper
 from jaxmem_callbacks.recovery.verdicts.judging import ran_out
 
 

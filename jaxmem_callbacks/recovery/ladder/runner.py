@@ -23,7 +23,7 @@ from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Words
 from jaxmem_callbacks.recovery.ladder.config import promised_by
 from jaxmem_callbacks.recovery.ladder.fallback_options import Maker, fitting_count, rows_of
 from jaxmem_callbacks.recovery.ladder.notify import Telling
-from jaxmem_callbacks.recovery.ladder.snapshot_store import Inputs
+from jaxmem_callbacks.recovery.snapshots import Inputs
 from jaxmem_callbacks.recovery.verdicts.judging import ran_out
 
 How = Literal["ok", "ran_out", "stuck", "refused"]
