@@ -11,7 +11,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.defragment import MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.recovery import defragment as defragmenting
-from jaxmem_callbacks.recovery.ladder.fallback_options import defragmented
+from jaxmem_callbacks.recovery.ladder.fallback import defragmented
 from jaxmem_callbacks.recovery.moving import mover as moving
 from jaxmem_callbacks.recovery.moving.mover import Mover
 

@@ -17,15 +17,14 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.presets import RecoverySettings
-from jaxmem_callbacks.recovery.ladder.config import frontier_below
-from jaxmem_callbacks.recovery.ladder.fallback_options import (
+from jaxmem_callbacks.recovery.ladder.fallback import (
     defragmented,
-    fitting_count,
+    frontier_below,
     microbatch_counts,
     offers,
     stronger_remats,
 )
-from jaxmem_callbacks.recovery.ladder.runner import addresses, reused_bytes
+from jaxmem_callbacks.recovery.ladder.runner import addresses, fitting_count, reused_bytes
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot
 from tests.processes import bytes_of_others
 

@@ -11,19 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from jaxmem_callbacks.config.named import Name, resolve_policy
+from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.records.arguments import require_callable, require_names, require_path, require_whole
 from jaxmem_callbacks.records.errors import JaxmemError, require_function
+from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
-from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport
+from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport, RecoverySettings
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.checkpoints import Saving
-from jaxmem_callbacks.recovery.ladder.config import frontier_below, policy_wanted, record_of, settings_wanted
-from jaxmem_callbacks.recovery.ladder.fallback import Failure, Walk
-from jaxmem_callbacks.recovery.ladder.fallback_options import Maker
+from jaxmem_callbacks.recovery.ladder.fallback import Failure, Walk, frontier_below
 from jaxmem_callbacks.recovery.ladder.notify import Listener, Telling
-from jaxmem_callbacks.recovery.ladder.runner import Running, Turn, first_line
+from jaxmem_callbacks.recovery.ladder.runner import Maker, Running, Turn, first_line
 from jaxmem_callbacks.recovery.snapshots import Batches, Inputs, Keeper
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
@@ -250,3 +249,34 @@ class Recovery:
             raise ended
         assert turn is not None  # one of the two
         return turn
+
+
+def settings_wanted(policy: Any) -> RecoverySettings:
+    """The ``recovery`` section of a preset; the defaults for everything else."""
+    return policy.recovery if isinstance(policy, Preset) else RecoverySettings()
+
+
+def policy_wanted(policy: Any, plan: Any) -> StepPolicy:
+    """The policy to begin with: what was said, else the plan's, else none.
+
+    Raises:
+        TypeError: something that is no policy and no preset.
+        PlanError: the policy of a plan in which nothing fits.
+    """
+    says_policy = not isinstance(policy, Preset) or any(key.startswith("policy.") for key in policy.said)
+    if policy is not None and (says_policy or plan is None):
+        return policy_of(policy)
+    return StepPolicy() if plan is None else policy_of(plan.policy)
+
+
+def record_of(plan: Any) -> PlanRecord | None:
+    """The record of a plan.
+
+    Raises:
+        TypeError: something else.
+    """
+    record = getattr(plan, "record", None)
+    if plan is None or isinstance(record, PlanRecord):
+        return record
+    msg = f"Recovery got {type(plan).__name__} as plan. Expected a plan of jm.plan or jm.load_plan."
+    raise TypeError(msg)

@@ -13,18 +13,21 @@ import jax
 
 from jaxmem_callbacks._compat.array_parts import parts_of
 from jaxmem_callbacks.programs.steps.program import Program
-from jaxmem_callbacks.programs.steps.step import JitStep
+from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.errors import DonationWarning, PolicyError, RecoveryError
+from jaxmem_callbacks.records.errors import (
+    DonationWarning,
+    PolicyError,
+    RecoveryError,
+)
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Words
-from jaxmem_callbacks.recovery.ladder.config import promised_by
-from jaxmem_callbacks.recovery.ladder.fallback_options import Maker, fitting_count, rows_of
 from jaxmem_callbacks.recovery.ladder.notify import Telling
 from jaxmem_callbacks.recovery.snapshots import Inputs
 from jaxmem_callbacks.recovery.verdicts.judging import ran_out
+from jaxmem_callbacks.transforms.policy import Gradients
 
 How = Literal["ok", "ran_out", "stuck", "refused"]
 _LISTEN_S = 0.25
@@ -170,6 +173,59 @@ def promised_bytes(program: Program | None) -> int:
 
 
 _GRACE_S, _GRACE_STEPS = 5.0, 3
+
+
+def promised_by(plan: PlanRecord | None, policy: StepPolicy) -> int | None:
+    """Bytes on one device that the plan's program reuses under this policy; None where it says nothing of it."""
+    if plan is None or plan.target != "attached":
+        return None
+    chosen = plan.candidates[plan.chosen]
+    return chosen.alias_bytes if chosen.policy == policy else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Maker:
+    """How the user's step becomes a jitted one, under any policy.
+
+    Attributes:
+        train_step: The user's.
+        donate_argnames: As for `jm.jit_step`.
+        state_shardings: Likewise.
+        gradients: Likewise.
+    """
+
+    train_step: Callable[..., Any]
+    donate_argnames: str | tuple[str, ...] | None = None
+    state_shardings: Any = None
+    gradients: Gradients = "own"
+
+    def make(self, policy: Any) -> JitStep:
+        """The step under a policy or preset."""
+        return jit_step(
+            self.train_step,
+            policy,
+            donate_argnames=self.donate_argnames,
+            state_shardings=self.state_shardings,
+            gradients=self.gradients,
+        )
+
+
+def fitting_count(rows: int, count: int, chosen_for: int | None) -> int:
+    """The fewest microbatches that divide a batch of other rows, none of them larger than those that were chosen.
+
+    Args:
+        rows: Of this batch, 1 at least.
+        count: How many microbatches were chosen.
+        chosen_for: For how many rows; None where that is not known, and there are to be as many at least.
+    """
+    least = min(count, rows) if chosen_for is None else -(-rows * count // chosen_for)
+    return next(number for number in range(max(least, 1), rows + 1) if rows % number == 0)
+
+
+def rows_of(inputs: Sequence[Any]) -> int | None:
+    """Rows of the batch: the leading dimension that the first input's arrays share; None where they do not."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(inputs[:1]) if getattr(leaf, "ndim", 0)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 @final
