@@ -19,11 +19,11 @@ from jaxmem_callbacks.analysis.array_detectors import SPLIT
 from jaxmem_callbacks.analysis.limit_detectors import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.environment.apply import require_applied
+from jaxmem_callbacks.recovery.failure import Failing
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.texts.explain import tries
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
-from jaxmem_callbacks.recovery.verdicts.failing import Failing
 from tests.pasting import pasted, run, value
 
 pytestmark = pytest.mark.core

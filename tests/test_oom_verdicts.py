@@ -12,10 +12,9 @@ from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
+from jaxmem_callbacks.recovery import failure
+from jaxmem_callbacks.recovery.failure import failing_program, judge
 from jaxmem_callbacks.recovery.reports.gathering import told
-from jaxmem_callbacks.recovery.verdicts import judging
-from jaxmem_callbacks.recovery.verdicts.failing import failing_program
-from jaxmem_callbacks.recovery.verdicts.judging import judge
 
 pytestmark = pytest.mark.core
 MIB = 2**20
@@ -43,7 +42,7 @@ def caught(function, *args):
 def leave(monkeypatch, size):
     """So many bytes are left of a control group."""
     limit = MemoryLimit(name="control group", limit_bytes=2**32, used_bytes=2**32 - size, source="")
-    monkeypatch.setattr(judging, "host_limits", lambda: (limit,))
+    monkeypatch.setattr(failure, "host_limits", lambda: (limit,))
 
 
 def test_an_error_of_the_users_callback_is_none_however_little_is_left(monkeypatch):

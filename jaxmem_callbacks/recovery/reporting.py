@@ -20,8 +20,8 @@ from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
 from jaxmem_callbacks.records.oom import OomReport
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.terminal import printable, say
+from jaxmem_callbacks.recovery.failure import judge
 from jaxmem_callbacks.recovery.reports.gathering import Parts, gather, process_index
-from jaxmem_callbacks.recovery.verdicts.judging import judge
 from jaxmem_callbacks.recovery.witness import CallsBefore, Witness, Witnessed
 from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
 from jaxmem_callbacks.writers.report import chart_html

@@ -22,8 +22,8 @@ from jaxmem_callbacks._compat.array_parts import clone_of
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.presets import SnapshotCost
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.failure import ran_out
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
-from jaxmem_callbacks.recovery.verdicts.judging import ran_out
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, framework_of
 from jaxmem_callbacks.transforms.tracing import is_weak, typed
 

@@ -19,11 +19,11 @@ from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import RecoveryMove, RecoverySettings, Rung
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
+from jaxmem_callbacks.recovery.failure import ran_out
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.checkpoints import Saving
 from jaxmem_callbacks.recovery.ladder.runner import Maker, Running, Turn, first_line, rows_of
 from jaxmem_callbacks.recovery.snapshots import Batches, HostSnapshot, Inputs, Keeper
-from jaxmem_callbacks.recovery.verdicts.judging import ran_out
 from jaxmem_callbacks.transforms.leaves import is_weak
 
 # From what keeps most to what keeps least. Everything between `none` and `full` differs by model: a plan knows better.

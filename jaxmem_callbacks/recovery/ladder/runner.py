@@ -23,10 +23,10 @@ from jaxmem_callbacks.records.errors import (
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.failure import ran_out
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Words
 from jaxmem_callbacks.recovery.ladder.notify import Telling
 from jaxmem_callbacks.recovery.snapshots import Inputs
-from jaxmem_callbacks.recovery.verdicts.judging import ran_out
 from jaxmem_callbacks.transforms.policy import Gradients
 
 How = Literal["ok", "ran_out", "stuck", "refused"]

@@ -23,7 +23,7 @@ from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import MIB, format_bytes
-from jaxmem_callbacks.recovery.verdicts.failing import Failing
+from jaxmem_callbacks.recovery.failure import Failing
 
 _LEAST_S = 1.0  # no compile ends in less
 _TOO_LATE = "the time for planning was over; give jm.oom_guard more plan_seconds"

@@ -25,12 +25,11 @@ from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnThe
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.recovery.failure import ADDRESS_SPACE, DATA, GROUP, Failing, Verdict, device_limits
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.holders import Held, array_variables, gone, held_arrays, users_frames
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.texts.explain import Room, cause_of, free_words, is_too_large, room_of
-from jaxmem_callbacks.recovery.verdicts.failing import Failing
-from jaxmem_callbacks.recovery.verdicts.judging import ADDRESS_SPACE, DATA, GROUP, Verdict, device_limits
 from jaxmem_callbacks.recovery.witness import Witnessed
 
 _Result = TypeVar("_Result")

@@ -20,7 +20,7 @@ from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.oom import Holder, ModuleHolder
 from jaxmem_callbacks.records.source_files import Owner, owner_of
-from jaxmem_callbacks.recovery.verdicts.failing import frames_of
+from jaxmem_callbacks.recovery.failure import frames_of
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, kind_of_argument
 
 _Parts = tuple[str, ...]

@@ -1,1 +1,0 @@
-"""Verdicts on an exception: whether memory ran out, and which program failed."""
