@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.steps.leaves import user_leaves
-from jaxmem_callbacks.recovery.reports.holders import held_arrays
+from jaxmem_callbacks.recovery.reports.live_buffers import held_arrays
 
 WIDTH = 512
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.recovery.reports import holders
-from jaxmem_callbacks.recovery.reports.holders import held_arrays
+from jaxmem_callbacks.recovery.reports import live_buffers
+from jaxmem_callbacks.recovery.reports.live_buffers import held_arrays
 
 pytestmark = pytest.mark.core
 MANY = 100_000
@@ -45,10 +45,10 @@ def test_a_report_takes_no_longer_than_two_seconds_with_a_hundred_thousand_array
 def test_arrays_that_there_is_no_time_for_are_counted_and_the_largest_are_named(monkeypatch):
     kept = [jax.device_put(np.zeros(2, np.int8)) for _ in range(300)]
     large = jax.device_put(np.zeros(2**22, np.int8))
-    monkeypatch.setattr(holders, "_AT_ONCE", 1)
+    monkeypatch.setattr(live_buffers, "_AT_ONCE", 1)
     whole = held_arrays((), {id(large): "large"}, are_the_calls=False)
     ticks = iter(range(1, 100))
-    monkeypatch.setattr(holders.time, "monotonic", lambda: next(ticks) * holders._SECONDS)
+    monkeypatch.setattr(live_buffers.time, "monotonic", lambda: next(ticks) * live_buffers._SECONDS)
     held = held_arrays((), {id(large): "large"}, are_the_calls=False)
     assert held.count == whole.count > len(kept)
     assert held.bytes == whole.bytes

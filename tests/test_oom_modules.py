@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves
 from jaxmem_callbacks.records.oom import ModuleHolder, OomReport
-from jaxmem_callbacks.recovery.reports.holders import family_of, held_arrays, modules_of, same_form
+from jaxmem_callbacks.recovery.reports.live_buffers import family_of, held_arrays, modules_of, same_form
 from jaxmem_callbacks.writers.oom_report import oom_markdown
 
 WIDTH = 40

@@ -23,10 +23,9 @@ from jaxmem_callbacks.records.oom import Holder, Hole, MemoryLimit, OomFacts
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.failure import Failing, Verdict, host_limits
-from jaxmem_callbacks.recovery.reporting import new_folder
+from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_folder, told
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts, forecast
-from jaxmem_callbacks.recovery.reports.gathering import holes_now, largest_holes, told
-from jaxmem_callbacks.recovery.reports.holders import VARIABLE
+from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
 from tests import sample_plans

@@ -14,7 +14,7 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.recovery import failure
 from jaxmem_callbacks.recovery.failure import failing_program, judge
-from jaxmem_callbacks.recovery.reports.gathering import told
+from jaxmem_callbacks.recovery.reporting import told
 
 pytestmark = pytest.mark.core
 MIB = 2**20

@@ -25,7 +25,7 @@ from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.recovery.witness import Witnessed
+from jaxmem_callbacks.recovery.monitor_snapshot import Witnessed
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]

@@ -40,8 +40,8 @@ from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.recovery.monitor_snapshot import Ballast, CallsBefore, Witnessed
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom
-from jaxmem_callbacks.recovery.witness import Ballast, CallsBefore, Witnessed
 from jaxmem_callbacks.transforms.sharding.infer import would_split
 
 

@@ -41,7 +41,7 @@ from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
 from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.records.traces import TraceHead, TracePart
 from jaxmem_callbacks.records.units import GIB
-from jaxmem_callbacks.recovery.witness import Witnessed
+from jaxmem_callbacks.recovery.monitor_snapshot import Witnessed
 from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
 from jaxmem_callbacks.writers.jsonl import OwnEventsWriter
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars

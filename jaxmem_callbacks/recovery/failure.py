@@ -31,8 +31,8 @@ from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import KIB, format_bytes
+from jaxmem_callbacks.recovery.monitor_snapshot import CallsBefore
 from jaxmem_callbacks.recovery.texts.parsing import read_failure
-from jaxmem_callbacks.recovery.witness import CallsBefore
 
 _CALLS = {JitStep.__call__.__code__, JitStep.judge.__code__, JitStep.lower.__code__}
 _COMPILING = "JitStep._judged"  # where a step is lowered and compiled, and never run

@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar, cast, final
 
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path, require_whole
+from jaxmem_callbacks.recovery.monitor_snapshot import Ballast, CallsBefore, Witness
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
-from jaxmem_callbacks.recovery.witness import Ballast, CallsBefore, Witness
 
 _REPORTS = "outdir='reports'"
 

@@ -1,1 +1,1 @@
-"""The parts of a failure's report: holders of memory, forecasts and remedies, without secrets."""
+"""Parts of a failure's report: live buffers, forecasts and remedies, without secrets."""

@@ -19,7 +19,7 @@ from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes, format_extra
 from jaxmem_callbacks.recovery.failure import Failing
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
-from jaxmem_callbacks.recovery.reports.holders import VARIABLE
+from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
 from jaxmem_callbacks.recovery.texts.explain import ELSEWHERE, host_tries
 
 _WORTH, _LEAST_BYTES = 0.01, 2**20  # of what lives and of what was lacking; a holder of less is not worth a line
