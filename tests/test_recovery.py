@@ -19,9 +19,9 @@ from jaxmem_callbacks.records.errors import DonationWarning, RecoveryError, Reco
 from jaxmem_callbacks.records.presets import RecoverySettings
 from jaxmem_callbacks.recovery.ladder.fallback import (
     defragmented,
+    fallback_options,
     frontier_below,
     microbatch_counts,
-    offers,
     stronger_remats,
 )
 from jaxmem_callbacks.recovery.ladder.runner import addresses, fitting_count, reused_bytes
@@ -97,21 +97,21 @@ def test_the_ladder_in_order():
     assert microbatch_counts(1, 64, 12) == [2, 4, 12], "divisors, each at least twice the one before"
     assert microbatch_counts(2, 3, 12) == []
     prime = RecoverySettings(ladder=("microbatches", "remat"))
-    assert [each.why for each in offers(prime, jm.StepPolicy(remat="full"), rows=101)] == [
+    assert [each.why for each in fallback_options(prime, jm.StepPolicy(remat="full"), rows=101)] == [
         "no number from 2 to max_microbatches=64 divides the batch's 101 rows",
         "",
     ]
     most = RecoverySettings(ladder=("microbatches",), max_microbatches=6)
-    assert [each.why for each in offers(most, jm.StepPolicy(microbatches=4), rows=64)] == [
+    assert [each.why for each in fallback_options(most, jm.StepPolicy(microbatches=4), rows=64)] == [
         "twice the 4 in force are more than max_microbatches=6"
     ]
     words = [(each.remat, each.levels) for each in stronger_remats(jm.StepPolicy())]
     assert words == [("dots_saveable", 1), ("full", 1), ("full", 2)]
     assert [each.keep for each in stronger_remats(jm.StepPolicy(remat="full", keep=0.5))] == [0.0, 0.0]
-    tried = [each.rung for each in offers(RecoverySettings(max_microbatches=2), jm.StepPolicy(), rows=8)]
+    tried = [each.rung for each in fallback_options(RecoverySettings(max_microbatches=2), jm.StepPolicy(), rows=8)]
     assert tried == ["defragment", "microbatches", "remat", "remat", "remat", "save_and_exit"]
     policy = jm.StepPolicy(remat="full", donate="auto")
-    (offer,) = offers(RecoverySettings(ladder=("microbatches",), max_microbatches=2), policy, rows=None)
+    (offer,) = fallback_options(RecoverySettings(ladder=("microbatches",), max_microbatches=2), policy, rows=None)
     assert offer.on(policy) == jm.StepPolicy(remat="full", donate="auto", microbatches=2)
 
 
@@ -274,7 +274,8 @@ def test_under_a_plan_the_rungs_of_remat_are_the_rest_of_its_frontier_and_checkp
     assert frontier_below(plan.record, below[0]) == below[1:]
     settings = RecoverySettings(ladder=("remat",))
     tried = [
-        offer.on(jm.StepPolicy(microbatches=2)) for offer in offers(settings, jm.StepPolicy(), rows=8, frontier=below)
+        offer.on(jm.StepPolicy(microbatches=2))
+        for offer in fallback_options(settings, jm.StepPolicy(), rows=8, frontier=below)
     ]
     assert [(each.microbatches, each.remat, each.keep) for each in tried] == [
         (2, policy.remat, policy.keep) for policy in below

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryError
-from jaxmem_callbacks.recovery.snapshots import Batches
+from jaxmem_callbacks.recovery.snapshots import InputBuffer
 from jaxmem_callbacks.transforms.frameworks import checkpoints_in
 
 pytestmark = pytest.mark.core
@@ -19,7 +19,7 @@ MIB = 2**20
 
 def kept(batch_at, most=MIB):
     said = []
-    batches = Batches(batch_at, most, said.append)
+    batches = InputBuffer(batch_at, most, said.append)
     batches.begin(10)
     return batches, said
 

@@ -58,7 +58,7 @@ def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tupl
 
     Returns:
         The tree, and what was done. On a TPU, which moves buffers by itself, and on a CPU it is the tree that was given, its
-        arrays untouched, and ``report.reason`` says why.
+        arrays untouched, and ``report.reason`` holds the reason.
 
     Raises:
         DefragmentError: inside ``jax.jit``, an array that was deleted before, a bound that is no size, or whatever failed once
@@ -158,7 +158,7 @@ def _nothing_to_do(probe: AllocatorProbe, before: Mapping[str, FreeBlocks]) -> s
 
 
 def _free_blocks(probe: AllocatorProbe) -> dict[str, FreeBlocks]:
-    """What each allocator says of its free memory."""
+    """The free memory of each allocator."""
     probe.reports = True
     found = probe.readings(0, time.time(), probe.snapshot())
     return {
@@ -244,7 +244,7 @@ def _apart(buffers: list[PlacedBuffer]) -> list[PlacedBuffer]:
     return found
 
 
-def _report(  # noqa: PLR0913, PLR0917 - what is told, each once
+def _report(  # noqa: PLR0913, PLR0917 - the parts of the report
     mover: Mover,
     reasons: Mapping[int, str],
     extra: int,

@@ -42,7 +42,7 @@ def oom_guard(
     variable, argument or text that looks like a secret is written.
 
     Args:
-        monitor: A `jm.MemoryMonitor`, whose last readings and events are told too. A monitor's own ``with`` is a guard already.
+        monitor: A `jm.MemoryMonitor` whose last readings and events are reported. A monitor's own ``with`` is a guard already.
         outdir: Where the folder is made. None: beside the monitor's ``logdir``, as ``<logdir>-oom``, else ``./oom``.
         plan_seconds: How long the failed step may be compiled under other policies, to predict what they save; 0 for not at all.
         keep: How many reports of this process stay in ``outdir``; the oldest go, and nothing else.

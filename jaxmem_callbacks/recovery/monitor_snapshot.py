@@ -63,7 +63,7 @@ class Witnessed:
 
     Attributes:
         logdir: The run's folder, or None.
-        step: The latest step that was told, or None.
+        step: The latest step, or None.
         readings: The latest of every source and device.
         events: Oldest first.
         history: Highest values over time, for a figure.

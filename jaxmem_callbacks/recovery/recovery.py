@@ -19,11 +19,11 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport, RecoverySettings
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
-from jaxmem_callbacks.recovery.ladder.checkpoints import Saving
-from jaxmem_callbacks.recovery.ladder.fallback import Failure, Walk, frontier_below
-from jaxmem_callbacks.recovery.ladder.notify import Listener, Telling
-from jaxmem_callbacks.recovery.ladder.runner import Maker, Running, Turn, first_line
-from jaxmem_callbacks.recovery.snapshots import Batches, Inputs, Keeper
+from jaxmem_callbacks.recovery.ladder.checkpoints import CheckpointFolder
+from jaxmem_callbacks.recovery.ladder.fallback import FailedStep, Fallback, frontier_below
+from jaxmem_callbacks.recovery.ladder.notify import EventSink, Notifier
+from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner, first_line
+from jaxmem_callbacks.recovery.snapshots import InputBuffer, Inputs, SnapshotStore
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
@@ -46,10 +46,10 @@ class Recovery:
         train_step: ``train_step(state, batch, ...) -> (state, metrics)``, plain or jitted by the user. All that changes from
             step to step is in the state and the inputs.
         policy: What to apply at first, by itself or by name as in `jm.jit_step`, and with a preset its ``recovery`` section;
-            the plan's policy where nothing is said and there is a plan.
+            the plan's policy where there is a plan and no policy is given.
         batch_at: Gives the batch of a step, the same each time; without it copies of the batches since the last snapshot are
             kept in host memory. What else a step takes is always kept so.
-        monitor: A `jm.MemoryMonitor`, told of every recovery.
+        monitor: A `jm.MemoryMonitor` that records every recovery.
         checkpoints: Folder for `save`, ``save_and_exit`` and snapshots on disk.
         plan: What `jm.plan` gave: stronger remat is then the next point of its frontier.
         donate_argnames: As for `jm.jit_step`.
@@ -67,7 +67,7 @@ class Recovery:
         policy: StepPolicy | Preset | Name | None = None,
         *,
         batch_at: Callable[[int], Any] | None = None,
-        monitor: Listener | None = None,
+        monitor: EventSink | None = None,
         checkpoints: str | os.PathLike[str] | None = None,
         plan: Any = None,
         donate_argnames: str | tuple[str, ...] | None = None,
@@ -89,22 +89,22 @@ class Recovery:
         require_shardings("jm.Recovery", "state_shardings", state_shardings)
         given = None if policy is None else resolve_policy(policy)
         require_applied(given)
-        self.settings = settings_wanted(given)
-        self._plan = record_of(plan)
-        asked = policy_wanted(given, plan)
-        maker = Maker(
+        self.settings = recovery_settings(given)
+        self._plan = plan_record(plan)
+        asked = initial_policy(given, plan)
+        builder = StepBuilder(
             train_step=train_step,
             donate_argnames=require_names("jm.Recovery", "donate_argnames", donate_argnames),
             state_shardings=state_shardings,
             gradients=gradients,
         )
-        self._telling = Telling(monitor)
+        self._notifier = Notifier(monitor)
         self._agreement = Agreement(f"recovery/{next(_serial)}", self.settings.agree_s)
-        self._running = Running(maker, asked, self._agreement, self._telling, self._plan)
-        self._saving = Saving(place, asked, self._plan)
-        on_disk = self._saving.on_disk(lambda: self.policy) if self.settings.snapshots == "orbax" else None
-        self._keeper = Keeper(self.settings.every_steps, on_disk, self._agreement, self._telling.say)
-        self._batches = Batches(batch_at, self.settings.buffer_bytes, self._telling.say)
+        self._runner = StepRunner(builder, asked, self._agreement, self._notifier, self._plan)
+        self._checkpoints = CheckpointFolder(place, asked, self._plan)
+        on_disk = self._checkpoints.on_disk(lambda: self.policy) if self.settings.snapshots == "orbax" else None
+        self._snapshots = SnapshotStore(self.settings.every_steps, on_disk, self._agreement, self._notifier.line)
+        self._batches = InputBuffer(batch_at, self.settings.buffer_bytes, self._notifier.line)
         self._moves: tuple[RecoveryMove, ...] = ()
         self._near_seen = 0
         self._unsaved = False
@@ -129,35 +129,35 @@ class Recovery:
             if type(step) is not int or step < 0:
                 step = require_whole("recovery.step", "step", step, least=0)
             inputs = self._batches.given(step, inputs)
-            if self._keeper.before(step, state):
+            if self._snapshots.before(step, state):
                 self._batches.begin(step)
             self._batches.keep(step, inputs)
-            turn = self._running.turn([state], inputs)
-            if turn.failed:
-                turn = self._recovered(step, state, inputs, turn)
-            new_state, metrics = self._running.pair(turn.result)
+            attempt = self._runner.run([state], inputs)
+            if attempt.failed:
+                attempt = self._recovered(step, state, inputs, attempt)
+            new_state, metrics = self._runner.pair(attempt.result)
         except BaseException as error:
             self._agreement.leave(first_line(error))
             raise
-        self._keeper.after(step, new_state, metrics)
+        self._snapshots.after(step, new_state, metrics)
         return new_state, metrics
 
     @property
     def policy(self) -> StepPolicy:
         """The policy in force."""
-        return self._running.step.policy
+        return self._runner.step.policy
 
     @property
     def report(self) -> RecoveryReport:
         """What was recovered so far, and what the snapshots have cost."""
         return RecoveryReport(
-            policy=policy_words(self.policy), moves=self._moves, snapshots=self._keeper.cost(self._batches.bytes)
+            policy=policy_words(self.policy), moves=self._moves, snapshots=self._snapshots.cost(self._batches.bytes)
         )
 
     @property
     def latest(self) -> int | None:
         """The step of what was saved last in ``checkpoints``, or None; after a return to an earlier step not the highest one."""
-        return self._saving.latest
+        return self._checkpoints.latest
 
     def should_save(self, monitor: Any) -> bool:
         """Whether a near-OOM event is new since the last time it was asked; the same answer on every process.
@@ -167,7 +167,7 @@ class Recovery:
         seen = sum(event.kind == "near_oom" for event in monitor.events)
         is_new = seen > self._near_seen
         if self._agreement.count > 1:
-            is_new = self._running.near_anywhere(here=is_new)
+            is_new = self._runner.near_anywhere(here=is_new)
         if is_new:
             self._near_seen = seen
         return is_new
@@ -183,18 +183,18 @@ class Recovery:
         """
         step = require_whole("recovery.save_before_oom", "step", step, least=0)
         try:
-            where = self._saving.save(step, state, self.policy)
+            where = self._checkpoints.save(step, state, self.policy)
         except JaxmemError:
             raise
         except Exception as error:  # noqa: BLE001 - a full disk ends no run that still has its memory
             if not self._unsaved:
-                self._telling.say(
+                self._notifier.line(
                     f"the state before step {step} could not be saved: {first_line(error)}. The run goes on."
                 )
             self._unsaved = True
             return None
         self._unsaved = False
-        self._telling.say(f"the state before step {step} is saved in {where}.")
+        self._notifier.line(f"the state before step {step} is saved in {where}.")
         return where
 
     def restore(self, state: Any, step: int | None = None) -> tuple[int, Any]:
@@ -204,7 +204,7 @@ class Recovery:
         it must reuse the state's memory as the program was compiled to.
 
         Args:
-            state: A state of the same tree, shapes and dtypes, or `jax.ShapeDtypeStruct` of it; says where arrays lie.
+            state: A state of the same tree, shapes and dtypes, or `jax.ShapeDtypeStruct` of it; its shardings are used.
             step: Which checkpoint; None for the one that was saved last.
 
         Returns:
@@ -214,62 +214,62 @@ class Recovery:
             RecoveryError: there is none, or it is another state's.
         """
         step = None if step is None else require_whole("recovery.restore", "step", step, least=0)
-        number, restored, policy = self._saving.restore(state, step)
+        number, restored, policy = self._checkpoints.restore(state, step)
         if policy is not None and policy != self.policy:
-            self._telling.say(f"goes on at step {number} with {policy_words(policy)}, as the run that saved it.")
-            self._running.take_policy(policy)
-        self._running.verify = True
+            self._notifier.line(f"goes on at step {number} with {policy_words(policy)}, as the run that saved it.")
+            self._runner.take_policy(policy)
+        self._runner.verify = True
         return number, restored
 
-    def _recovered(self, step: int, state: Any, inputs: Inputs, failed: Turn) -> Turn:
-        """Walk down the ladder until the step is done; raises what failed first where it never is."""
-        walk = Walk(
+    def _recovered(self, step: int, state: Any, inputs: Inputs, failed: StepAttempt) -> StepAttempt:
+        """Apply the ladder until the step succeeds; raises the first failure where none helps."""
+        fallback = Fallback(
             self.settings,
-            self._running,
-            self._keeper,
+            self._runner,
+            self._snapshots,
             self._batches,
             frontier=frontier_below(self._plan, self.policy),
-            failure=Failure(step=step, state=state, inputs=inputs, turn=failed),
+            failure=FailedStep(step=step, state=state, inputs=inputs, attempt=failed),
         )
         ended: BaseException | None = None
         try:
-            turn = walk.down()
-            if turn is None:
-                ended = walk.end(self._saving, self._agreement)
+            attempt = fallback.run()
+            if attempt is None:
+                ended = fallback.end(self._checkpoints, self._agreement)
         except Exception as error:
             if error.__cause__ is None:
                 error.__cause__ = failed.error  # what it all began with is shown too
             raise
         finally:
-            if walk.move is not None:
-                self._moves += (walk.move,)
-                cause = next(words["text"] for words in failed.words if words["how"] == "ran_out")
-                self._telling.move(walk.move, cause=cause, action=walk.action)
+            if fallback.move is not None:
+                self._moves += (fallback.move,)
+                cause = next(report["text"] for report in failed.reports if report["how"] == "ran_out")
+                self._notifier.move(fallback.move, cause=cause, action=fallback.action)
         if ended is not None:
             raise ended
-        assert turn is not None  # one of the two
-        return turn
+        assert attempt is not None  # one of the two
+        return attempt
 
 
-def settings_wanted(policy: Any) -> RecoverySettings:
+def recovery_settings(policy: Any) -> RecoverySettings:
     """The ``recovery`` section of a preset; the defaults for everything else."""
     return policy.recovery if isinstance(policy, Preset) else RecoverySettings()
 
 
-def policy_wanted(policy: Any, plan: Any) -> StepPolicy:
-    """The policy to begin with: what was said, else the plan's, else none.
+def initial_policy(policy: Any, plan: Any) -> StepPolicy:
+    """The policy to begin with: the given one, else the plan's, else none.
 
     Raises:
         TypeError: something that is no policy and no preset.
         PlanError: the policy of a plan in which nothing fits.
     """
-    says_policy = not isinstance(policy, Preset) or any(key.startswith("policy.") for key in policy.said)
-    if policy is not None and (says_policy or plan is None):
+    has_policy = not isinstance(policy, Preset) or any(key.startswith("policy.") for key in policy.said)
+    if policy is not None and (has_policy or plan is None):
         return policy_of(policy)
     return StepPolicy() if plan is None else policy_of(plan.policy)
 
 
-def record_of(plan: Any) -> PlanRecord | None:
+def plan_record(plan: Any) -> PlanRecord | None:
     """The record of a plan.
 
     Raises:

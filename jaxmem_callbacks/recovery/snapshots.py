@@ -209,7 +209,7 @@ def _as_it_was(array: jax.Array) -> Callable[[Any], Any]:
 
 
 def _place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Place:
-    assert index is not None  # JAX's types say so of callbacks
+    assert index is not None  # JAX's types allow None for callbacks
     return tuple(
         (start, stop) for start, stop, _ in (one.indices(size) for one, size in zip(index, shape, strict=True))
     )
@@ -219,25 +219,25 @@ Inputs = tuple[Any, ...]
 
 
 @final
-class Batches:
+class InputBuffer:
     """What each step took besides the state.
 
     Args:
         batch_at: Gives the batch of a step again, the same every time; None for a buffer.
         buffer_bytes: What the buffer may take; the oldest go first.
-        say: Told, in one line, when a failure could no longer be repeated.
+        notify: Called with a line when a failure could no longer be repeated.
     """
 
-    def __init__(self, batch_at: Callable[[int], Any] | None, buffer_bytes: int, say: Callable[[str], None]) -> None:
+    def __init__(self, batch_at: Callable[[int], Any] | None, buffer_bytes: int, notify: Callable[[str], None]) -> None:
         self._batch_at = batch_at
         self._most = buffer_bytes
-        self._say = say
+        self._notify = notify
         self._kept: dict[int, HostSnapshot] = {}
         self._let_go: set[int] = set()
         self._latest: list[weakref.ref[Any]] = []  # the arrays that the last copy is of, where it is of arrays alone
         self._largest = 0
         self._first: int | None = None  # the step of the snapshot
-        self._told = False
+        self._notified = False
 
     @property
     def bytes(self) -> int:
@@ -264,7 +264,7 @@ class Batches:
         """A snapshot was taken before this step: what came before is not needed any longer."""
         self._kept.clear()
         self._let_go.clear()
-        self._first, self._told = step, False
+        self._first, self._notified = step, False
 
     def keep(self, step: int, inputs: Inputs) -> None:
         """Copy the inputs of a step that nobody can give again: with ``batch_at`` those besides the batch."""
@@ -278,9 +278,9 @@ class Batches:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._let_go.add(oldest)
-            if not self._told:
-                self._told = True
-                self._say(f"a failure from step {step} on could not be repeated: {self._need(step)}")
+            if not self._notified:
+                self._notified = True
+                self._notify(f"a failure from step {step} on could not be repeated: {self._need(step)}")
 
     def _copy(self, step: int, inputs: Inputs) -> HostSnapshot:
         """On the host: NumPy's arrays too, whose owner may write into them; JAX's, such as frozen weights, once."""
@@ -351,14 +351,14 @@ class DiskSnapshot:
 
 
 @final
-class Keeper:
+class SnapshotStore:
     """Takes and holds the snapshots.
 
     Args:
         every_steps: When a new one is due.
         on_disk: Takes a snapshot on disk; None for host memory.
         agreement: With the other processes.
-        say: Told, in one line, of what the user should know.
+        notify: Called with a line about a snapshot that was not taken, or was taken unexpectedly.
     """
 
     def __init__(
@@ -366,15 +366,15 @@ class Keeper:
         every_steps: int,
         on_disk: Callable[[int, Any], DiskSnapshot] | None,
         agreement: Agreement,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
-        self._every, self._on_disk, self._agreement, self._say = every_steps, on_disk, agreement, say
+        self._every, self._on_disk, self._agreement, self._notify = every_steps, on_disk, agreement, notify
         self.snapshot: HostSnapshot | DiskSnapshot | None = None
         self._returned: list[Any] = []
         self._next: int | None = None
         self._metrics: dict[str, tuple[float, float]] = {}
         self._taken, self._last_s, self._total_s = 0, 0.0, 0.0
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
 
     def before(self, step: int, state: Any) -> bool:
         """Take a snapshot where one is due; whether it was taken.
@@ -388,20 +388,20 @@ class Keeper:
         if known is not None and not changed and step - known.step < self._every:
             return False
         if known is not None and changed and step == self._next:
-            self._say_once(
+            self._notify_once(
                 "changed",
                 f"the state given to step {step} is not the one that step {step - 1} returned, so it is copied now: what is done "
                 "to it between steps would be lost in a replay. Where that is at every step, do it inside the step.",
             )
         began = time.monotonic()
         taken, why = self._copied(step, state)
-        heard = self._agreement.exchange({"why": why})
-        missing = next((words["why"] for words in heard if words["why"]), "")
+        answers = self._agreement.exchange({"why": why})
+        missing = next((words["why"] for words in answers if words["why"]), "")
         if missing or taken is None:
             if changed:
                 msg = f"step {step} has no snapshot to go back to, and there was no memory for one: {missing}."
                 raise RecoveryError(msg)
-            self._say_once("missing", f"no snapshot at step {step}, the one of an earlier step stays: {missing}.")
+            self._notify_once("missing", f"no snapshot at step {step}, the one of an earlier step stays: {missing}.")
             return False
         self.snapshot, self._metrics = taken, {}
         self._taken, self._last_s = self._taken + 1, time.monotonic() - began
@@ -462,14 +462,14 @@ class Keeper:
             handle() is leaf for handle, leaf in zip(self._returned, leaves, strict=True)
         )
 
-    def _say_once(self, key: str, line: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
-            self._say(line)
+    def _notify_once(self, key: str, line: str) -> None:
+        if key not in self._notified:
+            self._notified.add(key)
+            self._notify(line)
 
 
 def _handle(leaf: Any) -> Callable[[], Any]:
-    """What tells a leaf again without keeping it."""
+    """A function that identifies a leaf later without keeping it alive."""
     return weakref.ref(leaf) if isinstance(leaf, jax.Array) else lambda: leaf
 
 

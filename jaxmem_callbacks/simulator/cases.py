@@ -1,7 +1,7 @@
 """Three runs out of memory from public reports, as modelled traces.
 
-The reports say what the programs are and how it ends; they hold no sizes that could be replayed. Each case says in `tells` what
-is from its reports, and that the sizes are modelled.
+The reports describe the programs and how the run ends; they hold no sizes that could be replayed. `TraceHead.tells` of each case
+lists what is from its reports, and that the sizes are modelled.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ class _Run:
         self._events.append(StepMark(step=step, live_bytes=sum(self._sizes.values())))
         self._step = step + 1
 
-    def trace(self, name: str, device_bytes: int, *tells: str) -> Trace:
+    def trace(self, name: str, device_bytes: int, *sentences: str) -> Trace:
         """The whole."""
-        head = TraceHead(name=name, source="modelled", device_bytes=device_bytes, tells=(*tells, _MODELLED))
+        head = TraceHead(name=name, source="modelled", device_bytes=device_bytes, tells=(*sentences, _MODELLED))
         return Trace(head=head, events=tuple(self._events))
 
     def _dispatch(self, name: str, temp_bytes: int, results: list[tuple[str, int, int | None]]) -> list[int]:

@@ -29,11 +29,11 @@ def note_of(state: Any, *, step: int, policy: StepPolicy, asked: StepPolicy, pla
     """The note for a checkpoint.
 
     Args:
-        state: The state that is saved, or its shapes; where arrays lie is told too.
-        step: The step that it stands before.
+        state: The state that is saved, or its shapes with their shardings.
+        step: The step that the state is the input of.
         policy: What a run that goes on from it should run under.
         asked: The policy that the user had asked for.
-        plan: What was foretold, or None.
+        plan: The plan of the run, or None.
     """
     return {
         "form": FORM,
@@ -72,9 +72,9 @@ def require_readable(note: Any) -> dict[str, Any]:
 
 
 def policy_in(note: Mapping[str, Any], key: str = "policy") -> StepPolicy | None:
-    """The policy that a note says; None where it says none."""
-    said = note.get(key)
-    return StepPolicy(**{name: _tuples(value) for name, value in said.items()}) if isinstance(said, Mapping) else None
+    """The policy in a note, or None."""
+    saved = note.get(key)
+    return StepPolicy(**{name: _tuples(value) for name, value in saved.items()}) if isinstance(saved, Mapping) else None
 
 
 def state_differences(note: Mapping[str, Any], state: Any) -> list[str]:
@@ -90,13 +90,13 @@ def state_differences(note: Mapping[str, Any], state: Any) -> list[str]:
 
 
 def differences(note: Mapping[str, Any], state: Any, policy: StepPolicy, plan: PlanRecord | None) -> list[str]:
-    """What is not as it was when the checkpoint was written, a clause each; the state's own types are told apart.
+    """What differs from when the checkpoint was written, a clause each, apart from the state's own types.
 
     Args:
         note: What was saved.
         state: The state here.
         policy: What this run asks for.
-        plan: What was foretold of this run, or None.
+        plan: The plan of this run, or None.
     """
     if not note:
         return ["it has no note of jaxmem beside it, so policy, plan, mesh and versions are unknown"]
@@ -167,13 +167,13 @@ _SAVED, _SNAPSHOTS, _KEPT_SNAPSHOTS = "saved", "snapshots", 2
 
 
 @final
-class Saving:
+class CheckpointFolder:
     """The folder of a run's checkpoints.
 
     Args:
         folder: The user's, or None where no checkpoints are wanted.
         asked: The policy that the user asked for.
-        plan: What was foretold of the step, or None.
+        plan: The plan of the step, or None.
     """
 
     def __init__(self, folder: Path | None, asked: StepPolicy, plan: PlanRecord | None) -> None:
@@ -328,7 +328,7 @@ class _DamagedError(RecoveryError):
 def _in_order(saves: Sequence[tuple[int, Checkpoints]]) -> list[tuple[int, Checkpoints]]:
     """Saves as they were written, by their numbers.
 
-    One whose note tells none comes behind the last numbered one that is no younger by the clock, or of a lower step where the
+    One whose note has no number comes behind the last numbered one that is no younger by the clock, or of a lower step where the
     clock is not known either; several there by their steps. What it holds may be whole, so it must not sink below all others.
     """
     numbers = {save: _save_of(save[1], save[0]) for save in saves}
@@ -357,5 +357,5 @@ def _note_in(store: Checkpoints, step: int) -> tuple[dict[str, Any], str]:
 
 
 def _save_of(store: Checkpoints, step: int) -> int | None:
-    """The number of the save that wrote it; None where its note cannot be read or says none."""
+    """The number of the save that wrote it; None where its note cannot be read or has none."""
     return _note_in(store, step)[0].get(SAVE)

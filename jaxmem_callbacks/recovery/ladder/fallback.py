@@ -21,9 +21,9 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
 from jaxmem_callbacks.recovery.failure import ran_out
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
-from jaxmem_callbacks.recovery.ladder.checkpoints import Saving
-from jaxmem_callbacks.recovery.ladder.runner import Maker, Running, Turn, first_line, rows_of
-from jaxmem_callbacks.recovery.snapshots import Batches, HostSnapshot, Inputs, Keeper
+from jaxmem_callbacks.recovery.ladder.checkpoints import CheckpointFolder
+from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner, first_line, rows_of
+from jaxmem_callbacks.recovery.snapshots import HostSnapshot, InputBuffer, Inputs, SnapshotStore
 from jaxmem_callbacks.transforms.leaves import is_weak
 
 # From what keeps most to what keeps least. Everything between `none` and `full` differs by model: a plan knows better.
@@ -32,14 +32,14 @@ _MOST_DOUBLINGS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """One thing to try.
+class FallbackOption:
+    """One change of the step's policy, or of its memory, that may make the step fit.
 
     Attributes:
-        rung: What it is.
-        microbatches: How many there are to be.
-        remat: A policy whose remat is to be taken.
-        why: Why there is nothing to try on this rung, or an empty text.
+        rung: The rung of the ladder that it belongs to.
+        microbatches: The number of microbatches to change to.
+        remat: A policy whose remat to change to.
+        why: Why this rung has nothing to try, or an empty text.
     """
 
     rung: Rung
@@ -65,10 +65,10 @@ class Offer:
         )
 
 
-def offers(
+def fallback_options(
     settings: RecoverySettings, policy: StepPolicy, *, rows: int | None, frontier: Sequence[StepPolicy] = ()
-) -> Iterator[Offer]:
-    """What to try one after the other.
+) -> Iterator[FallbackOption]:
+    """The options in the order of the ladder.
 
     Args:
         settings: Has the ladder.
@@ -79,13 +79,13 @@ def offers(
     for rung in settings.ladder:
         if rung == "microbatches":
             counts = microbatch_counts(policy.microbatches, settings.max_microbatches, rows)
-            yield from (Offer(rung=rung, microbatches=count) for count in counts)
+            yield from (FallbackOption(rung=rung, microbatches=count) for count in counts)
             if not counts:
-                yield Offer(rung=rung, why=_no_count(policy.microbatches, settings.max_microbatches, rows))
+                yield FallbackOption(rung=rung, why=_no_count(policy.microbatches, settings.max_microbatches, rows))
         elif rung == "remat":
-            yield from (Offer(rung=rung, remat=stronger) for stronger in frontier or stronger_remats(policy))
+            yield from (FallbackOption(rung=rung, remat=stronger) for stronger in frontier or stronger_remats(policy))
         else:
-            yield Offer(rung=rung)
+            yield FallbackOption(rung=rung)
 
 
 def microbatch_counts(now: int, most: int, rows: int | None) -> list[int]:
@@ -117,8 +117,8 @@ def stronger_remats(policy: StepPolicy) -> list[StepPolicy]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """An offer that was compiled.
+class CompiledOption:
+    """An option that was compiled.
 
     Attributes:
         step: What to go on with; None where it does not help.
@@ -131,25 +131,27 @@ class Tried:
     need: int | None = None
 
 
-def try_policy(maker: Maker, policy: StepPolicy, args: Sequence[Any], *, had: int | None) -> Tried:
+def compile_option(builder: StepBuilder, policy: StepPolicy, args: Sequence[Any], *, had: int | None) -> CompiledOption:
     """Compile the step under another policy, for arguments of the same shapes, and compare what it needs.
 
     Args:
-        maker: Makes the step.
+        builder: Builds the step.
         policy: The other policy.
         args: The arguments that failed, donated or not; they are read for their shapes only.
         had: What the policy that failed needs; None where its very compile ran out of memory.
     """
-    candidate, words = maker.make(policy), policy_words(policy)
+    candidate, words = builder.build(policy), policy_words(policy)
     try:
         need = need_of(candidate, args)
     except (PolicyError, LossRefusedError, CompileError) as error:
-        return Tried(None, f"{words} is refused: {error}")
+        return CompiledOption(None, f"{words} is refused: {error}")
     if need is None:
-        return Tried(None, f"{words} ran out of memory in the compiler")
+        return CompiledOption(None, f"{words} ran out of memory in the compiler")
     if had is not None and need >= had:
-        return Tried(None, f"{words} needs {format_bytes(need)}, no less than the {format_bytes(had)} before", need)
-    return Tried(candidate, f"{format_bytes(need)}, {_before(had)} before", need)
+        return CompiledOption(
+            None, f"{words} needs {format_bytes(need)}, no less than the {format_bytes(had)} before", need
+        )
+    return CompiledOption(candidate, f"{format_bytes(need)}, {_before(had)} before", need)
 
 
 def need_of(step: JitStep, args: Sequence[Any]) -> int | None:
@@ -188,7 +190,7 @@ def defragmented(state: Any) -> tuple[Any, str]:
     return state, report.reason or "there was nothing to move"
 
 
-def why_not_moved() -> str:
+def why_not_defragmented() -> str:
     """Why there is no use in moving arrays on this platform; empty on GPUs."""
     platform = jax.default_backend()
     if platform == "gpu":
@@ -214,57 +216,62 @@ def _remat(policy: StepPolicy) -> tuple[Any, ...]:
     return policy.remat, policy.segments, policy.levels, policy.keep, policy.save, policy.offload
 
 
-def saved_last(
-    saving: Saving, keeper: Keeper, agreement: Agreement, *, policy: StepPolicy, stuck: tuple[int, ...]
+def save_before_exit(
+    checkpoints: CheckpointFolder,
+    snapshots: SnapshotStore,
+    agreement: Agreement,
+    *,
+    policy: StepPolicy,
+    stuck: tuple[int, ...],
 ) -> tuple[Path | None, str]:
     """Save the snapshot with the policy to go on with; where it is, or why not.
 
     Args:
-        saving: Where to.
-        keeper: Has the snapshot.
-        agreement: With the other processes; all of them say how it went.
+        checkpoints: Where to.
+        snapshots: Holds the snapshot.
+        agreement: With the other processes; each sends its outcome.
         policy: What the next run should run under.
         stuck: Processes that wait in a collective for one that failed: their devices answer nobody.
     """
-    snapshot = keeper.snapshot
+    snapshot = snapshots.snapshot
     where, why = None, ""
     try:
-        if saving.folder is None:
+        if checkpoints.folder is None:
             why = "no folder was given, as checkpoints='runs/a/checkpoints' of jm.Recovery would"
         elif snapshot is None:
             why = "no snapshot was taken"
         elif not stuck and agreement.count > 1:
-            where = saving.save(snapshot.step, snapshot.restore(), policy)
+            where = checkpoints.save(snapshot.step, snapshot.restore(), policy)
         elif not isinstance(snapshot, HostSnapshot):
-            where = saving.save(snapshot.step, snapshot.restore(), policy) if not stuck else None
+            where = checkpoints.save(snapshot.step, snapshot.restore(), policy) if not stuck else None
             why = "" if where else f"the snapshot of step {snapshot.step} on disk stays as it is"
         elif agreement.own == 0:  # the one whose NumPy arrays Orbax writes; its devices are asked for nothing
             if snapshot.is_whole:
-                where = saving.save_alone(snapshot, policy)
+                where = checkpoints.save_alone(snapshot, policy)
             else:
                 why = "process 0 has not the whole state; snapshots on disk (`recovery: {snapshots: orbax}`) would be complete"
     except Exception as error:  # noqa: BLE001 - the failure that ends the run must not be hidden by another one
         why = f"it could not be written: {first_line(error)}"
-    heard = agreement.exchange({"where": None if where is None else str(where), "why": why})
-    place = next((words["where"] for words in heard if words["where"]), None)
-    return (Path(place), "") if place else (None, next((words["why"] for words in heard if words["why"]), ""))
+    answers = agreement.exchange({"where": None if where is None else str(where), "why": why})
+    place = next((words["where"] for words in answers if words["where"]), None)
+    return (Path(place), "") if place else (None, next((words["why"] for words in answers if words["why"]), ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """A step that ran out of memory. Holds the call's arrays, donated or not: not to be kept.
+class FailedStep:
+    """A step that ran out of memory. It holds the call's arrays, donated or not: do not keep it.
 
     Attributes:
         step: Its number.
         state: The state that it was given.
-        inputs: What it took besides.
-        turn: How it went on every process.
+        inputs: Its other inputs.
+        attempt: The outcome on every process.
     """
 
     step: int
     state: Any
     inputs: Inputs
-    turn: Turn
+    attempt: StepAttempt
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -273,153 +280,153 @@ class Failure:
 
 
 @final
-class Walk:
-    """Tries rung after rung.
+class Fallback:
+    """Tries the options of the ladder until the failed step runs.
 
     Args:
         settings: Has the ladder.
-        running: The step in force; goes on with another one.
-        keeper: Has the state to go back to.
-        batches: Has the inputs since then.
+        runner: Runs the step under the policy in force, and then under another.
+        snapshots: Holds the state to go back to.
+        batches: Holds the inputs since then.
         frontier: Policies of a plan below the one in force.
-        failure: What happened.
+        failure: The step that failed.
     """
 
     def __init__(  # noqa: PLR0913 - each part of a recovery once
         self,
         settings: RecoverySettings,
-        running: Running,
-        keeper: Keeper,
-        batches: Batches,
+        runner: StepRunner,
+        snapshots: SnapshotStore,
+        batches: InputBuffer,
         *,
         frontier: Sequence[StepPolicy],
-        failure: Failure,
+        failure: FailedStep,
     ) -> None:
-        self._settings, self._running, self._keeper, self._batches = settings, running, keeper, batches
+        self._settings, self._runner, self._snapshots, self._batches = settings, runner, snapshots, batches
         self._failure, self._began = failure, time.monotonic()
-        running.take_step(running.step_for(failure.inputs), failure.inputs)  # what really failed
+        runner.take_step(runner.step_for(failure.inputs), failure.inputs)  # what really failed
         self._passed: list[str] = []
-        self._stuck: tuple[int, ...] = failure.turn.on("stuck")
+        self._stuck: tuple[int, ...] = failure.attempt.on("stuck")
         self._need: int | None = None
-        self._offers = offers(settings, running.step.policy, rows=rows_of(failure.inputs), frontier=frontier)
+        self._options = fallback_options(settings, runner.step.policy, rows=rows_of(failure.inputs), frontier=frontier)
         self.move: RecoveryMove | None = None
         self.action = ""
 
-    def down(self) -> Turn | None:
-        """How the failed step went at last; None where nothing helped."""
+    def run(self) -> StepAttempt | None:
+        """Apply option after option. The attempt that succeeded, or None where nothing helped."""
         if self._stuck:
-            self._pass_over_the_others()
+            self._skip_the_rest()
             return None
-        self._need = need_of(self._running.step, self._failure.arguments)
+        self._need = need_of(self._runner.step, self._failure.arguments)
         refused: set[Rung] = set()
-        for offer in self._offers:
-            if offer.rung == "save_and_exit":
+        for option in self._options:
+            if option.rung == "save_and_exit":
                 break
-            if offer.rung in refused:
+            if option.rung in refused:
                 continue
-            if offer.why:
-                self._passed.append(f"{offer.rung}: {offer.why}")
+            if option.why:
+                self._passed.append(f"{option.rung}: {option.why}")
                 continue
-            candidate, why, need, is_alive = self._acceptable(offer)
+            candidate, why, need, is_alive = self._acceptable(option)
             if candidate is None:
-                self._passed.append(f"{offer.rung}: {why}")
+                self._passed.append(f"{option.rung}: {why}")
                 continue
-            before, self._running.step = self._running.step, candidate
-            begun, turn, refusal = self._again(offer, [self._failure.state] if is_alive else [])
-            if turn is None:
-                self._running.step = before
-                refused.add(offer.rung)
-                self._passed.append(f"{offer.rung}: {refusal}")
-            elif turn.failed:
-                self._need, self._stuck = need, turn.on("stuck")
-                self._passed.append(f"{offer.rung}: {policy_words(candidate.policy)} ran out too")
+            before, self._runner.step = self._runner.step, candidate
+            begun, attempt, refusal = self._again(option, [self._failure.state] if is_alive else [])
+            if attempt is None:
+                self._runner.step = before
+                refused.add(option.rung)
+                self._passed.append(f"{option.rung}: {refusal}")
+            elif attempt.failed:
+                self._need, self._stuck = need, attempt.on("stuck")
+                self._passed.append(f"{option.rung}: {policy_words(candidate.policy)} ran out too")
                 if self._stuck:
-                    self._pass_over_the_others()
+                    self._skip_the_rest()
                     return None
             else:
-                self._done(offer.rung, begun, f"Compiled need: {why}." if why else "")
-                return turn
+                self._done(option.rung, begun, f"Compiled need: {why}." if why else "")
+                return attempt
         return None
 
-    def _pass_over_the_others(self) -> None:
-        """No offer is taken from here on, so that the first of them is what a run elsewhere begins with."""
+    def _skip_the_rest(self) -> None:
+        """No option is taken from here on, so that the first of them is what a run elsewhere begins with."""
         who = ", ".join(map(str, self._stuck))
         self._passed.append(f"all others: process {who} waits in a collective for one that failed and cannot be freed")
 
-    def end(self, saving: Saving, agreement: Agreement) -> BaseException:
-        """Save where the ladder says so, and give the error that this process ends with.
+    def end(self, checkpoints: CheckpointFolder, agreement: Agreement) -> BaseException:
+        """Save where the ladder ends in ``save_and_exit``, and return the error that this process ends with.
 
         The process on which memory ran out ends with that failure, as it was raised; the others with one that names it.
         """
-        where, turn = None, self._failure.turn
+        where, attempt = None, self._failure.attempt
         if "save_and_exit" in self._settings.ladder:
-            policy = self._first_that_needs_less() if self._stuck else self._running.step.policy
-            where, why = saved_last(saving, self._keeper, agreement, policy=policy, stuck=self._stuck)
+            policy = self._first_that_needs_less() if self._stuck else self._runner.step.policy
+            where, why = save_before_exit(checkpoints, self._snapshots, agreement, policy=policy, stuck=self._stuck)
             if where is None:
                 self._passed.append(f"save_and_exit: {why}")
         saved = "" if where is None else f"Go on from {where}: recovery.restore(state)."
         self._done(None if where is None else "save_and_exit", self._failure.step, saved)
-        if turn.error is not None:
-            return turn.error
-        who = turn.on("ran_out")
+        if attempt.error is not None:
+            return attempt.error
+        who = attempt.on("ran_out")
         msg = (
             f"memory ran out in step {self._failure.step} on process {', '.join(map(str, who))} of {agreement.count}: "
-            f"{turn.words[who[0]]['text']}. Nothing on the ladder helped all processes, so this one ends too. {saved}"
+            f"{attempt.reports[who[0]]['text']}. Nothing on the ladder helped all processes, so this one ends too. {saved}"
         )
         return RecoveryError(msg)
 
-    def _acceptable(self, offer: Offer) -> tuple[JitStep | None, str, int | None, bool]:
-        """What an offer is worth on all processes.
+    def _acceptable(self, option: FallbackOption) -> tuple[JitStep | None, str, int | None, bool]:
+        """Whether an option helps, on all processes.
 
         Returns:
             The step to go on with, or None; what it needs in words, or why it does not help; in bytes; whether the state lives.
         """
-        candidate, why, need = self._running.step, why_not_moved(), self._need
+        candidate, why, need = self._runner.step, why_not_defragmented(), self._need
         helps = not why
-        if offer.rung != "defragment":
-            policy = offer.on(self._running.step.policy)
-            tried = try_policy(self._running.maker, policy, self._failure.arguments, had=self._need)
-            candidate, why, need, helps = tried.step, tried.why, tried.need, tried.step is not None
+        if option.rung != "defragment":
+            policy = option.on(self._runner.step.policy)
+            compiled = compile_option(self._runner.builder, policy, self._failure.arguments, had=self._need)
+            candidate, why, need, helps = compiled.step, compiled.why, compiled.need, compiled.step is not None
         alive = _is_alive(self._failure.state)
-        heard = self._running.agreement.exchange({"helps": helps, "why": why, "alive": alive})
-        refusal = next((words["why"] for words in heard if not words["helps"]), None)
+        answers = self._runner.agreement.exchange({"helps": helps, "why": why, "alive": alive})
+        refusal = next((words["why"] for words in answers if not words["helps"]), None)
         if refusal is not None:
             return None, refusal, None, False
-        return candidate, why, need, all(words["alive"] for words in heard)
+        return candidate, why, need, all(words["alive"] for words in answers)
 
-    def _again(self, offer: Offer, holder: list[Any]) -> tuple[int, Turn | None, str]:
+    def _again(self, option: FallbackOption, holder: list[Any]) -> tuple[int, StepAttempt | None, str]:
         """Do the step, from its own state where ``holder`` has it, else from the snapshot on.
 
         Returns:
             The first step that was done, how the last one went, and why nothing came of it where that is None.
         """
         step, why = self._failure.step, ""
-        begun, turn = step, None
+        begun, attempt = step, None
         try:
             if not holder:
-                snapshot = self._keeper.snapshot
+                snapshot = self._snapshots.snapshot
                 assert snapshot is not None  # every step begins with one
-                begun, self._running.verify = snapshot.step, True
+                begun, self._runner.verify = snapshot.step, True
                 holder.append(snapshot.restore())
-            if offer.rung == "defragment":
+            if option.rung == "defragment":
                 holder[0], why = defragmented(holder[0])
         except Exception as error:
             if ran_out(error) is None:
                 raise
             why = first_line(error)
-        heard = self._running.agreement.exchange({"why": why})
-        if any(words["why"] for words in heard):
-            return begun, None, next(words["why"] for words in heard if words["why"])
+        answers = self._runner.agreement.exchange({"why": why})
+        if any(words["why"] for words in answers):
+            return begun, None, next(words["why"] for words in answers if words["why"])
         for number in range(begun, step + 1):
-            turn = self._running.turn(holder, self._inputs(number), on_trial=True)
-            if turn.refusal:
-                return begun, None, turn.refusal
-            if turn.failed or number == step:
+            attempt = self._runner.run(holder, self._inputs(number), on_trial=True)
+            if attempt.refusal:
+                return begun, None, attempt.refusal
+            if attempt.failed or number == step:
                 break
-            done, metrics = self._running.pair(turn.result)
-            self._keeper.require_same(number, metrics)
+            done, metrics = self._runner.pair(attempt.result)
+            self._snapshots.require_same(number, metrics)
             holder = [done]
-        return begun, turn, ""
+        return begun, attempt, ""
 
     def _inputs(self, number: int) -> Inputs:
         """What a step took besides: those of the failed call, unless they were donated to it or to a rung before."""
@@ -428,13 +435,13 @@ class Walk:
 
     def _first_that_needs_less(self) -> StepPolicy:
         """The first policy of the ladder that needs less, for a run that goes on elsewhere; compiled here, not agreed on."""
-        now = self._running.step.policy
-        need = need_of(self._running.step, self._failure.arguments)
-        for offer in self._offers:
-            if offer.rung in ("microbatches", "remat") and not offer.why:
-                tried = try_policy(self._running.maker, offer.on(now), self._failure.arguments, had=need)
-                if tried.step is not None:
-                    return tried.step.policy
+        now = self._runner.step.policy
+        need = need_of(self._runner.step, self._failure.arguments)
+        for option in self._options:
+            if option.rung in ("microbatches", "remat") and not option.why:
+                compiled = compile_option(self._runner.builder, option.on(now), self._failure.arguments, had=need)
+                if compiled.step is not None:
+                    return compiled.step.policy
         return now
 
     def _done(self, rung: Rung | None, begun: int, action: str) -> None:
@@ -442,9 +449,9 @@ class Walk:
         self.move = RecoveryMove(
             step=self._failure.step,
             rung=rung,
-            policy=policy_words(self._running.step.policy),
+            policy=policy_words(self._runner.step.policy),
             from_step=begun,
-            failed_on=self._failure.turn.on("ran_out"),
+            failed_on=self._failure.attempt.on("ran_out"),
             passed_over=tuple(self._passed),
             seconds=time.monotonic() - self._began,
         )

@@ -1,4 +1,4 @@
-"""What a recovery reports: a line on stderr and a record for the monitor."""
+"""What a recovery reports: a line on stderr and an event for the monitor."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
 from jaxmem_callbacks.records.terminal import say
 
 
-class Listener(Protocol):
-    """Who writes events down: the monitor."""
+class EventSink(Protocol):
+    """A writer of events, such as a monitor."""
 
     def tell(self, event: MemoryEvent) -> None:
-        """Take in one event."""
+        """Record one event."""
         ...
 
 
 @final
-class Telling:
-    """Where recovery's words go.
+class Notifier:
+    """Reports recoveries to the user and the monitor.
 
     Args:
-        monitor: Writes events into the run's files; None for none.
+        monitor: Writes events into the run's files, or None.
     """
 
-    def __init__(self, monitor: Listener | None) -> None:
+    def __init__(self, monitor: EventSink | None) -> None:
         self._monitor = monitor
 
-    def say(self, line: str) -> None:
-        """One line on stderr."""
+    def line(self, line: str) -> None:
+        """Print one line on stderr."""
         say(f"recovery: {line}")
 
     def move(self, move: RecoveryMove, *, cause: str, action: str) -> None:
-        """One recovery, or that there was none.
+        """Report one recovery, or that nothing helped.
 
         Args:
             move: What was done.
-            cause: What failed, in the failure's own words.
+            cause: The failure's own text.
             action: What to do about it.
         """
         who = _processes(move.failed_on)
@@ -57,8 +57,8 @@ class Telling:
         self.event("recovery", move.step, message, action, rung=move.rung or "none", from_step=move.from_step)
 
     def event(self, kind: EventKind, step: int, message: str, action: str, **figures: float | str) -> None:
-        """A line on stderr and an event."""
-        self.say(f"{message} {action}")
+        """Print a line on stderr and record an event."""
+        self.line(f"{message} {action}")
         if self._monitor is not None:
             first = jax.local_devices()[0]
             label = f"{first.platform}:{first.id}"

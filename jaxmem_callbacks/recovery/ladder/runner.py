@@ -24,8 +24,8 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.failure import ran_out
-from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Words
-from jaxmem_callbacks.recovery.ladder.notify import Telling
+from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Message
+from jaxmem_callbacks.recovery.ladder.notify import Notifier
 from jaxmem_callbacks.recovery.snapshots import Inputs
 from jaxmem_callbacks.transforms.policy import Gradients
 
@@ -36,22 +36,22 @@ _WORDS = 300
 
 
 @dataclass(slots=True)
-class Turn:
-    """How a run went.
+class StepAttempt:
+    """The outcome of one run of a step.
 
     Attributes:
         result: What the step returned, complete; None where it failed here or was not complete.
         error: The failure for want of memory on this process.
-        words: What each process said of it.
+        reports: The report of each process.
     """
 
     result: Any
     error: Exception | None
-    words: Sequence[Words]
+    reports: Sequence[Message]
 
     def on(self, how: How) -> tuple[int, ...]:
-        """The processes on which it went so."""
-        return tuple(number for number, said in enumerate(self.words) if said["how"] == how)
+        """The processes with this outcome."""
+        return tuple(number for number, report in enumerate(self.reports) if report["how"] == how)
 
     @property
     def failed(self) -> bool:
@@ -60,16 +60,16 @@ class Turn:
 
     @property
     def refusal(self) -> str:
-        """Why the library refused the policy, on the first process that says so; empty where none does."""
-        return next((said["text"] for said in self.words if said["how"] == "refused"), "")
+        """Why the library refused the policy, on the first process that reports it; empty where none does."""
+        return next((report["text"] for report in self.reports if report["how"] == "refused"), "")
 
     @property
     def near(self) -> bool:
         """Whether any process has seen a near-OOM event since the last run."""
-        return any(said.get("near") for said in self.words)
+        return any(report.get("near") for report in self.reports)
 
 
-def take_turn(  # noqa: PLR0913 - a run, and what is known of it
+def run_step(  # noqa: PLR0913 - a run, and what is known of it
     run: Callable[..., Any],
     call: Callable[[], tuple[Any, ...]],
     agreement: Agreement,
@@ -77,19 +77,19 @@ def take_turn(  # noqa: PLR0913 - a run, and what is known of it
     grace_s: float,
     near: bool = False,
     on_trial: bool = False,
-) -> Turn:
-    """Run a step and hear how it went everywhere.
+) -> StepAttempt:
+    """Run a step and collect its outcome from every process.
 
     Args:
         run: The jitted step.
         call: Gives its arguments, which nobody here keeps.
         agreement: With the other processes.
-        grace_s: How long a run may go on after another process has said that it failed.
-        near: What this process says of a near-OOM event.
+        grace_s: How long a run may go on after another process has reported a failure.
+        near: Whether this process has seen a near-OOM event.
         on_trial: Whether the policy is a new one, which the library may refuse for this loss and batch.
 
     Raises:
-        RecoveryError: another process ended, or did not say anything in time.
+        RecoveryError: another process ended, or did not report in time.
         Exception: what the step raised, where that was no want of memory.
     """
     result: Any = None
@@ -109,7 +109,7 @@ def take_turn(  # noqa: PLR0913 - a run, and what is known of it
         traceback.clear_frames(
             raised.__traceback__
         )  # they hold the arrays of the call; the lines of the traceback stay
-    return Turn(result, error, agreement.exchange({"how": how, "text": text, "near": near}))
+    return StepAttempt(result, error, agreement.exchange({"how": how, "text": text, "near": near}))
 
 
 def first_line(error: BaseException) -> str:
@@ -119,7 +119,7 @@ def first_line(error: BaseException) -> str:
 
 def _is_complete(result: Any, agreement: Agreement, grace_s: float) -> bool:
     """Wait for the results; False where another process failed and they do not come."""
-    if agreement.can_look:
+    if agreement.can_poll:
         # typed random keys cannot be asked; they come from the same program as the others
         arrays: list[Any] = [leaf for leaf in jax.tree.leaves(result) if hasattr(leaf, "is_ready")]
         pause, look_at, ends = _SHORTEST_S, time.monotonic() + _LISTEN_S, None
@@ -127,7 +127,7 @@ def _is_complete(result: Any, agreement: Agreement, grace_s: float) -> bool:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LISTEN_S
-                if ends is None and any(said.get("how") != "ok" for said in agreement.heard()):
+                if ends is None and any(answer.get("how") != "ok" for answer in agreement.early_answers()):
                     ends = now + grace_s
             if ends is not None and now >= ends:
                 return False
@@ -142,7 +142,7 @@ ENOUGH = 0.95  # of what the program reuses
 
 
 def addresses(state: Any) -> Addresses:
-    """For each array its bytes on one device, and where it lies on each; none where the platform does not tell."""
+    """For each array its bytes on one device, and its address on each; none where the platform reports none."""
     found: Addresses = []
     for leaf in jax.tree.leaves(state):
         if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -175,8 +175,8 @@ def promised_bytes(program: Program | None) -> int:
 _GRACE_S, _GRACE_STEPS = 5.0, 3
 
 
-def promised_by(plan: PlanRecord | None, policy: StepPolicy) -> int | None:
-    """Bytes on one device that the plan's program reuses under this policy; None where it says nothing of it."""
+def promised_by_plan(plan: PlanRecord | None, policy: StepPolicy) -> int | None:
+    """Bytes on one device that the plan's program reuses under this policy; None where the plan does not know."""
     if plan is None or plan.target != "attached":
         return None
     chosen = plan.candidates[plan.chosen]
@@ -184,8 +184,8 @@ def promised_by(plan: PlanRecord | None, policy: StepPolicy) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Maker:
-    """How the user's step becomes a jitted one, under any policy.
+class StepBuilder:
+    """Builds the jitted step under any policy.
 
     Attributes:
         train_step: The user's.
@@ -199,7 +199,7 @@ class Maker:
     state_shardings: Any = None
     gradients: Gradients = "own"
 
-    def make(self, policy: Any) -> JitStep:
+    def build(self, policy: Any) -> JitStep:
         """The step under a policy or preset."""
         return jit_step(
             self.train_step,
@@ -229,34 +229,39 @@ def rows_of(inputs: Sequence[Any]) -> int | None:
 
 
 @final
-class Running:
+class StepRunner:
     """Runs the step under the policy in force.
 
     Args:
-        maker: Makes the jitted step.
+        builder: Builds the jitted step.
         policy: The policy to begin with.
         agreement: With the other processes.
-        telling: Told of a donation that is lost after a restore.
-        plan: What was foretold of the step, or None.
+        notifier: Reports a donation that is lost after a restore.
+        plan: The plan of the step, or None.
     """
 
     def __init__(
-        self, maker: Maker, policy: StepPolicy, agreement: Agreement, telling: Telling, plan: PlanRecord | None
+        self,
+        builder: StepBuilder,
+        policy: StepPolicy,
+        agreement: Agreement,
+        notifier: Notifier,
+        plan: PlanRecord | None,
     ) -> None:
-        self.maker, self.agreement = maker, agreement
-        self._telling, self._plan = telling, plan
-        self.step: JitStep = maker.make(policy)
+        self.builder, self.agreement = builder, agreement
+        self._notifier, self._plan = notifier, plan
+        self.step: JitStep = builder.build(policy)
         self._asked = policy.microbatches
         self._chosen_for: int | None = None  # rows of the batch for which recovery chose how many microbatches
         self._others: dict[StepPolicy, JitStep] = {}
         self.verify = False  # whether the next run is the first one after a restore
         self._longest_s = 0.0
-        self._near = self._near_heard = False
+        self._near = self._near_reported = False
         self._runs = 0
 
     def take_policy(self, policy: StepPolicy) -> None:
         """Go on under another policy."""
-        self.step, self._chosen_for = self.maker.make(policy), None
+        self.step, self._chosen_for = self.builder.build(policy), None
 
     def take_step(self, step: JitStep, inputs: Inputs) -> None:
         """Go on with a step that was made for a batch like this one."""
@@ -273,15 +278,15 @@ class Running:
             return self.step
         other = replace(policy, microbatches=fitting_count(rows, policy.microbatches, self._chosen_for))
         if other not in self._others:
-            self._others[other] = self.maker.make(other)
+            self._others[other] = self.builder.build(other)
         return self._others[other]
 
     def near_anywhere(self, *, here: bool) -> bool:
-        """Whether any process had seen a near-OOM event at the last run; what is seen here is said at the next one."""
-        self._near, heard, self._near_heard = here, self._near_heard, False
-        return heard
+        """Whether any process had seen a near-OOM event at the last run; what is seen here is reported at the next one."""
+        self._near, answers, self._near_reported = here, self._near_reported, False
+        return answers
 
-    def turn(self, holder: list[Any], inputs: Inputs, *, on_trial: bool = False) -> Turn:
+    def run(self, holder: list[Any], inputs: Inputs, *, on_trial: bool = False) -> StepAttempt:
         """Run the step on the state in ``holder``, which is empty then.
 
         Args:
@@ -292,7 +297,7 @@ class Running:
         began, grace_s = time.monotonic(), max(_GRACE_S, _GRACE_STEPS * self._longest_s)
         watched = addresses(holder[0]) if self.verify else None
         step = self.step_for(inputs)
-        turn = take_turn(
+        attempt = run_step(
             step,
             lambda: (holder.pop(), *inputs),
             self.agreement,
@@ -301,13 +306,13 @@ class Running:
             on_trial=on_trial,
         )
         self._runs += 1
-        self._near_heard = turn.near
-        if watched is not None and turn.result is not None:
+        self._near_reported = attempt.near
+        if watched is not None and attempt.result is not None:
             self.verify = False
-            self._require_reuse(step, reused_bytes(watched, addresses(self.pair(turn.result)[0])))
-        if not turn.failed:
+            self._require_reuse(step, reused_bytes(watched, addresses(self.pair(attempt.result)[0])))
+        if not attempt.failed:
             self._longest_s = max(self._longest_s, time.monotonic() - began)
-        return turn
+        return attempt
 
     def pair(self, result: Any) -> tuple[Any, Any]:
         """State and metrics of what the step returned.
@@ -326,15 +331,15 @@ class Running:
 
     def _require_reuse(self, step: JitStep, reused: int | None) -> None:
         """After a restore: the old state's memory must hold the new state, as compiled, and as a plan foretold."""
-        promised, foretold = promised_bytes(step.latest), promised_by(self._plan, step.policy) or 0
-        expected = max(promised, foretold)
+        promised, predicted = promised_bytes(step.latest), promised_by_plan(self._plan, step.policy) or 0
+        expected = max(promised, predicted)
         if reused is None or reused >= ENOUGH * expected:
             return
-        by = "the plan foretold" if foretold > promised else "the program reuses"
+        by = "the plan foretold" if predicted > promised else "the program reuses"
         message = (
             f"the first step after a restore reused {format_bytes(reused)} of the old state's memory, where {by} "
             f"{format_bytes(expected)}: old and new state are held at once."
         )
         action = f"Copy the restored state once: {advise('donation.copy', state='state')}, before the first step."
-        self._telling.event("donation_lost", self._runs, message, action, lost_bytes=expected - reused)
+        self._notifier.event("donation_lost", self._runs, message, action, lost_bytes=expected - reused)
         warnings.warn(f"{message} {action}", DonationWarning, stacklevel=5)

@@ -207,14 +207,14 @@ class Mover:
 
     def __init__(self, tree: Any) -> None:
         _refuse_tracing()
-        told, self._shape = jax.tree_util.tree_flatten_with_path(tree)
-        self._leaves: list[Any] = [leaf for _, leaf in told]
+        leaves, self._shape = jax.tree_util.tree_flatten_with_path(tree)
+        self._leaves: list[Any] = [leaf for _, leaf in leaves]
         self.paths: dict[int, str] = {}
         self._places: dict[int, list[int]] = {}
         self.moved: list[MovedArray] = []
         self.seconds: dict[MoveKind, float] = {"device": 0.0, "host": 0.0}
         keys: dict[int, int] = {}
-        for place, (path, leaf) in enumerate(told):
+        for place, (path, leaf) in enumerate(leaves):
             if not isinstance(leaf, jax.Array):
                 continue
             text = jax.tree_util.keystr(path) or "the array"
@@ -233,7 +233,7 @@ class Mover:
         return self._leaves[key]
 
     def carry_out(self, steps: Sequence[MoveStep], *, copy: Copier = copied) -> None:
-        """Do what a plan says, a step after the other.
+        """Carry out a plan's steps in order.
 
         Args:
             steps: The steps.
@@ -288,7 +288,7 @@ class Mover:
         size = local_bytes(old)
         self._replace(key, new)
         old.delete()
-        self._tell(key, "device", size, before)
+        self._record(key, "device", size, before)
         return True
 
     def _through_host(self, keys: Sequence[int]) -> None:
@@ -334,7 +334,7 @@ class Mover:
             finally:
                 del held[key]
         for key, size, before in moved:
-            self._tell(key, "host", size, before)
+            self._record(key, "host", size, before)
         interrupted = next((error for _, error in failed if not isinstance(error, Exception)), None)
         if interrupted is not None:
             raise interrupted
@@ -357,13 +357,13 @@ class Mover:
         for place in self._places[key]:
             self._leaves[place] = new
 
-    def _tell(self, key: int, kind: MoveKind, size: int, before: tuple[int, ...]) -> None:
+    def _record(self, key: int, kind: MoveKind, size: int, before: tuple[int, ...]) -> None:
         after = addresses(self.array(key))
         self.moved.append(MovedArray(path=self.paths[key], kind=kind, bytes=size, before=before, after=after))
 
 
 def addresses(array: jax.Array) -> tuple[int, ...]:
-    """Where each part that is here lies, in the order of the devices; none where that cannot be said."""
+    """Where each part that is here lies, in the order of the devices; none where that is unknown."""
     return tuple(part.unsafe_buffer_pointer() for part in parts_of(array)) if array.size else ()
 
 
