@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.steps.leaves import user_leaves
-from jaxmem_callbacks.recovery.reports.live_buffers import held_arrays
+from jaxmem_callbacks.recovery.reports.live_buffers import find_live_buffers
 
 WIDTH = 512
 
@@ -63,6 +63,6 @@ for name, way in WAYS.items():
     except jax.errors.JaxRuntimeError:
         leaves = user_leaves("state", {"w": jax.ShapeDtypeStruct(result.shape, result.dtype)})
         names = {id(result): "state (train.py)", id(kept): "kept (train.py)"}
-        held = held_arrays(leaves, names, are_the_calls=False)
+        held = find_live_buffers(leaves, names, are_the_calls=False)
         told[name] = [dataclasses.asdict(each) for each in held.holders], held.failed_bytes, result.nbytes
 sys.stdout.write(json.dumps(told) + "\n")

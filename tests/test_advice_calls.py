@@ -19,7 +19,7 @@ from jaxmem_callbacks.analysis.array_detectors import SPLIT
 from jaxmem_callbacks.analysis.limit_detectors import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.environment.apply import require_applied
-from jaxmem_callbacks.recovery.failure import Failing
+from jaxmem_callbacks.recovery.failure import FailingProgram
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.texts.explain import tries
@@ -140,7 +140,7 @@ def test_half_the_batch_is_taken_as_printed(names: tuple[str, ...]) -> None:
         return descended(state, sum(part["rows"] for part in parts))
 
     given = {name: {"rows": BATCH} for name in names}
-    failing = Failing(name="train_step", known_by="", step=jm.jit_step(train_step))
+    failing = FailingProgram(name="train_step", known_by="", step=jm.jit_step(train_step))
     half = Forecast(kind="rows", policy=jm.StepPolicy(), names=names, rows=256, why="not compiled here")
     found = remedies(failing, Forecasts(tried=(half,)), (), cause="capacity", lacking_bytes=1, platform="cpu")
     (lines,) = (each.lines for each in found if each.what.startswith("Half the batch"))

@@ -24,7 +24,7 @@ from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, Mo
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.recovery.defragment import (
-    ArrayHands,
+    DeviceMover,
     _free_blocks,
     _nothing_to_do,
     free_blocks,
@@ -290,7 +290,7 @@ def test_where_arrays_lie_is_planned_over_without_overlap():
 
 def test_a_copy_that_lies_wrong_is_let_go_of_and_the_old_array_stays():
     mover = Mover({"x": jax.device_put(jnp.arange(1000.0), jax.devices()[6])})
-    hands, old = ArrayHands(mover, jax.devices()[6]), mover.array(0)
+    hands, old = DeviceMover(mover, jax.devices()[6]), mover.array(0)
     alive = sum(each.bytes for each in hands.buffers())
     assert not hands.copy_to(0, 1)
     assert mover.array(0) is old

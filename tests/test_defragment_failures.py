@@ -46,7 +46,7 @@ def failing_at(error, number, function):
 def moves_one(monkeypatch):
     """The mover moves one array and looks, also on a CPU."""
 
-    def follow(hands, *, extra_bytes):
+    def compact(hands, *, extra_bytes):
         del extra_bytes
         hands.buffers()
         hands.copy_to(0, 0)
@@ -54,7 +54,7 @@ def moves_one(monkeypatch):
         return {}, 0
 
     monkeypatch.setattr(defragmenting, "_nothing_to_do", lambda probe, before: "")
-    monkeypatch.setattr(defragmenting, "follow", follow)
+    monkeypatch.setattr(defragmenting, "compact", compact)
     monkeypatch.setattr(defragmenting, "keep_copy", lambda **_: True)
     return monkeypatch
 

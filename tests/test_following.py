@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem_callbacks.records.defragment import MoveStep, PlacedBuffer
-from jaxmem_callbacks.recovery.moving.compaction import PlannedPool, follow, keep_copy
+from jaxmem_callbacks.recovery.moving.compaction import PlannedPool, compact, keep_copy
 from jaxmem_callbacks.simulator.allocators import MIN_BYTES, Bfc, rounded
 
 BASE = 0x7F00_0000_0000
@@ -57,7 +57,7 @@ class SecretPool:
         if new is None:
             return False
         old, now = self.pool.place_of[key], self.largest_free_bytes()
-        if not keep_copy(new=new, old=old, foretold=address, before=before, now=now):
+        if not keep_copy(new=new, old=old, expected=address, before=before, now=now):
             self.pool.remove(-1)
             return False
         self.pool.remove(key)
@@ -81,33 +81,33 @@ ACTIONS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.integers(1, 400), st.booleans())
 def test_free_memory_in_one_piece_is_never_less_and_nothing_is_lost(actions, extra, reports):
-    hands = SecretPool(actions, reports=reports)
-    before, held, free = hands.pool.largest_hole, dict(hands.sizes), sum(size for _, size in hands.pool.holes())
-    secret = {key: hands.pool.place_of[key] for key in held if key % 7 == 3 or key % 4 == 1 or not key}
-    stays, most = follow(hands, extra_bytes=extra * MIN_BYTES)
+    mover = SecretPool(actions, reports=reports)
+    before, held, free = mover.pool.largest_hole, dict(mover.sizes), sum(size for _, size in mover.pool.holes())
+    secret = {key: mover.pool.place_of[key] for key in held if key % 7 == 3 or key % 4 == 1 or not key}
+    stays, most = compact(mover, extra_bytes=extra * MIN_BYTES)
     # A way through the host cannot be taken back: it may cost what it moved, and is the last then.
-    lost = hands.moved.count("host") * extra * MIN_BYTES if not reports else extra * MIN_BYTES
-    assert hands.pool.largest_hole >= before - (lost if "host" in hands.moved else 0)
-    assert hands.sizes == held
-    assert set(hands.pool.place_of) == set(held)
-    assert {key: hands.pool.place_of[key] for key in secret} == secret
+    lost = mover.moved.count("host") * extra * MIN_BYTES if not reports else extra * MIN_BYTES
+    assert mover.pool.largest_hole >= before - (lost if "host" in mover.moved else 0)
+    assert mover.sizes == held
+    assert set(mover.pool.place_of) == set(held)
+    assert {key: mover.pool.place_of[key] for key in secret} == secret
     assert most <= extra * MIN_BYTES
-    assert set(stays) <= {each.key for each in hands.buffers()} | {key for key in stays if key < 0}
-    assert sum(size for _, size in hands.pool.holes()) >= free - sum(map(rounded, held.values()))
+    assert set(stays) <= {each.key for each in mover.buffers()} | {key for key in stays if key < 0}
+    assert sum(size for _, size in mover.pool.holes()) >= free - sum(map(rounded, held.values()))
 
 
 def test_losses_between_programs_come_together_although_others_lie_between():
     """Thirteen small ones between large holes, of which every seventh is nobody's that the planner knows."""
     actions = [(1, 0) if number % 2 else (100, 0) for number in range(26)]
-    hands = SecretPool(actions)
-    for key in [key for key, size in hands.sizes.items() if size > 90 * MIN_BYTES]:
-        hands.pool.remove(key)
-        del hands.sizes[key]
-    before = hands.pool.largest_hole
-    follow(hands, extra_bytes=MIN_BYTES)
-    assert hands.moved
-    assert set(hands.moved) == {"device"}
-    assert hands.pool.largest_hole > before
+    mover = SecretPool(actions)
+    for key in [key for key, size in mover.sizes.items() if size > 90 * MIN_BYTES]:
+        mover.pool.remove(key)
+        del mover.sizes[key]
+    before = mover.pool.largest_hole
+    compact(mover, extra_bytes=MIN_BYTES)
+    assert mover.moved
+    assert set(mover.moved) == {"device"}
+    assert mover.pool.largest_hole > before
 
 
 def test_a_way_through_the_host_that_made_it_worse_is_the_last():
@@ -142,19 +142,19 @@ def test_a_way_through_the_host_that_made_it_worse_is_the_last():
             self.largest = None if self.largest is None else self.largest - unit
 
     places = {1: BASE, 2: BASE + 40 * unit, 3: BASE + 110 * unit}
-    hands = Worse(places, largest=100 * unit)
-    follow(hands, extra_bytes=40 * unit)
-    assert hands.staged == 1
+    mover = Worse(places, largest=100 * unit)
+    compact(mover, extra_bytes=40 * unit)
+    assert mover.staged == 1
 
 
 def test_a_copy_stays_where_it_lies_lower_and_took_no_part_of_the_largest_block():
     lower = {"new": 10, "old": 50}
-    assert keep_copy(**lower, foretold=20, before=100, now=100)
-    assert not keep_copy(**lower, foretold=10, before=100, now=90)
-    assert not keep_copy(new=60, old=50, foretold=60, before=100, now=100)
-    assert keep_copy(**lower, foretold=10, before=None, now=None)
-    assert not keep_copy(**lower, foretold=20, before=None, now=None)
-    assert not keep_copy(new=None, old=50, foretold=10, before=100, now=100)
+    assert keep_copy(**lower, expected=20, before=100, now=100)
+    assert not keep_copy(**lower, expected=10, before=100, now=90)
+    assert not keep_copy(new=60, old=50, expected=60, before=100, now=100)
+    assert keep_copy(**lower, expected=10, before=None, now=None)
+    assert not keep_copy(**lower, expected=20, before=None, now=None)
+    assert not keep_copy(new=None, old=50, expected=10, before=100, now=100)
 
 
 class SimulatedPool:
@@ -190,7 +190,7 @@ class SimulatedPool:
         new = self.pool.allocate(size)
         if new is None:
             return False
-        kept = keep_copy(new=new, old=old, foretold=address, before=before, now=self.largest_free_bytes())
+        kept = keep_copy(new=new, old=old, expected=address, before=before, now=self.largest_free_bytes())
         self.pool.free(old if kept else new)
         self.live[key] = (new if kept else old), size
         return kept
@@ -211,10 +211,10 @@ def test_the_simulated_allocators_largest_free_block_grows(partitioned):
     """Twenty traces: where the allocator reports its largest block it grows in many, and is never less in any."""
     grew = 0
     for seed in range(20):
-        hands = SimulatedPool(seed, partitioned=partitioned)
-        before, sizes = hands.pool.largest_free_bytes(), {key: size for key, (_, size) in hands.live.items()}
-        follow(hands, extra_bytes=200 * MIB)
-        assert hands.pool.largest_free_bytes() >= before
-        assert {key: size for key, (_, size) in hands.live.items()} == sizes
-        grew += hands.pool.largest_free_bytes() > before
+        mover = SimulatedPool(seed, partitioned=partitioned)
+        before, sizes = mover.pool.largest_free_bytes(), {key: size for key, (_, size) in mover.live.items()}
+        compact(mover, extra_bytes=200 * MIB)
+        assert mover.pool.largest_free_bytes() >= before
+        assert {key: size for key, (_, size) in mover.live.items()} == sizes
+        grew += mover.pool.largest_free_bytes() > before
     assert grew >= 8

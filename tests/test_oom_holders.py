@@ -18,7 +18,7 @@ from jaxmem_callbacks.records.oom import Holder, OnTheCard
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.recovery.reporting import on_the_cards
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts
-from jaxmem_callbacks.recovery.reports.live_buffers import FAILED, held_arrays
+from jaxmem_callbacks.recovery.reports.live_buffers import FAILED, find_live_buffers
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.writers.oom_report import oom_markdown
 from tests.oom_reports import hostile_report
@@ -58,9 +58,9 @@ def test_results_of_a_failed_call_are_none_of_its_arguments(told, way):
 def test_a_deleted_array_and_one_that_is_not_ready_are_not_asked():
     gone = jnp.ones(WIDTH)
     gone.delete()
-    before = held_arrays((), {}, are_the_calls=False).failed_bytes
+    before = find_live_buffers((), {}, are_the_calls=False).failed_bytes
     kept = jnp.ones(WIDTH)
-    assert held_arrays((), {id(kept): "kept"}, are_the_calls=False).failed_bytes <= before
+    assert find_live_buffers((), {id(kept): "kept"}, are_the_calls=False).failed_bytes <= before
 
 
 class Busy(Nvml):

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.recovery.reports import live_buffers
-from jaxmem_callbacks.recovery.reports.live_buffers import held_arrays
+from jaxmem_callbacks.recovery.reports.live_buffers import find_live_buffers
 
 pytestmark = pytest.mark.core
 MANY = 100_000
@@ -46,10 +46,10 @@ def test_arrays_that_there_is_no_time_for_are_counted_and_the_largest_are_named(
     kept = [jax.device_put(np.zeros(2, np.int8)) for _ in range(300)]
     large = jax.device_put(np.zeros(2**22, np.int8))
     monkeypatch.setattr(live_buffers, "_AT_ONCE", 1)
-    whole = held_arrays((), {id(large): "large"}, are_the_calls=False)
+    whole = find_live_buffers((), {id(large): "large"}, are_the_calls=False)
     ticks = iter(range(1, 100))
     monkeypatch.setattr(live_buffers.time, "monotonic", lambda: next(ticks) * live_buffers._SECONDS)
-    held = held_arrays((), {id(large): "large"}, are_the_calls=False)
+    held = find_live_buffers((), {id(large): "large"}, are_the_calls=False)
     assert held.count == whole.count > len(kept)
     assert held.bytes == whole.bytes
     (holder,) = held.holders

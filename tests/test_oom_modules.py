@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves
 from jaxmem_callbacks.records.oom import ModuleHolder, OomReport
-from jaxmem_callbacks.recovery.reports.live_buffers import family_of, held_arrays, modules_of, same_form
+from jaxmem_callbacks.recovery.reports.live_buffers import family_of, find_live_buffers, modules_of, same_form
 from jaxmem_callbacks.writers.oom_report import oom_markdown
 
 WIDTH = 40
@@ -105,7 +105,7 @@ def test_modules_that_repeat_are_a_family():
 
 def held(leaves, *, are_the_calls):
     """What is told of this test's own arrays among all that live here."""
-    found = held_arrays(leaves, {}, are_the_calls=are_the_calls)
+    found = find_live_buffers(leaves, {}, are_the_calls=are_the_calls)
     return found, {each.name: each for each in found.modules}
 
 

@@ -22,8 +22,8 @@ from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.oom import Holder, Hole, MemoryLimit, OomFacts
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
-from jaxmem_callbacks.recovery.failure import Failing, Verdict, host_limits
-from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_folder, told
+from jaxmem_callbacks.recovery.failure import FailingProgram, OomFailure, host_limits
+from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_folder, summarize
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
 from jaxmem_callbacks.recovery.reports.remedies import remedies
@@ -128,7 +128,7 @@ def test_bounds_of_groups_and_machine_are_read(tmp_path):
 
 
 def sentence_of(facts, *devices):
-    return told(Verdict(error=MemoryError(), facts=facts, evidence="", failing=None), devices)
+    return summarize(OomFailure(error=MemoryError(), facts=facts, evidence="", program=None), devices)
 
 
 def test_the_cause_is_told_from_figures_or_unknown():
@@ -186,7 +186,7 @@ def test_where_the_hosts_memory_ran_out_nothing_of_a_gpu_is_told():
     gpu = MemoryLimit(name="gpu:0", limit_bytes=80 * GIB, used_bytes=4 * GIB, source="")
     bound = MemoryLimit(name="control group", limit_bytes=32 * GIB, used_bytes=31 * GIB, source="")
     facts = OomFacts(platform="host", requested_bytes=8 * GIB)
-    found = told(Verdict(error=MemoryError(), facts=facts, evidence="", failing=None, limits=(bound,)), [gpu])
+    found = summarize(OomFailure(error=MemoryError(), facts=facts, evidence="", program=None, limits=(bound,)), [gpu])
     assert (found.cause, found.lacking_bytes) == ("capacity", 7 * GIB)
     assert "1.0 GiB of the 32.0 GiB of the control group are left now" in found.sentence
     asked = {"cause": "capacity", "lacking_bytes": 7 * GIB, "platform": "gpu"}
@@ -228,13 +228,13 @@ def forecasts_of(*tried):
 
 
 def ranked(forecasts, holders=()):
-    failing = Failing(name="train_step", known_by="", step=jm.jit_step(lambda state, batch: (state, batch)))
+    failing = FailingProgram(name="train_step", known_by="", step=jm.jit_step(lambda state, batch: (state, batch)))
     found = remedies(failing, forecasts, holders, cause="capacity", lacking_bytes=3 * GIB, platform="cpu")
     return [remedy.what.partition(":")[0].partition(" (")[0] for remedy in found if remedy.saves_bytes is not None]
 
 
 def test_a_remedy_that_computes_hardly_anything_again_is_not_told_as_free():
-    failing = Failing(name="train_step", known_by="", step=jm.jit_step(lambda state, batch: (state, batch)))
+    failing = FailingProgram(name="train_step", known_by="", step=jm.jit_step(lambda state, batch: (state, batch)))
     asked = {"cause": "capacity", "lacking_bytes": 3 * GIB, "platform": "cpu"}
     for extra, costs in (
         (0.2, "20.0% more operations"),
@@ -293,7 +293,7 @@ def test_holes_are_told_with_the_arrays_on_both_sides():
 
 
 def test_nothing_is_compiled_without_a_step_or_with_too_little_left():
-    assert "is no step of jm.jit_step" in forecast(None, 60, None).told
+    assert "is no step of jm.jit_step" in forecast(None, 60, None).how
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.recovery import failure
-from jaxmem_callbacks.recovery.failure import failing_program, judge
-from jaxmem_callbacks.recovery.reporting import told
+from jaxmem_callbacks.recovery.failure import failing_program, oom_failure
+from jaxmem_callbacks.recovery.reporting import summarize
 
 pytestmark = pytest.mark.core
 MIB = 2**20
@@ -48,11 +48,11 @@ def leave(monkeypatch, size):
 def test_an_error_of_the_users_callback_is_none_however_little_is_left(monkeypatch):
     error = caught(fails_in_a_callback, jnp.ones((1024, 64)))
     leave(monkeypatch, 1)
-    assert judge(error) is None
+    assert oom_failure(error) is None
     assert "my data is wrong" in str(error)
     failed = jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error calling callback: {error}")
-    assert judge(failed) is None
-    assert judge(jax.errors.JaxRuntimeError(OPERATION_FAILED)) is not None
+    assert oom_failure(failed) is None
+    assert oom_failure(jax.errors.JaxRuntimeError(OPERATION_FAILED)) is not None
 
 
 def test_an_error_of_the_users_callback_that_names_one_in_passing_is_none():
@@ -65,7 +65,7 @@ def test_an_error_of_the_users_callback_that_names_one_in_passing_is_none():
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         step(jnp.float32(1)).block_until_ready()
     assert "CUDA_ERROR_OUT_OF_MEMORY" in str(caught.value)
-    assert judge(caught.value) is None
+    assert oom_failure(caught.value) is None
 
 
 def test_a_librarys_results_are_counted_once(monkeypatch):
@@ -79,7 +79,7 @@ def test_a_librarys_results_are_counted_once(monkeypatch):
     assert 63 * MIB < compiled.memory_analysis().temp_size_in_bytes < 66 * MIB
     assert library_bytes(parse_module(compiled.as_text())) == 0
     leave(monkeypatch, 104 * MIB)  # enough for the temporaries, and not for twice as many
-    verdict = judge(jax.errors.JaxRuntimeError(OPERATION_FAILED))
+    verdict = oom_failure(jax.errors.JaxRuntimeError(OPERATION_FAILED))
     assert verdict is None or program.__name__ not in verdict.evidence
 
 
@@ -113,11 +113,11 @@ def test_a_program_that_only_its_size_tells_is_the_probable_one(compiled_twice):
     asked = small.memory.temp_bytes
     assert 4 * FEW**2 <= asked < 4 * MANY**2
     error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {asked} bytes.")
-    verdict = judge(error)
-    assert verdict.failing.step is compiled_twice
-    assert verdict.failing.memory.temp_bytes == asked, "of two compiles the one that is as large"
-    assert verdict.failing.known_by == "probably this one: what it takes is as large as what was asked for"
-    assert told(verdict, []).sentence.startswith(f"Probably the program {compiled_twice.name} asked for ")
+    verdict = oom_failure(error)
+    assert verdict.program.step is compiled_twice
+    assert verdict.program.memory.temp_bytes == asked, "of two compiles the one that is as large"
+    assert verdict.program.known_by == "probably this one: what it takes is as large as what was asked for"
+    assert summarize(verdict, []).sentence.startswith(f"Probably the program {compiled_twice.name} asked for ")
     named = failing_program(error, OomFacts(program=f"jit_{compiled_twice.name}", requested_bytes=asked))
     assert (named.proved, named.known_by) == (True, "the exception names it")
     assert named.memory.temp_bytes == asked
@@ -129,7 +129,7 @@ def test_a_compile_is_that_of_its_step_where_another_has_its_name(compiled_twice
     for step, asked in ((compiled_twice, registry.of(compiled_twice)[1]), (other, registry.of(other)[0])):
         size = asked.memory.temp_bytes
         error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory allocating {size} bytes.")
-        assert judge(error).failing.step is step
+        assert oom_failure(error).program.step is step
         named = failing_program(error, OomFacts(program=f"jit_{step.name}", requested_bytes=size))
         assert (named.step is step, named.memory.temp_bytes, named.proved) == (True, size, False)
 
@@ -151,10 +151,10 @@ NAMED = "the file says CUDA_ERROR_OUT_OF_MEMORY at row 3"
     ids=str,
 )
 def test_words_about_memory_in_an_error_of_the_users_are_none(error):
-    assert judge(error) is None
+    assert oom_failure(error) is None
     outer = ValueError("the epoch ended")
     outer.__cause__ = error
-    assert judge(outer) is None
+    assert oom_failure(outer) is None
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_words_about_memory_in_an_error_of_the_users_are_none(error):
     ids=str,
 )
 def test_words_of_a_runtime_are_one_also_where_another_error_was_raised_from_them(error):
-    assert judge(error) is not None
+    assert oom_failure(error) is not None
     outer = ValueError("the epoch ended")
     outer.__cause__ = error
-    verdict = judge(outer)
+    verdict = oom_failure(outer)
     assert verdict is not None
     assert verdict.error is error

@@ -25,7 +25,7 @@ from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.recovery.monitor_snapshot import Witnessed
+from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -152,7 +152,7 @@ def a_monitored_loop(state: State, batches: Iterator[Batch]) -> State:
             monitor.sample()  # pyright: ignore[reportCallIssue]
     monitor.flush()
     assert_type(monitor.events, tuple[MemoryEvent, ...])
-    assert_type(monitor.witnessed(), Witnessed)
+    assert_type(monitor.witnessed(), MonitorSnapshot)
     jm.MemoryMonitor(directory="runs/a")  # pyright: ignore[reportCallIssue]
     jm.MemoryMonitor(probes=[jm.ScriptedProbe([])])
     jm.MemoryMonitor(probes=[print])  # pyright: ignore[reportArgumentType]

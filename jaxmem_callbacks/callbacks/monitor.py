@@ -40,7 +40,7 @@ from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.recovery.monitor_snapshot import Ballast, CallsBefore, Witnessed
+from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts, MemoryReserve, MonitorSnapshot
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_last, report_oom
 from jaxmem_callbacks.transforms.sharding.infer import would_split
 
@@ -163,7 +163,7 @@ class MemoryMonitor:
         self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=given.plan)
         self._exchange = None if settings.processes_s is None else Exchange(settings.processes_s, self._faults)
         self._unverified = given.unverified
-        self._logdir, self._ballast, self._before = given.folder, Ballast(), CallsBefore()
+        self._logdir, self._reserve, self._before = given.folder, MemoryReserve(), CallCounts()
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
         self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
@@ -237,7 +237,7 @@ class MemoryMonitor:
         """The events so far, oldest first."""
         return self._recorder.events
 
-    def witnessed(self) -> Witnessed:
+    def witnessed(self) -> MonitorSnapshot:
         """What was seen so far, for the report of an out-of-memory failure (`jm.oom_guard`); it waits for nothing."""
         step = self._sampler.latest_step()
         return self._recorder.witnessed(self._logdir, step if step >= 0 else None)
@@ -269,13 +269,13 @@ class MemoryMonitor:
             self._finish(wait=False)
 
     def __enter__(self) -> Self:
-        self._ballast.hold()
+        self._reserve.hold()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ballast.release()
+        self._reserve.release()
         if error is not None:
             report_oom(error, ReportSettings(), self, self._before)
         self._finish(wait=kind is None)

@@ -41,7 +41,7 @@ from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
 from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.records.traces import TraceHead, TracePart
 from jaxmem_callbacks.records.units import GIB
-from jaxmem_callbacks.recovery.monitor_snapshot import Witnessed
+from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot
 from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
 from jaxmem_callbacks.writers.jsonl import OwnEventsWriter
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
@@ -150,9 +150,9 @@ class Recorder:
         window = pool.close(0, 0.0, force=True)
         return window.scalars() if window is not None else {}
 
-    def witnessed(self, logdir: Path | None, step: int | None) -> Witnessed:
+    def witnessed(self, logdir: Path | None, step: int | None) -> MonitorSnapshot:
         """What was seen so far, for a report of a failure; any thread, and it waits for nothing."""
-        return Witnessed(
+        return MonitorSnapshot(
             logdir=logdir,
             step=step,
             readings=tuple(self._latest.values()),

@@ -1,8 +1,8 @@
 """``jm.defragment``: a tree's arrays moved together, and a report.
 
-It plans over the addresses of live arrays (``moves.py``), moves (``mover.py``) and looks (``following.py``). Where arrays really
-come to lie is the allocator's choice, and is read back. The runtime's own ``defragment()`` is never called: it aborts on today's
-GPU wheels.
+Moves are planned over the addresses of live arrays (``moving/compaction.py``) and carried out (``moving/mover.py``). Where arrays
+really come to lie is the allocator's choice, and is read back. The runtime's own ``defragment()`` is never called: it aborts
+on today's GPU wheels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, Mo
 from jaxmem_callbacks.records.errors import DefragmentError
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import parse_bytes
-from jaxmem_callbacks.recovery.moving.compaction import follow, keep_copy
+from jaxmem_callbacks.recovery.moving.compaction import compact, keep_copy
 from jaxmem_callbacks.recovery.moving.mover import (
     Mover,
     address_on,
@@ -95,15 +95,15 @@ def _moved(
     stays: dict[int, str] = {}
     most = 0
     for device in _worst_first(probe, before):
-        left, taken = follow(ArrayHands(mover, device), extra_bytes=extra)
+        left, taken = compact(DeviceMover(mover, device), extra_bytes=extra)
         stays, most = stays | dict(left), max(most, taken)
     after = _free_blocks(probe)
     return mover.tree, _report(mover, stays, most, before, after, began)
 
 
 @final
-class ArrayHands:
-    """A tree's arrays, as what lies on one device.
+class DeviceMover:
+    """Moves a tree's arrays on one device.
 
     Args:
         mover: The tree.
@@ -133,7 +133,7 @@ class ArrayHands:
 
         def keep(new: jax.Array) -> bool:
             place = address_on(new, self._device)
-            return keep_copy(new=place, old=old, foretold=address, before=before, now=self.largest_free_bytes())
+            return keep_copy(new=place, old=old, expected=address, before=before, now=self.largest_free_bytes())
 
         return self._mover.copy_if(key, keep)
 

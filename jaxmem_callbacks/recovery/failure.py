@@ -31,7 +31,7 @@ from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import KIB, format_bytes
-from jaxmem_callbacks.recovery.monitor_snapshot import CallsBefore
+from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts
 from jaxmem_callbacks.recovery.texts.parsing import read_failure
 
 _CALLS = {JitStep.__call__.__code__, JitStep.judge.__code__, JitStep.lower.__code__}
@@ -39,18 +39,18 @@ _COMPILING = "JitStep._judged"  # where a step is lowered and compiled, and neve
 _ALONE = "probably this one: of the programs here it takes most, and more than is left"
 _AS_LARGE = "probably this one: what it takes is as large as what was asked for"
 _LARGEST = "; its figures are those of its largest compile, since none for these arguments is known"
-_LOOKED_AT = 16  # of the newest programs, when nothing else tells which it was
+_LOOKED_AT = 16  # of the newest programs, where nothing else identifies it
 _NEAR = 0.01  # printed sizes are rounded, and allocators round up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failing:
-    """The program that failed. Holds a step, and of its call the arrays: not to be kept.
+class FailingProgram:
+    """The program that failed. It holds a step and the arrays of its call: do not keep it.
 
     Attributes:
         name: Its name.
-        known_by: How it was told from others, in words.
-        proved: Whether that leaves no other program.
+        known_by: How it was identified, in words.
+        proved: Whether no other program is possible.
         memory: What it needs by its compiler, or None with the reason in ``unavailable``.
         unavailable: Why there are no figures.
         step: The step, where it is one of `jm.jit_step`.
@@ -79,18 +79,18 @@ class Failing:
         return None if self.memory is None else _own(self.memory) + self.library_bytes
 
 
-def failing_program(error: BaseException, facts: OomFacts, before: CallsBefore | None = None) -> Failing | None:
-    """The program that an out-of-memory failure is about, or None where nothing tells.
+def failing_program(error: BaseException, facts: OomFacts, before: CallCounts | None = None) -> FailingProgram | None:
+    """The program that an out-of-memory failure is about, or None where it is unknown.
 
     Args:
         error: The failure.
-        facts: What its text says.
+        facts: What its text states.
         before: Steps that were not called since are not asked about; None for all.
     """
     return in_traceback(error) or by_name(facts) or by_size(facts, before)
 
 
-def in_traceback(error: BaseException) -> Failing | None:
+def in_traceback(error: BaseException) -> FailingProgram | None:
     """The step whose call the exception passed through, the innermost one."""
     found = [frame for frame in frames_of(error) if frame.f_code in _CALLS]
     if not found:
@@ -103,7 +103,7 @@ def in_traceback(error: BaseException) -> Failing | None:
     return _of_step(step, how, call=call, arguments=(args, kwargs), compiling=compiling)
 
 
-def by_name(facts: OomFacts) -> Failing | None:
+def by_name(facts: OomFacts) -> FailingProgram | None:
     """The program that the text names."""
     if facts.program is None:
         return None
@@ -117,12 +117,12 @@ def by_name(facts: OomFacts) -> Failing | None:
         return replace(_of_step(step, how, compilation), proved=len(named) == 1)
     others = [memory for memory in _others() if memory.name == name]
     found = others[0] if others else None
-    return Failing(
+    return FailingProgram(
         name=name, known_by=how, memory=found, unavailable=None if found else "the runtime lists it no longer"
     )
 
 
-def by_size(facts: OomFacts, before: CallsBefore | None = None) -> Failing | None:
+def by_size(facts: OomFacts, before: CallCounts | None = None) -> FailingProgram | None:
     """The program whose temporaries are what was asked for, where the exception came after its call."""
     if facts.requested_bytes is None:
         return None
@@ -135,7 +135,7 @@ def _is_asked(memory: ProgramMemory, asked: int | None) -> bool:
     return asked is not None and any(size and abs(size - asked) <= _NEAR * asked for size in sizes)
 
 
-def too_large(error: BaseException, left_bytes: int, before: CallsBefore | None = None) -> Failing | None:
+def too_large(error: BaseException, left_bytes: int, before: CallCounts | None = None) -> FailingProgram | None:
     """The program on the CPU that takes more than is left: the one that the exception passed through, else the largest here.
 
     Args:
@@ -159,7 +159,7 @@ def too_large(error: BaseException, left_bytes: int, before: CallsBefore | None 
         if memory.platform == "cpu" and _own(memory) + size > most:
             most = _own(memory) + size
             known = _of_step(named[name][0], _ALONE, named[name][1]) if name in named else None
-            largest = known or Failing(name=name, known_by=_ALONE, memory=memory)
+            largest = known or FailingProgram(name=name, known_by=_ALONE, memory=memory)
             largest = replace(largest, proved=False, library_bytes=size)
     return largest
 
@@ -172,12 +172,12 @@ def frames_of(error: BaseException) -> Iterator[FrameType]:
         trace = trace.tb_next
 
 
-def _called(step: JitStep, before: CallsBefore | None) -> bool:
+def _called(step: JitStep, before: CallCounts | None) -> bool:
     return step.calls > 0 if before is None else before.called_since(step)
 
 
-def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallsBefore | None) -> Failing | None:
-    """The largest of the steps that were called, else of the other programs, for which something holds."""
+def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallCounts | None) -> FailingProgram | None:
+    """The largest of the steps that were called, else of the other programs, that fulfils a condition."""
     called = [step for step, _ in _steps() if _called(step, before)]
     steps = [(step, each) for step in called for each in registry.of(step) if each.memory and is_it(each.memory)]
     if steps:
@@ -187,7 +187,7 @@ def _first(is_it: Callable[[ProgramMemory], bool], how: str, before: CallsBefore
     others = [memory for memory in _others() if memory.name not in registered and is_it(memory)]
     if others:
         found = max(others, key=lambda memory: memory.temp_bytes)
-        return Failing(name=found.name, known_by=how, memory=found)
+        return FailingProgram(name=found.name, known_by=how, memory=found)
     return None
 
 
@@ -225,7 +225,7 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
     call: AbstractCall | None = None,
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     compiling: bool = False,
-) -> Failing:
+) -> FailingProgram:
     known = call or step.latest_call
     given = arguments or ((known.args, known.kwargs) if known else ((), {}))
     leaves = tuple(_leaves(step, *given))
@@ -236,7 +236,7 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
             compilation, how = every[0], how + _LARGEST
     memory = None if compilation is None or compiling else compilation.memory
     why = "its compile did not come to an end" if compiling else "its compiler told no figures"
-    return Failing(
+    return FailingProgram(
         name=step.name,
         known_by=how,
         memory=memory,
@@ -250,7 +250,7 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
 
 
 def _leaves(step: JitStep, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Leaf]:
-    """The arrays of a call by path; what is no array has no bytes worth telling."""
+    """The arrays of a call by path."""
     jitted = already_jitted(step.__wrapped__)
     function = step.__wrapped__ if jitted is None else jitted.function
     if jitted is not None:
@@ -266,7 +266,7 @@ MACHINE = "the machine's memory and swap"
 
 
 def host_limits(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> tuple[MemoryLimit, ...]:
-    """Every bound of host memory that is told here, the one with least left first.
+    """Every bound of host memory that is known here, the one with least left first.
 
     Args:
         proc: Where the kernel shows processes.
@@ -364,34 +364,34 @@ def _text(path: Path) -> str:
 _CAUSES = 10  # `raise ... from ...` again and again
 # JAX's own is a RuntimeError; of other types a name in passing is no proof.
 _OF_RUNTIMES = (RuntimeError, MemoryError, OSError)
-# An error of the user's own function, which the runtime wraps; it says itself what it is.
+# An error of the user's own function, which the runtime wraps; it has a text of its own.
 _OF_A_CALLBACK = ("CpuCallback error", "Traceback (most recent call last)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """An exception that is an out-of-memory failure. Holds it, and the call that failed: not to be kept.
+class OomFailure:
+    """An out-of-memory failure. It holds the exception and the call that failed: do not keep it.
 
     Attributes:
         error: The exception itself, or the one that it was raised from.
-        facts: What its text says.
-        evidence: Why it is taken for one, in words.
-        failing: The program, or None where nothing tells.
+        facts: What its text states.
+        evidence: Why it counts as one, in words.
+        program: The program, or None where it is unknown.
         limits: Bounds of host memory now.
     """
 
     error: BaseException
     facts: OomFacts
     evidence: str
-    failing: Failing | None
+    program: FailingProgram | None
     limits: tuple[MemoryLimit, ...] = ()
 
 
-def judge(error: BaseException, before: CallsBefore | None = None) -> Verdict | None:
-    """Whether an exception, or what it was explicitly raised from, is an out-of-memory failure.
+def oom_failure(error: BaseException, before: CallCounts | None = None) -> OomFailure | None:
+    """The out-of-memory failure that an exception is, or was explicitly raised from; None where it is none.
 
     Args:
-        error: What passes.
+        error: The exception.
         before: The calls of steps before the code that failed; None where nobody counted.
     """
     if not isinstance(error, Exception):
@@ -415,7 +415,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [current.__cause__] if current.__cause__ is not None else []
 
 
-def _by_text(error: Exception, before: CallsBefore | None) -> Verdict | None:
+def _by_text(error: Exception, before: CallCounts | None) -> OomFailure | None:
     # The text alone: an error that came while another was handled is not that one's failure.
     facts, surely = read_failure(f"{type(error).__name__}: {error}")
     evidence = "its text says so"
@@ -428,7 +428,7 @@ def _by_text(error: Exception, before: CallsBefore | None) -> Verdict | None:
     found = failing_program(error, facts, before)
     if found is not None and found.compiling and facts.phase is None:
         facts = replace(facts, phase="compile")
-    return Verdict(error=error, facts=facts, evidence=evidence, failing=found, limits=host_limits())
+    return OomFailure(error=error, facts=facts, evidence=evidence, program=found, limits=host_limits())
 
 
 def _is_of_a_runtime(error: Exception) -> bool:
@@ -436,7 +436,7 @@ def _is_of_a_runtime(error: Exception) -> bool:
     return isinstance(error, _OF_RUNTIMES) and not of_a_callback
 
 
-def _by_limits(error: Exception, before: CallsBefore | None) -> Verdict | None:
+def _by_limits(error: Exception, before: CallCounts | None) -> OomFailure | None:
     """An INTERNAL error on the CPU is one where the program takes more than some bound leaves."""
     text = str(error)
     if not isinstance(error, jax.errors.JaxRuntimeError) or not text.lstrip().startswith("INTERNAL"):
@@ -462,7 +462,7 @@ def _by_limits(error: Exception, before: CallsBefore | None) -> Verdict | None:
         f"{tightest.name.removeprefix('the ')}"
     )
     facts = OomFacts(phase="run", platform="cpu")
-    return Verdict(error=error, facts=facts, evidence=evidence, failing=found, limits=limits)
+    return OomFailure(error=error, facts=facts, evidence=evidence, program=found, limits=limits)
 
 
 def _bound(limit: MemoryLimit) -> int:
@@ -470,7 +470,7 @@ def _bound(limit: MemoryLimit) -> int:
     return limit.limit_bytes if limit.name == MACHINE else limit.left_bytes
 
 
-def ran_out(error: BaseException) -> OomFacts | None:
-    """What the exception says of memory, or None where it is no failure for want of it. Keeps nothing of the call."""
-    verdict = judge(error)
-    return None if verdict is None else verdict.facts
+def oom_facts(error: BaseException) -> OomFacts | None:
+    """The facts that an out-of-memory exception states, or None for any other. It keeps nothing of the call."""
+    failure = oom_failure(error)
+    return None if failure is None else failure.facts

@@ -14,18 +14,18 @@ from typing import Any, Self, TypeVar, cast, final
 
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path, require_whole
-from jaxmem_callbacks.recovery.monitor_snapshot import Ballast, CallsBefore, Witness
+from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts, MemoryReserve, Monitored
 from jaxmem_callbacks.recovery.reporting import ReportSettings, report_oom
 
 _REPORTS = "outdir='reports'"
 
 # The guards around the code that runs, outermost first: of each thread and each task its own, since they share a guard.
-_entered: ContextVar[tuple[tuple[int, CallsBefore], ...]] = ContextVar("jaxmem_guards", default=())
+_entered: ContextVar[tuple[tuple[int, CallCounts], ...]] = ContextVar("jaxmem_guards", default=())
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def oom_guard(
-    monitor: Witness | None = None,
+    monitor: Monitored | None = None,
     *,
     outdir: str | os.PathLike[str] | None = None,
     plan_seconds: float = 60.0,
@@ -76,28 +76,28 @@ class OomGuard:
     """What `jm.oom_guard` returns.
 
     Args:
-        monitor: Whoever watched the run, or None.
+        monitor: The monitor of the run, or None.
         settings: Where and how reports are written.
     """
 
-    def __init__(self, monitor: Witness | None, settings: ReportSettings) -> None:
+    def __init__(self, monitor: Monitored | None, settings: ReportSettings) -> None:
         self._monitor, self._settings = monitor, settings
-        self._ballast = Ballast()
+        self._reserve = MemoryReserve()
 
     def __enter__(self) -> Self:
-        _entered.set((*_entered.get(), (id(self), CallsBefore())))
-        self._ballast.hold()
+        _entered.set((*_entered.get(), (id(self), CallCounts())))
+        self._reserve.hold()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ballast.release()  # before anything that takes memory
+        self._reserve.release()  # before anything that takes memory
         before = self._left()
         if error is not None:
             report_oom(error, self._settings, self._monitor, before)
 
-    def _left(self) -> CallsBefore | None:
+    def _left(self) -> CallCounts | None:
         """The calls of steps before this guard was entered, by the same thread or task; None where another one entered it."""
         entered = _entered.get()
         at = next((at for at in reversed(range(len(entered))) if entered[at][0] == id(self)), None)

@@ -1,4 +1,4 @@
-"""What a report takes from whoever watched the run, and the host memory that is kept free for it."""
+"""What a failure's report needs from before it: a monitor's snapshot, call counts, and host memory held in reserve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BALLAST_BYTES = 48 * 2**20
 
 
 @final
-class Ballast:
+class MemoryReserve:
     """Address space that costs no memory until it is needed: nobody touches it.
 
     Args:
@@ -44,8 +44,8 @@ class Ballast:
 
 
 @final
-class CallsBefore:
-    """The counts of this moment. Keeps no step alive."""
+class CallCounts:
+    """How often each step has been called up to now. Keeps no step alive."""
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Step, int] = weakref.WeakKeyDictionary()
@@ -58,8 +58,8 @@ class CallsBefore:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Witnessed:
-    """The last that was seen of a run.
+class MonitorSnapshot:
+    """The latest state of a monitored run.
 
     Attributes:
         logdir: The run's folder, or None.
@@ -80,9 +80,9 @@ class Witnessed:
     limit_bytes: int | None = None
 
 
-class Witness(Protocol):
-    """Whoever watched the run, such as a `MemoryMonitor`."""
+class Monitored(Protocol):
+    """A monitor of the run, such as a `MemoryMonitor`."""
 
-    def witnessed(self) -> Witnessed:
-        """What was seen so far; it waits for nothing."""
+    def witnessed(self) -> MonitorSnapshot:
+        """The state now, without waiting."""
         ...

@@ -243,7 +243,7 @@ class Recovery:
         finally:
             if fallback.move is not None:
                 self._moves += (fallback.move,)
-                cause = next(report["text"] for report in failed.reports if report["how"] == "ran_out")
+                cause = next(report["text"] for report in failed.reports if report["how"] == "oom_facts")
                 self._notifier.move(fallback.move, cause=cause, action=fallback.action)
         if ended is not None:
             raise ended

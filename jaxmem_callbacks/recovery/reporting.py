@@ -23,10 +23,9 @@ import jax
 import jaxmem_callbacks
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks.analysis.heap_map import HOLE, layout_of
-from jaxmem_callbacks.environment.variables import reported_environment
-from jaxmem_callbacks.probes.allocator import AllocatorProbe
-from jaxmem_callbacks.probes.driver import DriverProbe
-from jaxmem_callbacks.probes.heap import HeapProbe
+from jaxmem_callbacks.environment.process import reported_environment
+from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe
+from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
@@ -35,10 +34,24 @@ from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.records.terminal import printable, say
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.failure import ADDRESS_SPACE, DATA, GROUP, Failing, Verdict, device_limits, judge
-from jaxmem_callbacks.recovery.monitor_snapshot import CallsBefore, Witness, Witnessed
+from jaxmem_callbacks.recovery.failure import (
+    ADDRESS_SPACE,
+    DATA,
+    GROUP,
+    FailingProgram,
+    OomFailure,
+    device_limits,
+    oom_failure,
+)
+from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts, Monitored, MonitorSnapshot
 from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
-from jaxmem_callbacks.recovery.reports.live_buffers import Held, array_variables, gone, held_arrays, users_frames
+from jaxmem_callbacks.recovery.reports.live_buffers import (
+    LiveBuffers,
+    array_variables,
+    deleted_arguments,
+    find_live_buffers,
+    users_frames,
+)
 from jaxmem_callbacks.recovery.reports.remedies import remedies
 from jaxmem_callbacks.recovery.texts.explain import Room, cause_of, free_words, is_too_large, room_of
 from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
@@ -48,8 +61,8 @@ _Result = TypeVar("_Result")
 
 
 @final
-class Parts:
-    """What failed so far. Keeps texts only: an exception would keep the failed call's arrays alive."""
+class ReportParts:
+    """Makes the parts of a report, each by itself. Keeps only texts of what failed: an exception would keep arrays alive."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -70,11 +83,11 @@ _FRAMEWORKS = ("torch", "tensorflow", "cupy", "paddle", "mxnet", "numba.cuda", "
 
 
 def on_the_cards(allocator: Sequence[Reading], probe: DriverProbe | None = None) -> tuple[OnTheCard, ...]:
-    """What is taken on each device that the driver knows.
+    """The memory in use on each device that the driver knows.
 
     Args:
-        allocator: What the allocators say; their pools are JAX's part.
-        probe: Asks the driver; by default of the local devices.
+        allocator: Readings of the allocators; their pools are JAX's part.
+        probe: Reads from the driver; by default for the local devices.
     """
     probe = probe or DriverProbe()
     pools = {each.device: each.pool_bytes for each in allocator}
@@ -141,11 +154,11 @@ def _size(hole: Hole) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """A failure in words.
+class Summary:
+    """A failure in a sentence.
 
     Attributes:
-        sentence: What asked for how much, what was free, and why it did not fit.
+        sentence: The request, the free memory, and why it did not fit.
         cause: Why it did not fit.
         lacking_bytes: What was lacking at least, or None.
     """
@@ -155,24 +168,24 @@ class Told:
     lacking_bytes: int | None
 
 
-def told(verdict: Verdict, devices: Sequence[MemoryLimit]) -> Told:
-    """What happened.
+def summarize(failure: OomFailure, devices: Sequence[MemoryLimit]) -> Summary:
+    """The summary of a failure.
 
     Args:
-        verdict: The failure.
-        devices: What the allocators of the devices say now.
+        failure: The failure.
+        devices: The limits of the devices' allocators now.
     """
-    asked, what = _asked(verdict)
-    room, words = _room(verdict, devices)
-    cause, why = cause_of(asked, verdict.facts, room)
-    facts = verdict.facts
+    asked, what = _asked(failure)
+    room, words = _room(failure, devices)
+    cause, why = cause_of(asked, failure.facts, room)
+    facts = failure.facts
     when = " while it was compiled" if facts.phase == "compile" else ""
-    sentence = f"{_who(verdict)} {what}{when}; {words}: {why}."
-    return Told(sentence=sentence, cause=cause, lacking_bytes=_lacking(asked, cause, room))
+    sentence = f"{_who(failure)} {what}{when}; {words}: {why}."
+    return Summary(sentence=sentence, cause=cause, lacking_bytes=_lacking(asked, cause, room))
 
 
 def _lacking(asked: int | None, cause: OomCause, room: Room) -> int | None:
-    """What was lacking at least. Of a device that something else holds nobody says what it would have given."""
+    """What was lacking at least. Unknown for a device that something else holds."""
     free, growth = room.free_bytes, room.growth_bytes
     there = {
         "fragmentation": room.largest_bytes,
@@ -182,48 +195,48 @@ def _lacking(asked: int | None, cause: OomCause, room: Room) -> int | None:
     return asked - there if asked is not None and there is not None and asked > there else None
 
 
-def _who(verdict: Verdict) -> str:
-    if verdict.failing is not None:
-        return f"{'The' if verdict.failing.proved else 'Probably the'} program {verdict.failing.name}"
+def _who(failure: OomFailure) -> str:
+    if failure.program is not None:
+        return f"{'The' if failure.program.proved else 'Probably the'} program {failure.program.name}"
     return "An allocation outside of any program that is known"
 
 
-def _asked(verdict: Verdict) -> tuple[int | None, str]:
+def _asked(failure: OomFailure) -> tuple[int | None, str]:
     """What was asked for: by the text, else what the program takes besides its arguments."""
-    facts, failing = verdict.facts, verdict.failing
+    facts, program = failure.facts, failure.program
     if facts.requested_bytes is not None:
         return facts.requested_bytes, f"asked for {format_bytes(facts.requested_bytes)}"
     if facts.used_bytes is not None and is_too_large(facts):
         return facts.used_bytes, f"needs {format_bytes(facts.used_bytes)}"
-    own = None if failing is None else failing.own_bytes
+    own = None if program is None else program.own_bytes
     if own is not None:
-        source = "in temporaries of its kernel library" if failing and failing.library_bytes else "by its compiler"
+        source = "in temporaries of its kernel library" if program and program.library_bytes else "by its compiler"
         return own, f"takes {format_bytes(own)} besides its arguments, {source}"
     return None, "asked for more memory than it got (how much is unknown, because the exception does not say)"
 
 
-def _room(verdict: Verdict, devices: Sequence[MemoryLimit]) -> tuple[Room, str]:
-    """What was there for the request, by the text, else by what says so now; and the words for it."""
-    facts = verdict.facts
+def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[Room, str]:
+    """What was there for the request, by the text, else as it is now; and the words for it."""
+    facts = failure.facts
     if facts.limit_bytes is not None and is_too_large(facts):
         return Room(left_bytes=facts.limit_bytes), f"there are {format_bytes(facts.limit_bytes)}"
-    said = room_of(facts)
-    free = said.free_bytes if said.free_bytes is not None else facts.free_bytes
+    stated = room_of(facts)
+    free = stated.free_bytes if stated.free_bytes is not None else facts.free_bytes
     if free is not None:
-        return said, free_words(free, facts.largest_free_bytes, facts)
+        return stated, free_words(free, facts.largest_free_bytes, facts)
     if facts.largest_free_bytes is not None:
-        return said, f"{format_bytes(facts.largest_free_bytes)} were free in one piece"
-    if verdict.limits and (facts.platform in ("cpu", "host") or (facts.platform is None and not devices)):
-        return _of_host(verdict.limits)
+        return stated, f"{format_bytes(facts.largest_free_bytes)} were free in one piece"
+    if failure.limits and (facts.platform in ("cpu", "host") or (facts.platform is None and not devices)):
+        return _of_host(failure.limits)
     if devices:
         tight = min(devices, key=lambda limit: limit.left_bytes)
         words = f"{format_bytes(tight.left_bytes)} of {format_bytes(tight.limit_bytes)} are free on {tight.name} now"
         return _of_device(tight, pooled=facts.platform == "gpu" or tight.name.startswith("gpu")), words
-    return said, "what was free is unknown, because neither the exception nor the allocator says"
+    return stated, "what was free is unknown, because neither the exception nor the allocator says"
 
 
 def _of_device(limit: MemoryLimit, *, pooled: bool) -> Room:
-    """What an allocator has now. A GPU's pool that does not say what it holds may still grow, or not."""
+    """What an allocator has now. A GPU's pool whose size is unknown may still grow, or not."""
     left, pool = limit.left_bytes, limit.pool_bytes
     if pool is None:
         whole = None if pooled else left
@@ -257,57 +270,57 @@ _PACKAGES = (
 )
 _TEXT = 6000  # of the exception's; a dump of an allocator can be megabytes
 _FRAMES = 8
-_UNTOLD = Told(
+_NO_SUMMARY = Summary(
     sentence="Memory ran out; how much was asked for is unknown, see below.", cause="unknown", lacking_bytes=None
 )
 
 
 def gather(
-    verdict: Verdict, raised: BaseException, witnessed: Witnessed | None, seconds: float, parts: Parts
+    failure: OomFailure, raised: BaseException, snapshot: MonitorSnapshot | None, seconds: float, parts: ReportParts
 ) -> OomReport:
-    """Everything that can be told.
+    """The whole report.
 
     Args:
-        verdict: The failure.
+        failure: The failure.
         raised: The exception that goes on: the failure itself, or one that was raised from it.
-        witnessed: What a monitor saw, or None where there is none.
+        snapshot: What a monitor saw, or None where there is none.
         seconds: How long may be compiled for predictions.
-        parts: Told of what fails.
+        parts: Collects what fails.
     """
     began_s = time.time()
-    failing = verdict.failing
+    program = failure.program
     # Before any backend was started there are no devices and no arrays, and asking for them would start one.
     started = backend_exists()
     allocator, silent = parts.attempt("the allocators", _allocators, default=((), ())) if started else ((), ())
     platform = parts.attempt("the platform", _platform, default="") if started else ""
     holes, unmapped = parts.attempt("the addresses", holes_now, platform, default=((), "asking failed, see below"))
     devices = device_limits(allocator)
-    story = parts.attempt("the sentence", told, verdict, devices, default=_UNTOLD)
-    held = parts.attempt("the holders", _held, verdict, default=None) if started else Held()
-    untold = Forecasts(told="Predicting failed, see below.")
-    left = _left(verdict.limits)
+    summary = parts.attempt("the sentence", summarize, failure, devices, default=_NO_SUMMARY)
+    held = parts.attempt("the holders", _held, failure, default=None) if started else LiveBuffers()
+    no_forecasts = Forecasts(how="Predicting failed, see below.")
+    left = _left(failure.limits)
     forecasts = parts.attempt(
-        "the predictions", forecast, failing, seconds, left, lacking_bytes=story.lacking_bytes, default=untold
+        "the predictions", forecast, program, seconds, left, lacking_bytes=summary.lacking_bytes, default=no_forecasts
     )
     best = parts.attempt(
         "the remedies",
         remedies,
-        failing,
+        program,
         forecasts,
         held.holders if held else (),
-        cause=story.cause,
-        lacking_bytes=story.lacking_bytes,
+        cause=summary.cause,
+        lacking_bytes=summary.lacking_bytes,
         platform=platform,
-        facts=verdict.facts,
+        facts=failure.facts,
         device_count=parts.attempt("the devices", jax.local_device_count, default=1) if started else 1,
         default=(),
     )
-    known = _known_at_once(verdict, raised, witnessed, story, parts)
+    known = _known_at_once(failure, raised, snapshot, summary, parts)
     report = replace(
         known,
         time_s=began_s,
-        limits=(*devices, *verdict.limits),
-        program=parts.attempt("the program", _program, failing, forecasts, default=None),
+        limits=(*devices, *failure.limits),
+        program=parts.attempt("the program", _program, program, forecasts, default=None),
         holders=held.holders if held else (),
         modules=held.modules if held else (),
         live_bytes=held.bytes if held else None,
@@ -322,31 +335,31 @@ def gather(
         unmapped=unmapped,
         devices=parts.attempt("the devices", _devices, default={}) if started else {},
         remedies=best,
-        planning=forecasts.told,
+        planning=forecasts.how,
     )
     return scrubbed(report)
 
 
 def _known_at_once(
-    verdict: Verdict, raised: BaseException, witnessed: Witnessed | None, story: Told, parts: Parts
+    failure: OomFailure, raised: BaseException, snapshot: MonitorSnapshot | None, summary: Summary, parts: ReportParts
 ) -> OomReport:
     """What takes no look at devices: the exception, the monitor's words and the surroundings."""
-    error, seen = verdict.error, witnessed or Witnessed()
+    error, seen = failure.error, snapshot or MonitorSnapshot()
     return OomReport(
-        sentence=story.sentence,
-        cause=story.cause,
-        lacking_bytes=story.lacking_bytes,
-        evidence=verdict.evidence,
+        sentence=summary.sentence,
+        cause=summary.cause,
+        lacking_bytes=summary.lacking_bytes,
+        evidence=failure.evidence,
         time_s=0.0,
         process=parts.attempt("the process", process_words, default=f"pid {os.getpid()}"),
         error_type=_type_of(error) if raised is error else f"{_type_of(raised)} from {_type_of(error)}",
         error_text=_shortened(without_secrets(str(error))),
         where=parts.attempt("the lines of code", _where, error, default=()),
-        facts=verdict.facts,
+        facts=failure.facts,
         step=seen.step,
         readings=tuple(seen.readings),
         events=tuple(seen.events),
-        unwatched="" if witnessed else f"no monitor was given; write {advise('guard.call', arguments='monitor')}",
+        unwatched="" if snapshot else f"no monitor was given; write {advise('guard.call', arguments='monitor')}",
         versions=parts.attempt("the versions", _versions, default={}),
         environment=parts.attempt("the environment", reported_environment, os.environ, default={}),
     )
@@ -363,29 +376,31 @@ def process_words() -> str:
     return f"process {process_index()} of {count}, pid {os.getpid()}"
 
 
-def _held(verdict: Verdict) -> Held:
-    failing = verdict.failing
-    variables = array_variables(verdict.error)
-    return held_arrays(failing.leaves if failing else (), variables, are_the_calls=bool(failing and failing.is_call))
+def _held(failure: OomFailure) -> LiveBuffers:
+    program = failure.program
+    variables = array_variables(failure.error)
+    return find_live_buffers(
+        program.leaves if program else (), variables, are_the_calls=bool(program and program.is_call)
+    )
 
 
-def _program(failing: Failing | None, forecasts: Forecasts) -> FailedProgram | None:
-    if failing is None:
+def _program(program: FailingProgram | None, forecasts: Forecasts) -> FailedProgram | None:
+    if program is None:
         return None
-    paths, size, fate = gone(
-        failing.leaves, failing.step.donated if failing.step else (), are_the_calls=failing.is_call
+    paths, size, fate = deleted_arguments(
+        program.leaves, program.step.donated if program.step else (), are_the_calls=program.is_call
     )
     peak = forecasts.plain.peak if forecasts.plain is not None else None
     return FailedProgram(
-        name=failing.name,
-        known_by=failing.known_by,
-        memory=failing.memory,
-        unavailable=failing.unavailable,
+        name=program.name,
+        known_by=program.known_by,
+        memory=program.memory,
+        unavailable=program.unavailable,
         peak=peak,
-        no_peak=None if peak else f"it takes a compile of its own. {forecasts.told.rstrip('.')}",
+        no_peak=None if peak else f"it takes a compile of its own. {forecasts.how.rstrip('.')}",
         gone=paths,
         gone_bytes=size,
-        fate=fate if failing.step is not None else "",
+        fate=fate if program.step is not None else "",
     )
 
 
@@ -480,7 +495,7 @@ def new_folder(outdir: Path, *, process: int, pid: int, time_s: float) -> Path:
     raise FileExistsError(msg)
 
 
-def forget_oldest(outdir: Path, *, process: int, keep: int) -> tuple[Path, ...]:
+def remove_oldest(outdir: Path, *, process: int, keep: int) -> tuple[Path, ...]:
     """Remove the oldest reports of a process until no more than ``keep`` are there.
 
     Args:
@@ -513,27 +528,27 @@ def _is_own(folder: Path, process: int) -> bool:
 
 
 _lock = threading.Lock()
-_told: dict[int, weakref.ref[BaseException]] = {}
+_reported_before: dict[int, weakref.ref[BaseException]] = {}
 _MOST = 64
-_MARK = "_jaxmem_told"
+_REPORTED_MARK = "_jaxmem_reported"
 
 
 def is_first(error: BaseException) -> bool:
-    """Whether nobody asked about this very exception before; from now on somebody has."""
+    """Whether this is the first call for this very exception."""
     with _lock:
         try:
             mark = weakref.ref(error)
         except TypeError:
             # Python's own, such as MemoryError, of which the next one often lies in the same place and has the same words.
-            first = _MARK not in vars(error)
-            vars(error)[_MARK] = True
+            first = _REPORTED_MARK not in vars(error)
+            vars(error)[_REPORTED_MARK] = True
             return first
-        known = _told.get(id(error))
+        known = _reported_before.get(id(error))
         if known is not None and known() is error:
             return False
-        while len(_told) >= _MOST:
-            del _told[next(iter(_told))]
-        _told[id(error)] = mark
+        while len(_reported_before) >= _MOST:
+            del _reported_before[next(iter(_reported_before))]
+        _reported_before[id(error)] = mark
         return True
 
 
@@ -556,14 +571,14 @@ class ReportSettings:
 
 
 def report_oom(
-    error: BaseException, settings: ReportSettings, witness: Witness | None = None, before: CallsBefore | None = None
+    error: BaseException, settings: ReportSettings, monitor: Monitored | None = None, before: CallCounts | None = None
 ) -> Path | None:
     """Write a report of an exception, where it is an out-of-memory failure that was not reported yet.
 
     Args:
-        error: What passes.
+        error: The exception.
         settings: Where and how.
-        witness: Whoever watched the run.
+        monitor: The monitor of the run, or None.
         before: The calls of steps before the code that failed; None where nobody counted.
 
     Returns:
@@ -573,7 +588,7 @@ def report_oom(
         return None
     _busy.on = True
     try:
-        return _reported(error, settings, witness, before)
+        return _reported(error, settings, monitor, before)
     except BaseException as fault:  # noqa: BLE001 - the user's exception goes on, Ctrl-C in the middle of a report or not
         say(f"the out-of-memory report could not be made: {_words(fault)}")
         return None
@@ -581,43 +596,45 @@ def report_oom(
         _busy.on = False
 
 
-def report_last(witness: Witness) -> Path | None:
+def report_last(monitor: Monitored) -> Path | None:
     """At the end of the interpreter: report the exception that ended it. Nothing is compiled, since no thread can begin.
 
     Args:
-        witness: Whoever watched the run, and was not told of its end.
+        monitor: The monitor of a run that it has not seen the end of.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not isinstance(error, BaseException) or hasattr(sys, "ps1"):  # a prompt goes on after its exceptions
         return None
-    return report_oom(error, ReportSettings(plan_seconds=0), witness)
+    return report_oom(error, ReportSettings(plan_seconds=0), monitor)
 
 
 def _reported(
-    error: BaseException, settings: ReportSettings, witness: Witness | None, before: CallsBefore | None
+    error: BaseException, settings: ReportSettings, monitor: Monitored | None, before: CallCounts | None
 ) -> Path | None:
-    verdict = judge(error, before)
-    if verdict is None or not is_first(verdict.error):
+    failure = oom_failure(error, before)
+    if failure is None or not is_first(failure.error):
         return None
-    parts = Parts()
-    witnessed = parts.attempt("the monitor's last words", witness.witnessed, default=Witnessed()) if witness else None
-    report = gather(verdict, error, witnessed, settings.plan_seconds, parts)
-    del verdict
-    index, outdir = process_index(), _outdir(settings, witnessed)
+    parts = ReportParts()
+    snapshot = (
+        parts.attempt("the monitor's last words", monitor.witnessed, default=MonitorSnapshot()) if monitor else None
+    )
+    report = gather(failure, error, snapshot, settings.plan_seconds, parts)
+    del failure
+    index, outdir = process_index(), _outdir(settings, snapshot)
     try:
         folder = new_folder(outdir, process=index, pid=os.getpid(), time_s=time.time())
     except OSError as fault:
         say(f"out of memory: {report.sentence} No report was written: {_words(fault)}")
         return None
-    written = _write(folder, report, witnessed, parts)
-    parts.attempt("removing old reports", forget_oldest, outdir, process=index, keep=settings.keep, default=())
+    written = _write(folder, report, snapshot, parts)
+    parts.attempt("removing old reports", remove_oldest, outdir, process=index, keep=settings.keep, default=())
     say(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, report, parts))
     return folder if written else None
 
 
-def _write(folder: Path, report: OomReport, witnessed: Witnessed | None, parts: Parts) -> str:
+def _write(folder: Path, report: OomReport, snapshot: MonitorSnapshot | None, parts: ReportParts) -> str:
     """Write the files, each by itself; the name of the best one, or an empty text."""
-    seen = witnessed or Witnessed()
+    seen = snapshot or MonitorSnapshot()
     chart = parts.attempt(
         "the figure", chart_html, seen.history, seen.events, limit_bytes=seen.limit_bytes, needs=seen.needs, default=""
     )
@@ -645,16 +662,16 @@ def _write_one(path: Path, render: Callable[[OomReport], str], report: OomReport
     return True
 
 
-def _outdir(settings: ReportSettings, witnessed: Witnessed | None) -> Path:
+def _outdir(settings: ReportSettings, snapshot: MonitorSnapshot | None) -> Path:
     if settings.outdir is not None:
         return settings.outdir
-    if witnessed is not None and witnessed.logdir is not None:
-        run = witnessed.logdir.absolute()
+    if snapshot is not None and snapshot.logdir is not None:
+        run = snapshot.logdir.absolute()
         return run.with_name(f"{run.name}-oom")
     return Path("oom")
 
 
-def _unwritten(folder: Path, report: OomReport, parts: Parts) -> str:
+def _unwritten(folder: Path, report: OomReport, parts: ReportParts) -> str:
     why = parts.failures[-1] if parts.failures else "for a reason that nobody told"
     return f"out of memory: {report.sentence} No report was written to {folder}: {why}"
 

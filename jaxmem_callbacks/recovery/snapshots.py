@@ -22,7 +22,7 @@ from jaxmem_callbacks._compat.array_parts import clone_of
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.presets import SnapshotCost
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.failure import ran_out
+from jaxmem_callbacks.recovery.failure import oom_facts
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, framework_of
 from jaxmem_callbacks.transforms.tracing import is_weak, typed
@@ -452,7 +452,7 @@ class SnapshotStore:
         try:
             return (self._on_disk or HostSnapshot)(step, state), ""
         except Exception as error:
-            if ran_out(error) is None:
+            if oom_facts(error) is None:
                 raise
             return None, f"{type(error).__name__}: {error}"
 

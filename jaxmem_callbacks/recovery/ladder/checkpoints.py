@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.terminal import shown
-from jaxmem_callbacks.recovery.failure import ran_out
+from jaxmem_callbacks.recovery.failure import oom_facts
 from jaxmem_callbacks.recovery.ladder.runner import first_line
 from jaxmem_callbacks.recovery.snapshots import DiskSnapshot, HostSnapshot, refuse_objects
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
@@ -266,7 +266,7 @@ class CheckpointFolder:
         try:
             state = store.restore(number, like)
         except Exception as error:
-            if ran_out(error) is not None:
+            if oom_facts(error) is not None:
                 raise
             msg = f"The checkpoint of step {number} in {self.folder} cannot be read: {first_line(error)}."
             raise _DamagedError(msg) from error

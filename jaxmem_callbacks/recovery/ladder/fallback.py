@@ -10,7 +10,7 @@ from typing import Any, final
 
 import jax
 
-from jaxmem_callbacks.planning.search import pareto
+from jaxmem_callbacks.planning.choice import pareto
 from jaxmem_callbacks.programs.memory import step_memory
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.records.errors import CompileError, DefragmentError, LossRefusedError, PolicyError, RecoveryError
@@ -19,12 +19,12 @@ from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import RecoveryMove, RecoverySettings, Rung
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
-from jaxmem_callbacks.recovery.failure import ran_out
+from jaxmem_callbacks.recovery.failure import oom_facts
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.checkpoints import CheckpointFolder
 from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner, first_line, rows_of
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, InputBuffer, Inputs, SnapshotStore
-from jaxmem_callbacks.transforms.leaves import is_weak
+from jaxmem_callbacks.transforms.tracing import is_weak
 
 # From what keeps most to what keeps least. Everything between `none` and `full` differs by model: a plan knows better.
 _REMATS = (("none", 1), ("dots_saveable", 1), ("full", 1), ("full", 2))
@@ -159,7 +159,7 @@ def need_of(step: JitStep, args: Sequence[Any]) -> int | None:
     try:
         return step_memory(step, *(jax.tree.map(shape_of, each) for each in args)).step_bytes
     except Exception as error:
-        if ran_out(error) is None:
+        if oom_facts(error) is None:
             raise
         return None
 
@@ -368,7 +368,7 @@ class Fallback:
         self._done(None if where is None else "save_and_exit", self._failure.step, saved)
         if attempt.error is not None:
             return attempt.error
-        who = attempt.on("ran_out")
+        who = attempt.on("oom_facts")
         msg = (
             f"memory ran out in step {self._failure.step} on process {', '.join(map(str, who))} of {agreement.count}: "
             f"{attempt.reports[who[0]]['text']}. Nothing on the ladder helped all processes, so this one ends too. {saved}"
@@ -411,7 +411,7 @@ class Fallback:
             if option.rung == "defragment":
                 holder[0], why = defragmented(holder[0])
         except Exception as error:
-            if ran_out(error) is None:
+            if oom_facts(error) is None:
                 raise
             why = first_line(error)
         answers = self._runner.agreement.exchange({"why": why})
@@ -451,7 +451,7 @@ class Fallback:
             rung=rung,
             policy=policy_words(self._runner.step.policy),
             from_step=begun,
-            failed_on=self._failure.attempt.on("ran_out"),
+            failed_on=self._failure.attempt.on("oom_facts"),
             passed_over=tuple(self._passed),
             seconds=time.monotonic() - self._began,
         )

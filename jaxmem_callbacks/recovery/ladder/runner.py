@@ -23,13 +23,13 @@ from jaxmem_callbacks.records.errors import (
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.failure import ran_out
+from jaxmem_callbacks.recovery.failure import oom_facts
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Message
 from jaxmem_callbacks.recovery.ladder.notify import Notifier
 from jaxmem_callbacks.recovery.snapshots import Inputs
 from jaxmem_callbacks.transforms.policy import Gradients
 
-How = Literal["ok", "ran_out", "stuck", "refused"]
+How = Literal["ok", "oom_facts", "stuck", "refused"]
 _LISTEN_S = 0.25
 _SHORTEST_S, _LONGEST_S = 0.0001, 0.002
 _WORDS = 300
@@ -56,7 +56,7 @@ class StepAttempt:
     @property
     def failed(self) -> bool:
         """Whether memory ran out anywhere."""
-        return bool(self.on("ran_out"))
+        return bool(self.on("oom_facts"))
 
     @property
     def refusal(self) -> str:
@@ -102,10 +102,10 @@ def run_step(  # noqa: PLR0913 - a run, and what is known of it
     except Exception as raised:
         if on_trial and isinstance(raised, PolicyError):
             how, text = "refused", first_line(raised)
-        elif ran_out(raised) is None:
+        elif oom_facts(raised) is None:
             raise
         else:
-            error, how, text, result = raised, "ran_out", first_line(raised), None
+            error, how, text, result = raised, "oom_facts", first_line(raised), None
         traceback.clear_frames(
             raised.__traceback__
         )  # they hold the arrays of the call; the lines of the traceback stay

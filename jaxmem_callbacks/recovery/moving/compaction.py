@@ -1,4 +1,4 @@
-"""A plan of moves that brings free memory together, and its execution."""
+"""Compaction: a plan of moves that merges free memory, and its execution."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedPool:
         if high > low:
             self._blocks.add_region(low, high - low)
         for each, end in zip(placed, ends, strict=True):
-            address = max(each.address, low)  # what nobody names may reach into another one's place
+            address = max(each.address, low)  # memory of unknown owners may overlap
             if end > address:
                 self.put_back(each.key, address, end - address)
                 low = end
@@ -209,18 +209,18 @@ def _run(
 
 
 _MOST_PLANS = 32
-_NOBODY = -(2**40)
+_UNKNOWN = -(2**40)
 
 
-class Hands(Protocol):
-    """What moves the buffers of one device."""
+class BufferMover(Protocol):
+    """Moves the buffers of one device."""
 
     def buffers(self) -> Sequence[PlacedBuffer]:
-        """What lies there now, with what is not to be moved."""
+        """The buffers there now, movable or not."""
         ...
 
     def free_bytes(self) -> int | None:
-        """What is free in all, or None."""
+        """Free bytes in all, or None."""
         ...
 
     def largest_free_bytes(self) -> int | None:
@@ -236,26 +236,26 @@ class Hands(Protocol):
         ...
 
 
-def keep_copy(*, new: int | None, old: int | None, foretold: int, before: int | None, now: int | None) -> bool:
+def keep_copy(*, new: int | None, old: int | None, expected: int, before: int | None, now: int | None) -> bool:
     """Whether a copy is to stay and the old buffer to go: it lies lower, and took no part of the largest hole.
 
     Args:
         new: Where the copy lies.
         old: Where the old one does.
-        foretold: Where it was expected; where the allocator does not tell its largest free block, only a copy there stays.
+        expected: Where it was expected; where the allocator does not report its largest free block, only a copy there stays.
         before: The largest free block without the copy, or None.
         now: And with it.
     """
     if new is None or old is None or new > old:
         return False
-    return new == foretold if before is None or now is None else now >= before
+    return new == expected if before is None or now is None else now >= before
 
 
-def follow(hands: Hands, *, extra_bytes: int) -> tuple[Mapping[int, str], int]:
-    """Plan, move, look, and plan again where it came otherwise: first on the device, then through the host.
+def compact(mover: BufferMover, *, extra_bytes: int) -> tuple[Mapping[int, str], int]:
+    """Plan and move, and plan again where a buffer came to lie elsewhere: first on the device, then through the host.
 
     Args:
-        hands: What moves.
+        mover: Moves the buffers.
         extra_bytes: The most that one step may take besides.
 
     Returns:
@@ -265,33 +265,33 @@ def follow(hands: Hands, *, extra_bytes: int) -> tuple[Mapping[int, str], int]:
     plan, extra = plan_moves((), extra_bytes=extra_bytes), 0
     for _ in range(_MOST_PLANS):
         plan = _plan(
-            hands, taken, extra_bytes, [dataclasses.replace(each, stageable=False) for each in hands.buffers()]
+            mover, taken, extra_bytes, [dataclasses.replace(each, stageable=False) for each in mover.buffers()]
         )
         extra = max(extra, plan.extra_bytes)
-        wrong = next((step for step in plan.steps if not hands.copy_to(step.keys[0], step.to[0])), None)
+        wrong = next((step for step in plan.steps if not mover.copy_to(step.keys[0], step.to[0])), None)
         if wrong is None:
             break
-        taken.append(_gap(hands.buffers(), wrong.to[0], len(taken)))
+        taken.append(_gap(mover.buffers(), wrong.to[0], len(taken)))
     staged: set[int] = set()
     for _ in range(_MOST_PLANS):
         once = [
-            dataclasses.replace(each, stageable=each.stageable and each.key not in staged) for each in hands.buffers()
+            dataclasses.replace(each, stageable=each.stageable and each.key not in staged) for each in mover.buffers()
         ]
-        plan = _plan(hands, taken, extra_bytes, _with_rooms(once))
+        plan = _plan(mover, taken, extra_bytes, _with_rooms(once))
         step = next((each for each in plan.steps if each.kind == "host"), None)
         if step is None:
             break
-        before = hands.largest_free_bytes()
-        hands.stage(step)
+        before = mover.largest_free_bytes()
+        mover.stage(step)
         staged.update(step.keys)
         extra = max(extra, sum(rounded(each.bytes) for each in once if each.key in step.keys))
-        after = hands.largest_free_bytes()
+        after = mover.largest_free_bytes()
         if before is not None and after is not None and after < before:
             break
     return plan.stays, extra
 
 
-def _plan(hands: Hands, taken: list[PlacedBuffer], extra_bytes: int, buffers: list[PlacedBuffer]) -> MovePlan:
+def _plan(mover: BufferMover, taken: list[PlacedBuffer], extra_bytes: int, buffers: list[PlacedBuffer]) -> MovePlan:
     """A plan of what lies there now, around what is taken."""
     if not buffers:
         return plan_moves((), extra_bytes=extra_bytes)
@@ -303,7 +303,7 @@ def _plan(hands: Hands, taken: list[PlacedBuffer], extra_bytes: int, buffers: li
         if each.address + each.bytes <= high and not any(_overlap(each, other) for other in buffers)
     ]
     between = high - low - sum(max(each.room, rounded(each.bytes)) for each in buffers)
-    tail = max(0, (hands.free_bytes() or 0) - between)
+    tail = max(0, (mover.free_bytes() or 0) - between)
     return plan_moves([*buffers, *known], extra_bytes=extra_bytes, tail_bytes=tail)
 
 
@@ -320,9 +320,9 @@ def _with_rooms(buffers: list[PlacedBuffer]) -> list[PlacedBuffer]:
 
 
 def _gap(buffers: Sequence[PlacedBuffer], address: int, number: int) -> PlacedBuffer:
-    """What lies between an address and the next buffer, as taken by nobody knows whom."""
+    """The memory between an address and the next buffer, as a buffer of an unknown owner."""
     above = min((each.address for each in buffers if each.address > address), default=address + 256)
-    return PlacedBuffer(key=_NOBODY - number, address=address, bytes=above - address, movable=False)
+    return PlacedBuffer(key=_UNKNOWN - number, address=address, bytes=above - address, movable=False)
 
 
 def _overlap(one: PlacedBuffer, other: PlacedBuffer) -> bool:

@@ -23,7 +23,7 @@ from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import MIB, format_bytes
-from jaxmem_callbacks.recovery.failure import Failing
+from jaxmem_callbacks.recovery.failure import FailingProgram
 
 _LEAST_S = 1.0  # no compile ends in less
 _TOO_LATE = "the time for planning was over; give jm.oom_guard more plan_seconds"
@@ -63,70 +63,70 @@ class Forecasts:
     Attributes:
         plain: The failed step itself, by the same compiler.
         tried: Everything else.
-        told: How it was done, or why it was not, a sentence.
+        how: How it was done, or why it was not, a sentence.
         target: What it was compiled for.
     """
 
     plain: Candidate | None = None
     tried: tuple[Forecast, ...] = ()
-    told: str = ""
+    how: str = ""
     target: str = ""
 
 
 def forecast(
-    failing: Failing | None, seconds: float, left_bytes: int | None, *, lacking_bytes: int | None = None
+    program: FailingProgram | None, seconds: float, left_bytes: int | None, *, lacking_bytes: int | None = None
 ) -> Forecasts:
     """Compile what may save memory, the cheapest for the training first, until the time is over.
 
     Args:
-        failing: The program that failed.
+        program: The program that failed.
         seconds: How long it may take; 0 compiles nothing.
         left_bytes: What is left of the process's own bounds of memory, or None where it has none.
         lacking_bytes: What must be saved at least; of a kind that saves it nothing dearer is compiled.
     """
     if seconds <= 0:
-        return Forecasts(told="Nothing was compiled, because no time was given for it (plan_seconds=0).")
-    if failing is None or failing.step is None or failing.call is None:
+        return Forecasts(how="Nothing was compiled, because no time was given for it (plan_seconds=0).")
+    if program is None or program.step is None or program.call is None:
         return Forecasts(
-            told="Nothing was compiled, because the program that failed is no step of jm.jit_step, whose policy can be varied."
+            how="Nothing was compiled, because the program that failed is no step of jm.jit_step, whose policy can be varied."
         )
     if left_bytes is not None and left_bytes < LEAST_LEFT_BYTES:
         return Forecasts(
-            told=f"Nothing was compiled, because {format_bytes(left_bytes)} are left to this process, too few to trace a step."
+            how=f"Nothing was compiled, because {format_bytes(left_bytes)} are left to this process, too few to trace a step."
         )
     began = time.monotonic()
     try:
-        problem = _problem(failing, failing.step)
-        asking = _Asking(problem, began + seconds, lacking_bytes)
-        asking.run()
+        problem = _problem(program, program.step)
+        compiles = _Compiles(problem, began + seconds, lacking_bytes)
+        compiles.run()
     except KeyboardInterrupt:
-        return Forecasts(told="Nothing was compiled, because compiling was interrupted.")
+        return Forecasts(how="Nothing was compiled, because compiling was interrupted.")
     except JaxmemError as error:
         over = time.monotonic() - began > seconds - _LEAST_S
-        return Forecasts(told=f"Nothing was compiled: {_TOO_LATE if over else error}")
+        return Forecasts(how=f"Nothing was compiled: {_TOO_LATE if over else error}")
     took = time.monotonic() - began
     where = problem.target.name if problem.target is not None else "attached"
     return Forecasts(
-        plain=asking.plain,
-        tried=tuple(asking.tried),
-        told=(
-            f"{asking.compiles} compiles for {where} ({problem.device_count} device{'s' * (problem.device_count > 1)}) in "
+        plain=compiles.plain,
+        tried=tuple(compiles.tried),
+        how=(
+            f"{compiles.compiles} compiles for {where} ({problem.device_count} device{'s' * (problem.device_count > 1)}) in "
             f"{took:.0f} s, by worker processes and without this process's devices, after the failure."
         ),
         target=where,
     )
 
 
-def _problem(failing: Failing, step: JitStep) -> Problem:
+def _problem(program: FailingProgram, step: JitStep) -> Problem:
     """The failed step under its own policy, for the devices that it ran on, by shapes."""
-    assert failing.call is not None  # forecast has asked
-    places = [getattr(leaf.value, "sharding", None) for leaf in failing.leaves]
+    assert program.call is not None  # forecast has asked
+    places = [getattr(leaf.value, "sharding", None) for leaf in program.leaves]
     count = max((int(getattr(place, "num_devices", 1) or 1) for place in places if place is not None), default=1)
     device = jax.local_devices()[0]
     return Problem(
         train_step=step.__wrapped__,
-        args=failing.call.args,
-        kwargs=failing.call.kwargs,
+        args=program.call.args,
+        kwargs=program.call.kwargs,
         target=attached_target(device.platform, device.device_kind, count),
         budget=Budget(bytes=None, limit_bytes=None, reason="none: figures are compared"),
         device_count=count,
@@ -138,7 +138,7 @@ def _problem(failing: Failing, step: JitStep) -> Problem:
 
 
 @final
-class _Asking:
+class _Compiles:
     """Compiles one problem under policies, one after the other, until a deadline."""
 
     def __init__(self, problem: Problem, deadline: float, lacking_bytes: int | None) -> None:
@@ -159,8 +159,8 @@ class _Asking:
         with self._problem.in_mesh():
             traced = self._problem.step(base).traced(self._problem.args, dict(self._problem.kwargs))
         if traced.undonated:
-            told = Forecast(kind="donation", policy=base, names=traced.undonated, extra_share=0.0)
-            self._attempt(told, self._donating)
+            option = Forecast(kind="donation", policy=base, names=traced.undonated, extra_share=0.0)
+            self._attempt(option, self._donating)
         for policy in _stronger(base):
             self._attempt(Forecast(kind="remat", policy=policy), self._under_policy)
         try:
@@ -173,19 +173,21 @@ class _Asking:
                 self._attempt(Forecast(kind="microbatches", policy=policy), self._under_policy)
         if rows.count % (2 * base.microbatches) == 0:
             half = with_rows(self._problem, rows, rows.count // 2)
-            told = Forecast(kind="rows", policy=base, names=rows.arguments, rows=rows.count // 2)
-            self._attempt(told, lambda told: replace(told, step_bytes=self._compiled(Compiler(half), base).step_bytes))
+            option = Forecast(kind="rows", policy=base, names=rows.arguments, rows=rows.count // 2)
+            self._attempt(
+                option, lambda option: replace(option, step_bytes=self._compiled(Compiler(half), base).step_bytes)
+            )
 
-    def _attempt(self, told: Forecast, action: Callable[[Forecast], Forecast]) -> None:
-        """One change, unless its kind has saved enough already; one that cannot be compiled is told as such, with the reason."""
-        if any(each.kind == told.kind and self._saves_enough(each) for each in self.tried):
+    def _attempt(self, option: Forecast, action: Callable[[Forecast], Forecast]) -> None:
+        """One change, unless its kind has saved enough already; one that cannot be compiled is kept with the reason."""
+        if any(each.kind == option.kind and self._saves_enough(each) for each in self.tried):
             return
         try:
-            self.tried.append(action(told))
+            self.tried.append(action(option))
         except Exception as error:  # noqa: BLE001 - the user's own function may raise under a policy, or for want of memory
             words = str(error).strip().splitlines() or ["without a word"]
             why = _TOO_LATE if self.is_over else f"{type(error).__name__}: {words[0]}"
-            self.tried.append(replace(told, why=why))
+            self.tried.append(replace(option, why=why))
 
     @property
     def is_over(self) -> bool:
@@ -197,16 +199,16 @@ class _Asking:
             return False
         return self.plain.step_bytes - each.step_bytes >= self._lacking
 
-    def _under_policy(self, told: Forecast) -> Forecast:
+    def _under_policy(self, option: Forecast) -> Forecast:
         self._compiler.unchecked = False
-        found = self._compiled(self._compiler, told.policy)
+        compiled = self._compiled(self._compiler, option.policy)
         unchecked = self._compiler.unchecked
-        return replace(told, step_bytes=found.step_bytes, extra_share=found.extra_share, unchecked=unchecked)
+        return replace(option, step_bytes=compiled.step_bytes, extra_share=compiled.extra_share, unchecked=unchecked)
 
-    def _donating(self, told: Forecast) -> Forecast:
-        size, _ = self._compiler.donating(told.policy, told.names, timeout_s=self._left())
+    def _donating(self, option: Forecast) -> Forecast:
+        size, _ = self._compiler.donating(option.policy, option.names, timeout_s=self._left())
         self.compiles += 1
-        return replace(told, step_bytes=size)
+        return replace(option, step_bytes=size)
 
     def _compiled(self, compiler: Compiler, policy: StepPolicy) -> Candidate:
         self._left()

@@ -65,7 +65,7 @@ def same_form(modules: Sequence[str]) -> str:
 
 
 def family_of(modules: Iterable[str]) -> Callable[[str], tuple[str, str]]:
-    """A function that tells the repeated module around a module, and its family.
+    """A function from a module to the repeated module around it, and its family.
 
     Args:
         modules: Every module of the model.
@@ -80,7 +80,7 @@ def family_of(modules: Iterable[str]) -> Callable[[str], tuple[str, str]]:
             numbered.setdefault((*parts[:at], _NUMBER.sub("*", part)), set()).add(part)
 
     @cache
-    def told(module: str) -> tuple[str, str]:
+    def family(module: str) -> tuple[str, str]:
         parts = tuple(module.split("/"))
         for at, part in enumerate(parts):
             form = (*parts[:at], _NUMBER.sub("*", part))
@@ -88,7 +88,7 @@ def family_of(modules: Iterable[str]) -> Callable[[str], tuple[str, str]]:
                 return "/".join(parts[: at + 1]), "/".join(form)
         return module, module
 
-    return told
+    return family
 
 
 def _parts(path: str) -> _Parts:
@@ -172,8 +172,8 @@ _Form = tuple[tuple[int, ...], str]  # shape and dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """All live arrays.
+class LiveBuffers:
+    """All live arrays, by what holds them.
 
     Attributes:
         holders: The largest.
@@ -196,7 +196,7 @@ class Held:
 
 @dataclass(slots=True)
 class _Seen:
-    """What arrays have in common, by what tells it: words are made once."""
+    """Types and devices of arrays as text, each made once."""
 
     types: dict[Any, str] = field(default_factory=dict[Any, str])
     devices: dict[Any, tuple[str, ...]] = field(default_factory=dict[Any, tuple[str, ...]])
@@ -234,7 +234,7 @@ class _Group:
     sites: Counter[str] = field(default_factory=Counter[str])
 
 
-def held_arrays(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the_calls: bool) -> Held:
+def find_live_buffers(leaves: Sequence[Leaf], variables: Mapping[int, str], *, are_the_calls: bool) -> LiveBuffers:
     """Every live array under the best name that there is for it.
 
     Args:
@@ -352,10 +352,10 @@ def _are_sound(arrays: Sequence[Any]) -> bool:
 
 def _by_module(groups: Sequence[_Group], modules: Mapping[str, str]) -> tuple[ModuleHolder, ...]:
     """What families of modules hold together; an array that may be of several families is of none."""
-    told = family_of(set(modules.values()))
+    family_of_module = family_of(set(modules.values()))
     found: dict[str, tuple[set[str], Counter[str], list[int]]] = {}
     for group in groups:
-        members = [told(module) if module else ("", "") for module in group.name.modules]
+        members = [family_of_module(module) if module else ("", "") for module in group.name.modules]
         families = {family for _, family in members}
         if len(families) != 1 or families == {""}:
             continue
@@ -374,9 +374,9 @@ def _by_module(groups: Sequence[_Group], modules: Mapping[str, str]) -> tuple[Mo
 
 def _summed(
     ordered: Sequence[_Group], modules: tuple[ModuleHolder, ...], totals: Mapping[str, int], unnamed: Sequence[int]
-) -> Held:
+) -> LiveBuffers:
     rest = ordered[_LISTED:]
-    return Held(
+    return LiveBuffers(
         holders=tuple(
             Holder(
                 name=group.name.text,
@@ -400,7 +400,9 @@ def _summed(
     )
 
 
-def gone(leaves: Sequence[Leaf], donated: Sequence[str], *, are_the_calls: bool) -> tuple[tuple[str, ...], int, str]:
+def deleted_arguments(
+    leaves: Sequence[Leaf], donated: Sequence[str], *, are_the_calls: bool
+) -> tuple[tuple[str, ...], int, str]:
     """Arguments whose arrays are deleted, their bytes on one device, and what is known of all of them, as a sentence.
 
     Args:
@@ -411,11 +413,11 @@ def gone(leaves: Sequence[Leaf], donated: Sequence[str], *, are_the_calls: bool)
     if not are_the_calls:
         given = [leaf for leaf in leaves if leaf.argument in donated]
         if given:
-            told = (
+            fate = (
                 f"{', '.join(donated)}: donated to the call, which was under way, so that those arrays are gone: go on from a "
                 "copy or a checkpoint."
             )
-            return tuple(leaf.path for leaf in given), sum(_bytes(leaf) for leaf in given), told
+            return tuple(leaf.path for leaf in given), sum(_bytes(leaf) for leaf in given), fate
         return (), 0, "Whether its arguments survived is unknown, because the exception did not pass through its call."
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
     dead = [leaf for leaf in arrays if leaf.value.is_deleted()]
@@ -423,15 +425,15 @@ def gone(leaves: Sequence[Leaf], donated: Sequence[str], *, are_the_calls: bool)
         return (), 0, f"All {len(arrays)} arrays of its arguments are alive: the call can be made again."
     size = sum(_bytes(leaf) for leaf in dead)
     names = sorted({leaf.argument for leaf in dead})
-    told = (
+    fate = (
         f"{len(dead)} of the {len(arrays)} arrays of its arguments were donated and are gone ({', '.join(names)}): "
         "go on from a copy or a checkpoint, the same call cannot be made again."
     )
-    return tuple(leaf.path for leaf in dead), size, told
+    return tuple(leaf.path for leaf in dead), size, fate
 
 
 def _bytes(leaf: Leaf) -> int:
-    """Bytes of an array on one device, by its shape: a deleted one tells no size."""
+    """Bytes of an array on one device, by its shape: a deleted one has no size."""
     place = getattr(leaf.value, "sharding", None)
     shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
     size = 1

@@ -1,4 +1,4 @@
-"""Remedies of a failure by its forecasts, holders and cause: the best first, as lines to paste.
+"""Remedies of a failure by its forecasts, live buffers and cause: the best first, as lines to paste.
 
 First what saves enough, by the operations that it adds to a step, to the whole percent; of those that add as many, what disturbs
 least: donation, remat, microbatches (whose smaller matrices no count of operations shows), then letting go of an array, which
@@ -17,7 +17,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.oom import Holder, OomCause, OomFacts, Remedy
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.units import format_bytes, format_extra
-from jaxmem_callbacks.recovery.failure import Failing
+from jaxmem_callbacks.recovery.failure import FailingProgram
 from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
 from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
 from jaxmem_callbacks.recovery.texts.explain import ELSEWHERE, host_tries
@@ -30,7 +30,7 @@ _OF_THE_POOL = ("fragmentation", "growth", "refused")
 
 
 def remedies(  # noqa: PLR0913 - what is known of the failure, each once
-    failing: Failing | None,
+    program: FailingProgram | None,
     forecasts: Forecasts,
     holders: Sequence[Holder],
     *,
@@ -43,27 +43,27 @@ def remedies(  # noqa: PLR0913 - what is known of the failure, each once
     """Ranked.
 
     Args:
-        failing: The program that failed.
+        program: The program that failed.
         forecasts: What was compiled.
         holders: Who holds live arrays.
         cause: Why it did not fit.
         lacking_bytes: What was lacking at least.
         platform: Of the devices.
-        facts: What the failure says; None for nothing.
+        facts: What the failure states, or None.
         device_count: Local devices.
     """
     ranked: list[tuple[tuple[float, ...], Remedy]] = []
     for place, each in enumerate(forecasts.tried):
         if _is_no_better(each, forecasts.tried[:place]):
             continue
-        remedy = _of_forecast(failing, forecasts, each, lacking_bytes)
+        remedy = _of_forecast(program, forecasts, each, lacking_bytes)
         if remedy is not None:
             ranked.append((_rank(remedy, _ORDER[each.kind], each.extra_share), remedy))
     ranked += [(_rank(remedy, _HOLDER, 0.0), remedy) for remedy in _of_holders(holders, lacking_bytes)]
     in_host = facts is not None and facts.platform in ("host", "cpu")
     for place, remedy in enumerate(_of_the_host(facts) if facts and in_host else _settings(cause, platform)):
         ranked.append(((-1.0 if cause in _OF_THE_POOL else 3.0, place), remedy))
-    for place, remedy in enumerate(_uncompiled(failing, forecasts, device_count)):
+    for place, remedy in enumerate(_uncompiled(program, forecasts, device_count)):
         ranked.append(((4.0, place), remedy))
     return tuple(remedy for _, remedy in sorted(ranked, key=lambda pair: pair[0]))
 
@@ -84,12 +84,12 @@ def _rank(remedy: Remedy, order: int, extra_share: float | None) -> tuple[float,
 
 
 def _of_forecast(
-    failing: Failing | None, forecasts: Forecasts, each: Forecast, lacking_bytes: int | None
+    program: FailingProgram | None, forecasts: Forecasts, each: Forecast, lacking_bytes: int | None
 ) -> Remedy | None:
-    if failing is None or failing.step is None or each.kind not in _ORDER:
+    if program is None or program.step is None or each.kind not in _ORDER:
         return None
     what, costs = _words(each)
-    lines = _lines(failing, each)
+    lines = _lines(program, each)
     plain = forecasts.plain.step_bytes if forecasts.plain is not None else None
     if each.step_bytes is None or plain is None:
         return Remedy(
@@ -139,32 +139,32 @@ def _words(each: Forecast) -> tuple[str, str]:
     return f"Stronger remat: {policy_words(each.policy)}", more
 
 
-def _lines(failing: Failing, each: Forecast) -> tuple[str, ...]:
+def _lines(program: FailingProgram, each: Forecast) -> tuple[str, ...]:
     if each.kind == "rows":
         names = each.names
         return tuple(advise("oom.rows", name=name, rows=each.rows) for name in names)
     policy = dataclasses.replace(each.policy, donate=None) if each.kind == "donation" else each.policy
-    return (jit_step_line(failing, policy),)
+    return (jit_step_line(program, policy),)
 
 
-def jit_step_line(failing: Failing, policy: StepPolicy) -> str:
+def jit_step_line(program: FailingProgram, policy: StepPolicy) -> str:
     """``step = jm.jit_step(train_step, jm.StepPolicy(remat='full'))``."""
-    said = policy_code(policy)
-    pinned = failing.step is not None and failing.step.state_shardings is not None
-    reaches_all = failing.step is not None and failing.step.gradients == "all"
-    arguments = [failing.name, *([said] if said else []), *(["state_shardings=state_shardings"] if pinned else [])]
+    code = policy_code(policy)
+    pinned = program.step is not None and program.step.state_shardings is not None
+    reaches_all = program.step is not None and program.step.gradients == "all"
+    arguments = [program.name, *([code] if code else []), *(["state_shardings=state_shardings"] if pinned else [])]
     arguments += ["gradients='all'"] if reaches_all else []
     return advise("step.made", arguments=", ".join(arguments))
 
 
 def policy_code(policy: StepPolicy) -> str:
-    """A policy as Python, what is not said left out; empty for one that says nothing."""
-    said = [
+    """A policy as Python, without its defaults; empty for the default policy."""
+    arguments = [
         f"{field.name}={getattr(policy, field.name)!r}"
         for field in dataclasses.fields(StepPolicy)
         if getattr(policy, field.name) != field.default
     ]
-    return advise("train.policy", said=", ".join(said)) if said else ""
+    return advise("train.policy", said=", ".join(arguments)) if arguments else ""
 
 
 def _of_holders(holders: Sequence[Holder], lacking_bytes: int | None) -> Iterator[Remedy]:
@@ -231,11 +231,11 @@ def _settings(cause: OomCause, platform: str) -> Iterator[Remedy]:
         )
 
 
-def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int) -> Iterator[Remedy]:
+def _uncompiled(program: FailingProgram | None, forecasts: Forecasts, device_count: int) -> Iterator[Remedy]:
     """What was not tried here."""
-    if failing is None:  # no program: an allocation on the host or a device
+    if program is None:  # no program: an allocation on the host or a device
         return
-    if failing.step is None:
+    if program.step is None:
         yield Remedy(
             what="Make the failing function a step of this library, so that it can be explained and made smaller",
             lines=(advise("step.made", arguments="train_step"), advise("oom.look", step="train_step")),
@@ -243,8 +243,8 @@ def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int
             basis="not compiled: only steps of jm.jit_step can be compiled again",
         )
         return
-    names = list(dict.fromkeys(leaf.argument for leaf in failing.leaves)) or ["..."]
-    call = ", ".join([failing.name, *names])
+    names = list(dict.fromkeys(leaf.argument for leaf in program.leaves)) or ["..."]
+    call = ", ".join([program.name, *names])
     if not forecasts.tried:
         yield Remedy(
             what="The cheapest policy that fits, by compiling",
@@ -252,12 +252,12 @@ def _uncompiled(failing: Failing | None, forecasts: Forecasts, device_count: int
             compiled=False,
             basis="not compiled: see how predictions were made",
         )
-    if device_count > 1 and not any(leaf.value is not None and _is_spread(leaf.value) for leaf in failing.leaves):
+    if device_count > 1 and not any(leaf.value is not None and _is_spread(leaf.value) for leaf in program.leaves):
         yield Remedy(
             what=f"Split the state over the {device_count} devices that are here",
             lines=(
                 advise("sharding.set_mesh", axes='{"fsdp": -1}'),
-                jit_step_line(failing, StepPolicy(sharding="fsdp")),
+                jit_step_line(program, StepPolicy(sharding="fsdp")),
             ),
             compiled=False,
             basis="not compiled: the state must be placed anew first (docs/sharding.md)",
