@@ -25,7 +25,7 @@ import psutil
 import jaxmem_callbacks as jm
 from benchmarks.sources import write_result
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, Spread, Window, Windows
-from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
+from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
@@ -123,7 +123,11 @@ def _event_bytes(folder: str, writer: Writer) -> int:
 def left_by(steps: int, pace_s: float) -> tuple[int, int]:
     """How many windows and pictures a run of slower steps leaves, at the default spans."""
     settings = MonitorSettings()
-    windows, pictures, counts = Windows(settings.window_s), Spans(settings.figure_s, PICTURES), [0, 2]  # two at the end
+    windows, pictures, counts = (
+        Windows(settings.window_s),
+        RateLimiter(settings.figure_s, PICTURES),
+        [0, 2],
+    )  # two at the end
     pictures.begin(0.0)
     for step in range(steps):
         now = step * pace_s

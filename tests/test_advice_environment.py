@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from jaxmem_callbacks.environment.findings import findings
-from jaxmem_callbacks.records.environment import Surroundings
+from jaxmem_callbacks.records.environment import ProcessFacts
 from tests.pasting import pasted
 
 NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -24,14 +24,14 @@ TRAINING = """
 import json, jax, jax.numpy as jnp
 {line}
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
-from jaxmem_callbacks.environment.process import surroundings
+from jaxmem_callbacks.environment.process import process_facts
 from jaxmem_callbacks.environment.findings import findings
 step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w))
 w = jnp.zeros(3)
 for _ in range(20):
     w = step(w, jnp.eye(3))
 read = generate_pjrt_gpu_plugin_options() | (jax.config.jax_pjrt_client_create_options or {{}})
-print(json.dumps([read, [each.kind for each in findings(surroundings(started=False))], float(jnp.sum(w))]))
+print(json.dumps([read, [each.kind for each in findings(process_facts(started=False))], float(jnp.sum(w))]))
 """
 
 
@@ -54,7 +54,7 @@ def trained(shell: str = "", line: str = "", **variables: str) -> tuple[dict[str
 
 
 def told(kind: str, **seen: object) -> str:
-    found = {each.kind: each for each in findings(Surroundings(jax="0.12.0", jaxlib="0.12.0", **seen))}  # type: ignore[arg-type]
+    found = {each.kind: each for each in findings(ProcessFacts(jax="0.12.0", jaxlib="0.12.0", **seen))}  # type: ignore[arg-type]
     return str(found[kind])
 
 

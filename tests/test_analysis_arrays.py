@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxmem_callbacks.analysis.array_detectors import GrowthDetector, ImbalanceDetector, ReplicationDetector
 from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, RecompilationDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.analysis.timeseries import Lasting, Trend
+from jaxmem_callbacks.analysis.timeseries import Debounce, Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, changed_groups, with_changes
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
@@ -161,11 +161,11 @@ def test_what_is_written_of_censuses_gives_them_back(counts: list[list[tuple[int
         before = now
 
 
-# Lasting
+# Debounce
 
 
 def test_lasting_needs_looks_and_steps_and_tells_once():
-    lasting = Lasting(100)
+    lasting = Debounce(100)
     told = [step for step in range(60) if lasting.begun(step, {"a"})]
     assert told == [10]
     assert lasting.since({"a"}) == 0
@@ -176,7 +176,7 @@ def test_lasting_needs_looks_and_steps_and_tells_once():
 
 @given(present=st.lists(st.booleans(), max_size=80))
 def test_what_is_gone_at_every_fifth_look_never_lasts(present: list[bool]):
-    lasting = Lasting(1)
+    lasting = Debounce(1)
     assert not any(lasting.begun(step, {"a"} if now and step % 5 else set()) for step, now in enumerate(present))
 
 

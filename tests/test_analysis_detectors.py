@@ -13,7 +13,7 @@ from jaxmem_callbacks.analysis.compile_detectors import RecompilationDetector
 from jaxmem_callbacks.analysis.figures import Fragmentation, fragmentation_of
 from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.analysis.timeseries import Episode
+from jaxmem_callbacks.analysis.timeseries import HysteresisTrigger
 from jaxmem_callbacks.probes.jax_events import NOT_REGISTERED
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
@@ -62,19 +62,19 @@ def run(detector: Any, observations: list[Observation]) -> list[MemoryEvent]:
 
 def test_a_release_above_the_beginning_is_refused():
     with pytest.raises(ValueError, match=r"release=0\.9 is above begin=0\.5.*Give release <= begin"):
-        Episode(begin=0.5, release=0.9)
+        HysteresisTrigger(begin=0.5, release=0.9)
 
 
 @given(noise=st.lists(st.floats(0.86, 1.0), min_size=1, max_size=40))
 def test_noise_between_the_levels_never_begins_a_second_episode(noise: list[float]):
-    episode = Episode(begin=0.95, release=0.85)
+    episode = HysteresisTrigger(begin=0.95, release=0.85)
     assert episode.begins(0.96)
     assert not any(episode.begins(level) for level in noise)
 
 
 @given(levels=st.lists(st.floats(0, 1), max_size=60))
 def test_an_episode_begins_only_above_its_level_and_never_twice_without_a_release(levels: list[float]):
-    episode = Episode(begin=0.8, release=0.6)
+    episode = HysteresisTrigger(begin=0.8, release=0.6)
     released = True
     for level in levels:
         began = episode.begins(level)
@@ -87,7 +87,7 @@ def test_an_episode_begins_only_above_its_level_and_never_twice_without_a_releas
 
 @given(levels=st.lists(st.floats(0, 1), max_size=200))
 def test_a_dip_that_does_not_last_ends_no_episode(levels: list[float]):
-    episode = Episode(begin=0.8, release=0.6, quiet=10)
+    episode = HysteresisTrigger(begin=0.8, release=0.6, quiet=10)
     began = [episode.begins(0.9 if index % 10 == 0 else level) for index, level in enumerate(levels)]
     assert began == [True, *[False] * (len(levels) - 1)][: len(levels)]
 

@@ -23,8 +23,8 @@ from jaxmem_callbacks.analysis.figures import (
     values_of,
 )
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
-from jaxmem_callbacks.analysis.run_summary import KnownHere
-from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
+from jaxmem_callbacks.analysis.run_summary import MetricAvailability
+from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable
@@ -135,12 +135,12 @@ def observed(*readings: Reading, **fields: object) -> Observation:
     return Observation(step=1, time_s=1.0, readings=readings, **fields)
 
 
-def row(known: KnownHere, figure: str) -> tuple[bool, str, str]:
+def row(known: MetricAvailability, figure: str) -> tuple[bool, str, str]:
     return next((each.known, each.latest, each.text) for each in known.rows() if each.figure == figure)
 
 
 def test_what_is_unknown_says_why():
-    known = KnownHere(limit_bytes=3 * GIB)
+    known = MetricAvailability(limit_bytes=3 * GIB)
     assert row(known, "memory/host_gib")[2] == "unknown, because nothing was read yet"
     why = Unavailable(figure="allocator", device="cpu:0", reason="this client keeps none")
     readings = [
@@ -178,14 +178,14 @@ def test_programs_are_known_by_their_largest_compile_or_by_a_reason():
             step=0, compilation=Compilation(program=name, time_s=0.0, signature=(), memory=memory, unavailable=why)
         )
 
-    known = KnownHere()
+    known = MetricAvailability()
     known.learn(observed(compilations=[compiled("step", 2 * GIB), compiled("step", GIB), compiled("other", None)]))
     assert row(known, "need of step")[1] == "2.0 GiB"
     assert row(known, "need of other") == (False, "unknown", "unknown, because not registered")
 
 
 def test_fragmentation_is_shown_for_the_worst_device():
-    known = KnownHere()
+    known = MetricAvailability()
     known.learn(
         observed(
             *(
@@ -234,7 +234,7 @@ def test_what_is_taken_outside_the_pool_is_the_drivers_less_the_pool():
 
 
 def test_figures_that_are_computed_have_their_row_with_devices_or_a_reason():
-    known = KnownHere()
+    known = MetricAvailability()
     why = Unavailable(figure="driver", device="gpu:0", reason="the driver is not asked")
     readings = [gpu(number, in_use_bytes=(4 + number) * GIB, limit_bytes=8 * GIB) for number in range(3)]
     known.learn(observed(*readings, live(0, GIB), live(1, GIB), unavailable=[why]))
@@ -265,9 +265,11 @@ SEEN: dict[str, Any] = {
 
 def test_what_brings_nothing_to_the_table_of_what_is_known_is_told_from_what_does():
     assert set(SEEN) == {each.name for each in dataclasses.fields(Observation)} - {"step", "time_s"}
-    telling = {name for name in SEEN if KnownHere.may_change_by(Observation(step=0, time_s=0.0, **{name: SEEN[name]}))}
+    telling = {
+        name for name in SEEN if MetricAvailability.may_change_by(Observation(step=0, time_s=0.0, **{name: SEEN[name]}))
+    }
     for name, seen in SEEN.items():
-        known = KnownHere()
+        known = MetricAvailability()
         before = known.rows(), known.shape()
         known.learn(Observation(step=0, time_s=0.0, **{name: seen}))
         assert name in telling or (known.rows(), known.shape()) == before, name
@@ -317,7 +319,7 @@ def test_windows_grow_with_a_long_run_and_stay_as_they_are_in_a_short_one():
     assert closed(200_000, 10.0) < 2000 * 9
 
 
-# Spans
+# RateLimiter
 
 
 @given(
@@ -326,7 +328,7 @@ def test_windows_grow_with_a_long_run_and_stay_as_they_are_in_a_short_one():
     gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=500),
 )
 def test_no_span_is_shorter_than_its_seconds_or_its_part_of_the_run(span_s: float, finest: int, gaps: list[float]):
-    spans, began = Spans(span_s, finest), []
+    spans, began = RateLimiter(span_s, finest), []
     for now in np.cumsum([5.0, *gaps]):
         if spans.is_over(now):
             spans.begin(now)
@@ -348,7 +350,7 @@ def test_a_clock_that_jumps_by_a_year_leaves_windows_as_short_as_before(jump_s: 
 
 def test_a_run_of_eleven_days_draws_some_two_hundred_times_and_a_short_one_at_every_span():
     def drawn(seconds: int) -> int:
-        spans, count = Spans(600.0, PICTURES), 0
+        spans, count = RateLimiter(600.0, PICTURES), 0
         for now in range(0, seconds, 10):
             if spans.is_over(now):
                 spans.begin(now)

@@ -16,7 +16,7 @@ from jaxmem_callbacks.cli.backend_probe import devices_started
 from jaxmem_callbacks.environment.apply import start_findings
 from jaxmem_callbacks.environment.figures import figures_here, in_effect
 from jaxmem_callbacks.environment.process import version_numbers
-from jaxmem_callbacks.records.environment import DeviceFacts, Finding, Surroundings
+from jaxmem_callbacks.records.environment import DeviceFacts, Finding, ProcessFacts
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,12 +104,12 @@ def test_what_is_wrong_together_exits_1(variables, told, line):
 
 
 def test_an_allocator_without_a_pool_is_not_shown_with_one():
-    rows = {name: value for name, value, _ in in_effect(Surroundings(variables=PLATFORM, jaxlib="0.12.0"))}
+    rows = {name: value for name, value, _ in in_effect(ProcessFacts(variables=PLATFORM, jaxlib="0.12.0"))}
     assert rows["allocator"] == "platform"
     assert {rows[name] for name in ("preallocate", "fraction", "pool for collectives")} == {
         "none: the platform allocator has no pool"
     }
-    was = {name: value for name, value, _ in in_effect(Surroundings(variables=PLATFORM, jaxlib="0.10.2"))}
+    was = {name: value for name, value, _ in in_effect(ProcessFacts(variables=PLATFORM, jaxlib="0.10.2"))}
     assert was["preallocate"] == "yes, at the first allocation"  # that version runs the default pool
 
 
@@ -180,11 +180,11 @@ def test_a_start_that_takes_too_long_is_a_finding():
 
 def test_a_start_that_fell_back_to_the_cpu_is_a_finding():
     here = [DeviceFacts(label="cpu:0", platform="cpu", kind="cpu", statistics=None, total_bytes=None)]
-    (found,) = start_findings(here, Surroundings(hardware=("cuda",)))
+    (found,) = start_findings(here, ProcessFacts(hardware=("cuda",)))
     assert str(found).startswith("JAX fell back to the CPU. It runs on cpu:0 although this machine shows cuda hardware")
-    assert start_findings(here, Surroundings(hardware=("cuda",), platforms=("cpu",))) == ()
-    assert start_findings(here, Surroundings(plugins={"cuda": "for compiling only"})) == ()
-    assert start_findings([device(FULL)], Surroundings(hardware=("cuda",))) == ()
+    assert start_findings(here, ProcessFacts(hardware=("cuda",), platforms=("cpu",))) == ()
+    assert start_findings(here, ProcessFacts(plugins={"cuda": "for compiling only"})) == ()
+    assert start_findings([device(FULL)], ProcessFacts(hardware=("cuda",))) == ()
 
 
 def test_a_plugin_of_another_jaxlib_is_a_finding(tmp_path):
@@ -206,23 +206,23 @@ def device(statistics, platform="cuda"):
     return DeviceFacts(label="gpu:0", platform=platform, kind="x", statistics=statistics, total_bytes=None)
 
 
-GPU = Surroundings(jaxlib="0.12.0", plugins={"cuda": "x 1"}, hardware=("cuda",))
+GPU = ProcessFacts(jaxlib="0.12.0", plugins={"cuda": "x 1"}, hardware=("cuda",))
 FULL = {"bytes_in_use": 1, "bytes_limit": 9, "pool_bytes": 9, "largest_free_block_bytes": 8}
 
 
 @pytest.mark.parametrize(
     ("seen", "devices", "statistics", "largest"),
     [
-        (Surroundings(), None, False, False),
+        (ProcessFacts(), None, False, False),
         (GPU, None, None, None),
-        (Surroundings(platforms=("cpu",), plugins={"cuda": "x 1"}), None, False, False),
-        (Surroundings(platforms=("cuda", "cpu")), None, None, None),
+        (ProcessFacts(platforms=("cpu",), plugins={"cuda": "x 1"}), None, False, False),
+        (ProcessFacts(platforms=("cuda", "cpu")), None, None, None),
         (GPU, [device(FULL)], True, True),
         (GPU, [device(FULL | {"pool_bytes": 0, "largest_free_block_bytes": 0})], True, None),
         (GPU, [device({"bytes_in_use": 1, "largest_free_block_bytes": 0})], True, False),
         (GPU, [device(None)], False, False),
-        (Surroundings(jaxlib="0.10.2", plugins={"cuda": "x 1"}), [device(FULL)], True, False),
-        (Surroundings(jaxlib="0.10.2"), [device(FULL, "tpu")], True, True),
+        (ProcessFacts(jaxlib="0.10.2", plugins={"cuda": "x 1"}), [device(FULL)], True, False),
+        (ProcessFacts(jaxlib="0.10.2"), [device(FULL, "tpu")], True, True),
     ],
 )
 def test_a_figure_exists_or_not_or_is_unknown_with_the_reason(seen, devices, statistics, largest):
@@ -238,13 +238,13 @@ def test_compilers_the_driver_and_the_host_are_told_as_they_are():
     )
     assert told["memory by the driver"][0] is True
     assert told["host memory"] == (False, "the operating system refuses")
-    silent = Surroundings(variables={"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}, jaxlib="0.12.0")
+    silent = ProcessFacts(variables={"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}, jaxlib="0.12.0")
     assert "the allocator vmm reports none" in figures(silent, [device(None)])["allocator statistics"][1]
 
 
 def test_what_is_in_effect_names_its_source():
     said = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB": "512"}
-    assert in_effect(Surroundings(variables=said, options={"preallocate": False})) == (
+    assert in_effect(ProcessFacts(variables=said, options={"preallocate": False})) == (
         ("allocator", "default (BFC)", "JAX's default"),
         ("fraction", "0.4", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4"),
         ("preallocate", "False", "jax_pjrt_client_create_options['preallocate']"),

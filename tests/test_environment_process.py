@@ -14,7 +14,7 @@ import pytest
 from jaxmem_callbacks.environment.apply import verify
 from jaxmem_callbacks.probes.device_memory import devices_here
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
-from jaxmem_callbacks.records.environment import DeviceFacts, Surroundings
+from jaxmem_callbacks.records.environment import DeviceFacts, ProcessFacts
 from jaxmem_callbacks.records.presets import EnvironmentSettings
 
 pytestmark = pytest.mark.core
@@ -156,7 +156,7 @@ def gpu(statistics, *, platform="cuda", total=80 * GIB):
 
 def outcomes(device, **settings):
     """What is said of each setting; the platform must hold and is left out."""
-    checks = verify(EnvironmentSettings(**settings), [device], Surroundings())
+    checks = verify(EnvironmentSettings(**settings), [device], ProcessFacts())
     assert (checks[0].setting, checks[0].outcome) == ("platform", "held")
     return {check.setting: check.outcome for check in checks[1:]}
 
@@ -196,16 +196,16 @@ def test_a_fraction_of_an_unknown_whole_is_unknown():
 def test_the_platform_is_verified():
     (cpu,) = devices_here()[:1]
     rocm, cuda = gpu(BFC, platform="rocm"), gpu(BFC)
-    machine = Surroundings(hardware=("cuda",))
+    machine = ProcessFacts(hardware=("cuda",))
     for wanted, device, seen, outcome in [
-        ("rocm", rocm, Surroundings(), "held"),
-        ("rocm", cuda, Surroundings(), "broken"),
-        ("tpu", cuda, Surroundings(), "broken"),
-        (None, cpu, Surroundings(), "unknown"),
+        ("rocm", rocm, ProcessFacts(), "held"),
+        ("rocm", cuda, ProcessFacts(), "broken"),
+        ("tpu", cuda, ProcessFacts(), "broken"),
+        (None, cpu, ProcessFacts(), "unknown"),
         (None, cpu, machine, "broken"),
-        (None, cpu, Surroundings(hardware=("cuda",), platforms=("cpu",)), "unknown"),
-        (None, cpu, Surroundings(plugins={"cuda": "for compiling only"}), "unknown"),
-        ("cuda", cpu, Surroundings(platforms=("cpu",)), "broken"),
+        (None, cpu, ProcessFacts(hardware=("cuda",), platforms=("cpu",)), "unknown"),
+        (None, cpu, ProcessFacts(plugins={"cuda": "for compiling only"}), "unknown"),
+        ("cuda", cpu, ProcessFacts(platforms=("cpu",)), "broken"),
         ("tpu", cpu, machine, "broken"),
     ]:
         assert verify(EnvironmentSettings(platform=wanted), [device], seen)[0].outcome == outcome, (

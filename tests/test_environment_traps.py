@@ -19,11 +19,11 @@ from jaxmem_callbacks.environment.process import (
     SHOWN,
     as_preallocate,
     memory_flags,
-    surroundings,
+    process_facts,
     unread_names,
     version_numbers,
 )
-from jaxmem_callbacks.records.environment import Surroundings
+from jaxmem_callbacks.records.environment import ProcessFacts
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PresetError
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 
@@ -34,7 +34,7 @@ TFRT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 
 
 def seen(variables=None, *, jaxlib="0.12.0", **more):
-    return Surroundings(variables=variables or {}, jax="0.12.0", jaxlib=jaxlib, **more)
+    return ProcessFacts(variables=variables or {}, jax="0.12.0", jaxlib=jaxlib, **more)
 
 
 UNIFIED, HOST_LIMIT = "TF_FORCE_UNIFIED_MEMORY", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -109,15 +109,15 @@ TRAPS = [
 
 @pytest.mark.parametrize(("variables", "more", "kind", "why", "line"), TRAPS, ids=lambda value: str(value)[:40])
 def test_each_trap_is_found_explained_and_refused(variables, more, kind, why, line):
-    surroundings = seen(variables, **more)
-    (found,) = findings(surroundings)
+    facts = seen(variables, **more)
+    (found,) = findings(facts)
     assert found.kind == kind
     assert line in found.type_next
     for name, value in variables.items():
         assert f"{name}={value}" in found.given or name not in found.given
     preset = Preset(name="mine", environment=EnvironmentSettings(collective_pool_bytes=2**29))
     with pytest.raises(EnvironmentSettingError, match=r"(?s)^mine: nothing was set\..*" + why):
-        choose(preset, surroundings)
+        choose(preset, facts)
 
 
 TOGETHER = [
@@ -362,7 +362,7 @@ def test_options_that_jax_cannot_read_are_a_finding_of_the_settings(text, parts,
     before = jax.config.jax_pjrt_client_create_options
     jax.config.update("jax_pjrt_client_create_options", text)
     try:
-        looked = surroundings(started=False)
+        looked = process_facts(started=False)
         with pytest.raises(RuntimeError, match="key:value") if fails else contextlib.nullcontext():
             xla_bridge._options_from_jax_configs("tpu")  # a test may look where the library may not
     finally:

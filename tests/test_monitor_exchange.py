@@ -12,8 +12,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.coordination import shared_store
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMES, across_scalars, figure_of
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.run_summary import KnownHere
-from jaxmem_callbacks.callbacks.cross_process import Heard, Told
+from jaxmem_callbacks.analysis.run_summary import MetricAvailability
+from jaxmem_callbacks.callbacks.cross_process import ProcessReport, ProcessReports
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.writers.tensorboard import layout_of
@@ -38,14 +38,14 @@ def read(device: str, in_use: int, step: int = 1) -> Reading:
 def texts(*of_processes: list[Reading]) -> dict[str, str]:
     found: dict[str, str] = {}
     for process, readings in enumerate(of_processes):
-        told = Told()
+        told = ProcessReport()
         told.add(readings)
         found[str(process)] = told.text() or ""
     return found
 
 
 def test_lowest_mean_and_highest_name_the_process_in_whole_bytes():
-    heard = Heard(10.0, 2)
+    heard = ProcessReports(10.0, 2)
     heard.learn(
         texts([read("gpu:0", GIB), read("gpu:1", 2 * GIB)], [read("gpu:2", 5 * GIB), read("gpu:3", 3 * GIB)]), 0.0
     )
@@ -62,16 +62,16 @@ def test_lowest_mean_and_highest_name_the_process_in_whole_bytes():
 
 
 def test_what_was_highest_since_it_was_told_is_told_and_nothing_twice():
-    told = Told()
+    told = ProcessReport()
     told.add([read("gpu:0", GIB), read("gpu:0", 4 * GIB), read("gpu:0", GIB)])
-    heard = Heard(10.0, 1)
+    heard = ProcessReports(10.0, 1)
     heard.learn({"0": told.text() or ""}, 0.0)
     assert heard.across(0, 0.0, 0.0).figures["in_use_bytes"].high == 4 * GIB
     assert told.text() is None
 
 
 def test_who_says_nothing_new_for_three_rounds_is_silent_and_left_out_whatever_its_clock():
-    heard = Heard(10.0, 3)
+    heard = ProcessReports(10.0, 3)
     both = texts([read("cpu:0", 1)], [read("cpu:1", 2)])
     heard.learn(both, 100.0)
     assert heard.across(0, 0.0, 130.0).silent == (2,)
@@ -84,8 +84,8 @@ def test_who_says_nothing_new_for_three_rounds_is_silent_and_left_out_whatever_i
 
 
 def test_a_figure_that_is_read_seldom_stands_until_it_is_told_again():
-    told = Told()
-    heard = Heard(10.0, 1)
+    told = ProcessReport()
+    heard = ProcessReports(10.0, 1)
     host = Reading(source="host", device="host", step=1, time_s=1.0, resident_bytes=3 * GIB)
     for now_s, readings in enumerate([[read("gpu:0", GIB), host], [read("gpu:0", 2 * GIB)]]):
         told.add(readings)
@@ -114,9 +114,9 @@ def test_every_figure_has_its_tag_meaning_and_chart():
 
 
 def test_the_table_names_processes_and_who_is_silent():
-    heard = Heard(10.0, 3)
+    heard = ProcessReports(10.0, 3)
     heard.learn(texts([read("gpu:0", GIB)], [read("gpu:1", 2 * GIB), read("gpu:2", GIB)]), 0.0)
-    known = KnownHere()
+    known = MetricAvailability()
     known.learn(Observation(step=1, time_s=0.0, processes=heard.across(1, 0.0, 0.0)))
     rows = {row.figure: (row.latest, row.text) for row in known.rows()}
     assert rows["memory/processes/in_use_gib"] == (

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
-from jaxmem_callbacks.analysis.run_summary import KnownHere
+from jaxmem_callbacks.analysis.run_summary import MetricAvailability
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
@@ -70,7 +70,10 @@ def test_a_plan_that_is_right_is_shown_beside_what_was_compiled(plan: jm.Plan) -
 def test_what_the_allocator_measured_stands_beside_both(
     plan: jm.Plan, peaks: tuple[int | None, ...], measured: str
 ) -> None:
-    known, nothing = KnownHere(plan=plan.record), dict.fromkeys(("output_bytes", "alias_bytes", "temp_bytes"), 0)
+    known, nothing = (
+        MetricAvailability(plan=plan.record),
+        dict.fromkeys(("output_bytes", "alias_bytes", "temp_bytes"), 0),
+    )
     readings = tuple(
         Reading(
             source="allocator", device=f"gpu:{place}", step=3, time_s=0.0, in_use_bytes=5, peak_bytes_since_start=peak

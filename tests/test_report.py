@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.run_summary import Story
+from jaxmem_callbacks.analysis.run_summary import RunSummary
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
@@ -283,7 +283,7 @@ def test_durations_read_well(seconds, words):
 
 
 def test_many_events_are_counted_and_few_named():
-    story = Story(run="r", events=[event(step=step) for step in range(6)])
+    story = RunSummary(run="r", events=[event(step=step) for step in range(6)])
     assert "6 events were told: near out of memory at step 0, near out of memory at step 1" in happened(story)
     assert "at step 2, and 3 more" in happened(story)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.timeseries import Episode, Lasting, Rise, Trend
+from jaxmem_callbacks.analysis.timeseries import Debounce, HysteresisTrigger, Rise, Trend
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.presets import MonitorSettings
@@ -35,7 +35,7 @@ class GrowthDetector:
 
     def __init__(self, settings: MonitorSettings) -> None:
         self._settings = settings
-        self._episode = Episode(begin=_BEGIN, release=_RELEASE, quiet=_QUIET)
+        self._episode = HysteresisTrigger(begin=_BEGIN, release=_RELEASE, quiet=_QUIET)
         self._trends: dict[Any, _Trends] = {}  # the one that was seen last comes last
         self._seen: list[tuple[int, _Counts]] = []  # step and groups, thinned as it grows
 
@@ -185,7 +185,7 @@ class HostGrowthDetector:
         self._least = max(_LEAST_OF_HOST, settings.growth_min_bytes)
         self._long = Trend(_LONGER * settings.growth_steps)
         self._latest = Trend(settings.growth_steps)
-        self._episode = Episode(begin=0.0, release=0.0, quiet=_QUIET)
+        self._episode = HysteresisTrigger(begin=0.0, release=0.0, quiet=_QUIET)
         self._arrays = 0
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
@@ -273,8 +273,8 @@ class ImbalanceDetector:
     def __init__(self, settings: MonitorSettings) -> None:
         begin = settings.imbalance_share
         self._least = settings.imbalance_min_bytes
-        self._episode = Episode(begin=begin, release=begin / 2)
-        self._lasting = Lasting(settings.growth_steps)
+        self._episode = HysteresisTrigger(begin=begin, release=begin / 2)
+        self._lasting = Debounce(settings.growth_steps)
         self._in_use: dict[str, int] = {}
         self._lowest: dict[str, int] = {}  # since the last look at the arrays
         self._live: dict[str, int] = {}
@@ -389,7 +389,7 @@ class ReplicationDetector:
         self._least = settings.replication_min_bytes
         self._split = None if split == _BY_NAME else split
         self._would_split = would_split
-        self._lasting = Lasting(settings.growth_steps)
+        self._lasting = Debounce(settings.growth_steps)
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """At most one event for all kinds that are new."""

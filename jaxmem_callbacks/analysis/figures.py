@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
-from jaxmem_callbacks.analysis.timeseries import Spans
+from jaxmem_callbacks.analysis.timeseries import RateLimiter
 from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, Source, Unavailable
 from jaxmem_callbacks.records.units import GIB
 
@@ -410,7 +410,7 @@ class Windows:
         self._sums: dict[str, _Sum] = {}
         self._constants: dict[str, float] = {}
         self._ranged: set[str] = set()
-        self._span = Spans(span_s, _FINEST)
+        self._span = RateLimiter(span_s, _FINEST)
         self._closed_step: int | None = None
 
     def add(self, values: Mapping[str, float], device: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import final
 
 from jaxmem_callbacks.analysis.figures import Fragmentation, fragmentation_of
 from jaxmem_callbacks.analysis.observation import Observation
-from jaxmem_callbacks.analysis.timeseries import Episode, Rise, Trend
+from jaxmem_callbacks.analysis.timeseries import HysteresisTrigger, Rise, Trend
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import ProgramMemory
@@ -217,7 +217,7 @@ class NearOomDetector:
     def __init__(self, settings: MonitorSettings) -> None:
         headroom = settings.near_oom_headroom
         self._settings = settings
-        self._episode = Episode(
+        self._episode = HysteresisTrigger(
             begin=1 - headroom, release=1 - headroom - min(headroom, 1 - headroom) / 2, quiet=_QUIET_STEPS
         )
         self._limits: dict[str, int] = {}
@@ -225,9 +225,11 @@ class NearOomDetector:
         self._told: set[str] = set()
         self._latest: dict[str, Demand] = {}
         self._blocks = LargestBlock()
-        self._ahead = Episode(begin=0.5, release=0.5, quiet=_QUIET_STEPS)  # a look that can't judge ends nothing
+        self._ahead = HysteresisTrigger(
+            begin=0.5, release=0.5, quiet=_QUIET_STEPS
+        )  # a look that can't judge ends nothing
         self._trends: dict[tuple[str, str], Trend] = {}  # by source and device
-        self._growing = Episode(begin=0.5, release=0.0)  # a rise's order
+        self._growing = HysteresisTrigger(begin=0.5, release=0.0)  # a rise's order
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """Events for programs that cannot fit, then at most one for the devices, judged by the worst."""
@@ -334,7 +336,7 @@ class FragmentationDetector:
     def __init__(self, settings: MonitorSettings) -> None:
         begin = settings.fragmentation_share
         self._least = settings.fragmentation_min_bytes
-        self._episode = Episode(begin=begin, release=max(0.0, begin - _BAND), quiet=_QUIET_READINGS)
+        self._episode = HysteresisTrigger(begin=begin, release=max(0.0, begin - _BAND), quiet=_QUIET_READINGS)
 
     def detect(self, observation: Observation) -> Sequence[MemoryEvent]:
         """At most one event: devices are judged together, by the worst, moment by moment."""

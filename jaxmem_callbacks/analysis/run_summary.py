@@ -70,7 +70,7 @@ _MISSING_PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KnownRow:
+class AvailabilityRow:
     """One row of the table; ``known`` is whether the figure has a value here."""
 
     figure: str
@@ -81,7 +81,7 @@ class KnownRow:
 
 
 @final
-class KnownHere:
+class MetricAvailability:
     """Follows observations and tells what is known so far."""
 
     def __init__(self, limit_bytes: int | None = None, plan: PlanRecord | None = None) -> None:
@@ -124,7 +124,7 @@ class KnownHere:
         """What is known, without values, and whether anything was lost: the table is worth writing again when this changes."""
         return (*((row.figure, row.known) for row in self.rows()), ("dropped", self._dropped > 0))
 
-    def rows(self) -> tuple[KnownRow, ...]:
+    def rows(self) -> tuple[AvailabilityRow, ...]:
         """All figures, known or not, then programs, then what the monitor itself lost and said."""
         return (
             *map(self._figure, FIGURES),
@@ -138,7 +138,7 @@ class KnownHere:
             *(_row(f"said by the monitor, {n}", "", "monitor", said) for n, said in enumerate(self._said, start=1)),
         )
 
-    def _figure(self, figure: Figure) -> KnownRow:
+    def _figure(self, figure: Figure) -> AvailabilityRow:
         seen = self._of(figure.source)
         values = {reading.device: getattr(reading, figure.field or "") for reading in seen}
         known = {device: value for device, value in values.items() if value is not None}
@@ -149,7 +149,7 @@ class KnownHere:
             return _unknown(figure.tag, figure.source, f"unknown, because {why}")
         return _unknown(figure.tag, figure.source, _NOT_IN_STATISTICS if seen else _NOT_READ)
 
-    def _derived(self, figure: Figure) -> KnownRow:
+    def _derived(self, figure: Figure) -> AvailabilityRow:
         known: dict[str, float] = {}
         for reading in self._of(figure.source):
             value = values_of(reading, self._latest.get(("allocator", reading.device)), temp_bytes=self.temp_bytes)
@@ -180,7 +180,7 @@ class KnownHere:
         # `monitor.sample` asks on the training thread, while the monitor's own may learn of another program.
         return max((program.temp_bytes for program in tuple(self._programs.values())), default=0)
 
-    def _heap_map(self) -> KnownRow:
+    def _heap_map(self) -> AvailabilityRow:
         held = {heap.device: sum(buffer.bytes for buffer in heap.buffers) for heap in self._heaps}
         if held:
             device = max(held, key=lambda name: held[name])
@@ -193,7 +193,7 @@ class KnownHere:
         why = self._why.get("heap_map", "none was taken yet; the first comes after heap_map_s seconds, or at the end")
         return _unknown(HEAP_MAP, "live_arrays", f"unknown, because {why}")
 
-    def _of_processes(self) -> list[KnownRow]:
+    def _of_processes(self) -> list[AvailabilityRow]:
         """Where a preset asks for them: each figure with the processes that have the ends, or why there is none."""
         if self._across is None:
             why = self._why.get("processes")
@@ -208,13 +208,13 @@ class KnownHere:
             if name in NAMES
         ]
 
-    def _limit(self) -> list[KnownRow]:
+    def _limit(self) -> list[AvailabilityRow]:
         if self._limit_bytes is None:
             return []
         text = "judged against, a device, beside what the allocator reports"
         return [_row("limit_bytes of the preset", format_bytes(self._limit_bytes), "preset", text)]
 
-    def _needs(self) -> list[KnownRow]:
+    def _needs(self) -> list[AvailabilityRow]:
         rows = [
             _row(f"need of {name}", format_bytes(program.step_bytes), "compiler", "bytes of one step on one device")
             for name, program in self._programs.items()
@@ -222,7 +222,7 @@ class KnownHere:
         unknown = {name: why for name, why in self._unknown_programs.items() if name not in self._programs}
         return rows + [_unknown(f"need of {name}", "compiler", why) for name, why in unknown.items()]
 
-    def _planned(self) -> list[KnownRow]:
+    def _planned(self) -> list[AvailabilityRow]:
         if self._plan is None:
             return []
         program = self._programs.get(self._plan.step)
@@ -232,7 +232,7 @@ class KnownHere:
         )
         return [_row(f"plan of {self._plan.step}", latest, "plan", text)]
 
-    def _drops(self) -> KnownRow:
+    def _drops(self) -> AvailabilityRow:
         return _row("stamps dropped by the monitor", str(self._dropped), "monitor", "the ring was full that often")
 
 
@@ -259,12 +259,12 @@ def _spell(value: float, figure: Figure) -> str:
     return f"{value:.1%}" if figure.unit == "share" else f"{value:,.0f}"
 
 
-def _row(figure: str, latest: str, source: str, text: str) -> KnownRow:
-    return KnownRow(figure=figure, known=True, latest=latest, source=source, text=text)
+def _row(figure: str, latest: str, source: str, text: str) -> AvailabilityRow:
+    return AvailabilityRow(figure=figure, known=True, latest=latest, source=source, text=text)
 
 
-def _unknown(figure: str, source: str, text: str) -> KnownRow:
-    return KnownRow(figure=figure, known=False, latest="unknown", source=source, text=text)
+def _unknown(figure: str, source: str, text: str) -> AvailabilityRow:
+    return AvailabilityRow(figure=figure, known=False, latest="unknown", source=source, text=text)
 
 
 DURING = "during a checkpoint save"
@@ -338,7 +338,7 @@ _EACH = 3  # processes that are told one by one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToldElsewhere:
+class RemoteEvent:
     """An event, as the first of ``processes`` told it; the others told it in the same words."""
 
     event: MemoryEvent
@@ -356,7 +356,7 @@ class ToldElsewhere:
 
 
 @final
-class Elsewhere:
+class RemoteEvents:
     """Gathers them. Processes of one program mostly meet the same at the same step, a thousand of them too."""
 
     def __init__(self) -> None:
@@ -370,10 +370,10 @@ class Elsewhere:
         self._processes.setdefault(key, set()).add(process)
 
     @property
-    def told(self) -> Sequence[ToldElsewhere]:
+    def told(self) -> Sequence[RemoteEvent]:
         """Each event once, by its step."""
         found = [
-            ToldElsewhere(event=event, processes=tuple(sorted(self._processes[key])))
+            RemoteEvent(event=event, processes=tuple(sorted(self._processes[key])))
             for key, event in self._events.items()
         ]
         return sorted(found, key=lambda each: (each.event.step, each.processes))
@@ -394,7 +394,7 @@ class High:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramStory:
+class ProgramSummary:
     """What became known of one program.
 
     Attributes:
@@ -411,20 +411,20 @@ class ProgramStory:
     changed: tuple[str, ...] = ()
     unavailable: str | None = None
 
-    def after(self, compiled: Compilation) -> ProgramStory:
+    def after(self, compiled: Compilation) -> ProgramSummary:
         """The same with one more compile; of several the one that needs most is kept, since all of them may run again."""
         changed = (*self.changed, *compiled.changed)[:_CHANGES]
         own, new = self.memory, compiled.memory
         if new is None or (own is not None and own.step_bytes >= new.step_bytes):
             reason = compiled.unavailable if own is None else None
             return replace(self, compiles=self.compiles + 1, changed=changed, unavailable=reason or self.unavailable)
-        return ProgramStory(
+        return ProgramSummary(
             compiles=self.compiles + 1, memory=new, signature=compiled.signature, changed=changed, unavailable=None
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MetricStory:
+class MetricSummary:
     """One of the user's metrics over a run."""
 
     first: float
@@ -453,7 +453,7 @@ class _Span:
 
 @final
 @dataclass(kw_only=True)
-class Story:
+class RunSummary:
     """One run, learnt from its records in their order.
 
     Attributes:
@@ -481,15 +481,15 @@ class Story:
     ended: bool = False
     span: _Span = field(default_factory=_Span)
     events: list[MemoryEvent] = field(default_factory=list[MemoryEvent])
-    elsewhere: Elsewhere = field(default_factory=Elsewhere)
-    programs: dict[str, ProgramStory] = field(default_factory=dict[str, ProgramStory])
-    metrics: dict[str, MetricStory] = field(default_factory=dict[str, MetricStory])
+    elsewhere: RemoteEvents = field(default_factory=RemoteEvents)
+    programs: dict[str, ProgramSummary] = field(default_factory=dict[str, ProgramSummary])
+    metrics: dict[str, MetricSummary] = field(default_factory=dict[str, MetricSummary])
     plan: PlanRecord | None = None
     highs: dict[str, High] = field(default_factory=dict[str, High])
     limit_bytes: int | None = None
     history: History = field(default_factory=History)
     said: list[str] = field(default_factory=list[str])
-    known: KnownHere = field(default_factory=KnownHere)
+    known: MetricAvailability = field(default_factory=MetricAvailability)
     saves: deque[CheckpointSave] = field(default_factory=lambda: deque[CheckpointSave](maxlen=_MOST_SAVES))
     heap: HeapMap | None = None
     remarks: list[str] = field(default_factory=list[str])
@@ -511,7 +511,7 @@ class Story:
             case Unavailable() | AcrossProcesses() | HeapMap() | Dropped() | Said():
                 self._note(record)
             case Compilation():
-                known = self.programs.get(record.program, ProgramStory())
+                known = self.programs.get(record.program, ProgramSummary())
                 self.programs[record.program] = known.after(record)
                 compiled = Compiled(step=self._step, compilation=record)
                 self.known.learn(Observation(step=self._step, time_s=record.time_s, compilations=(compiled,)))
@@ -536,7 +536,7 @@ class Story:
         return {name: each.memory.step_bytes for name, each in self.programs.items() if each.memory is not None}
 
     @property
-    def known_rows(self) -> tuple[KnownRow, ...]:
+    def known_rows(self) -> tuple[AvailabilityRow, ...]:
         """What was known and why others were not."""
         return self.known.rows()
 
@@ -563,7 +563,7 @@ class Story:
                 self._windows = Windows(window_s)
             if isinstance(limit, int):
                 self.limit_bytes = limit
-                self.known = KnownHere(limit)
+                self.known = MetricAvailability(limit)
             if start.part > 1:
                 self.remarks.append(f"Its file begins with part {start.part}: the parts before it are not here.")
 
@@ -584,9 +584,9 @@ class Story:
 
     def _measure(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            known = self.metrics.get(name) or MetricStory(first=value, last=value, low=value, high=value)
+            known = self.metrics.get(name) or MetricSummary(first=value, last=value, low=value, high=value)
             low, high = _finite(min, known.low, value), _finite(max, known.high, value)
-            self.metrics[name] = MetricStory(first=known.first, last=value, low=low, high=high)
+            self.metrics[name] = MetricSummary(first=known.first, last=value, low=low, high=high)
 
     def _close(self, *, force: bool = False) -> None:
         window = self._windows.close(self._step, self._time_s, force=force)

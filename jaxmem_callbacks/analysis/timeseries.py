@@ -11,7 +11,7 @@ from typing import final
 
 
 @final
-class Episode:
+class HysteresisTrigger:
     """Whether an episode is running.
 
     Args:
@@ -63,7 +63,7 @@ class _Stay:
 
 
 @final
-class Lasting:
+class Debounce:
     """Tells what is transient from what stays: five looks, and a tenth of ``steps``.
 
     Args:
@@ -101,7 +101,7 @@ _LONGEST = 4  # spans that one may count as
 
 
 @final
-class Spans:
+class RateLimiter:
     """When something that is done once a span is due.
 
     Args:

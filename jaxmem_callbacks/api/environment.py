@@ -11,7 +11,7 @@ import os
 from jaxmem_callbacks._compat.backends import settings_were_read
 from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.apply import choose, verify
-from jaxmem_callbacks.environment.process import surroundings
+from jaxmem_callbacks.environment.process import process_facts
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import AppliedEnvironment
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
@@ -41,7 +41,7 @@ def apply_environment(preset: Preset | Name) -> AppliedEnvironment:
     if not isinstance(preset, Preset):
         msg = f"Expected a Preset or its name, got {type(preset).__name__}. Write {_GROWING}."
         raise TypeError(msg)
-    seen = surroundings(started=settings_were_read())
+    seen = process_facts(started=settings_were_read())
     chosen = choose(preset, seen)
     os.environ.update(chosen.set)
     if not seen.started:

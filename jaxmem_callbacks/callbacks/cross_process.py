@@ -32,7 +32,7 @@ _OF_TAG = {figure.tag: name for name, figure in NAMES.items()}
 
 
 @final
-class Told:
+class ProcessReport:
     """What this process has to tell: lowest, mean and highest of its figures since it told them before."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def _whole(value: float, figure: Figure) -> float:
 
 
 @final
-class Heard:
+class ProcessReports:
     """What process 0 has heard of each process, and when.
 
     Args:
@@ -133,17 +133,17 @@ class Exchange:
 
     Args:
         every_s: Seconds between two rounds.
-        faults: Told of rounds that raise or hang.
+        faults: Reports rounds that raise or hang.
     """
 
     def __init__(self, every_s: float, faults: Faults) -> None:
         self._every_s = every_s
         self._faults = faults
         self._folder = f"jaxmem/monitor/{next(_monitors)}"
-        self._told = Told()
+        self._told = ProcessReport()
         self._next_s = 0.0
         self._store: Store | None = None
-        self._heard: Heard | None = None
+        self._heard: ProcessReports | None = None
         self._thread: threading.Thread | None = None
         self._began_s = 0.0
         self._brought: Mapping[str, str] | None = None
@@ -195,7 +195,7 @@ class Exchange:
             self._unavailable.append(Unavailable(figure="processes", device="all", reason=why))
             self._off = True
         elif jax.process_index() == 0:
-            self._heard = Heard(self._every_s, processes)
+            self._heard = ProcessReports(self._every_s, processes)
         return self._store is not None
 
     def _start(self, action: Callable[..., None], *args: Any) -> None:

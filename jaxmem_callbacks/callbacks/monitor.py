@@ -29,7 +29,7 @@ from jaxmem_callbacks.callbacks.recorder import Outputs, Recorder
 from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, HeapMaps, Sampler, Stamp, Traces
 from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.environment.apply import verify
-from jaxmem_callbacks.environment.process import surroundings
+from jaxmem_callbacks.environment.process import process_facts
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, devices_here
 from jaxmem_callbacks.probes.host import HostProbe, largest_containers
 from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SavesProbe
@@ -78,14 +78,14 @@ def detectors_of(
 _PART = "environment"
 
 
-def tell_of_environment(preset: Preset, faults: Faults) -> None:
+def report_environment(preset: Preset, faults: Faults) -> None:
     """Say what the runtime's own figures contradict; nothing where all holds or is unknown.
 
     Args:
         preset: With an environment.
         faults: Told of it; with ``on_error="raise"`` the user's own thread raises ``EnvironmentSettingError``.
     """
-    checks = verify(preset.environment, devices_here(), surroundings(started=True))
+    checks = verify(preset.environment, devices_here(), process_facts(started=True))
     broken = "; ".join(f"{check.setting}: {check.told}" for check in checks if check.outcome == "broken")
     if not broken:
         return
@@ -341,7 +341,7 @@ class MemoryMonitor:
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
         if self._unverified is not None:  # only the first time: the backend has started by now
             preset, self._unverified = self._unverified, None
-            self._faults.attempt("verifying the environment", tell_of_environment, preset, self._faults, default=None)
+            self._faults.attempt("verifying the environment", report_environment, preset, self._faults, default=None)
         observation = self._sampler.collect(scan=scan or last, saving=self._saves.running)
         heaps, why = self._heaps.collect()
         unavailable = [*observation.unavailable, *why]

@@ -23,8 +23,8 @@ import jax
 import jaxmem_callbacks
 from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, History, Windows, across_scalars, values_of
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
-from jaxmem_callbacks.analysis.run_summary import COLUMNS, KnownHere, Saves
-from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
+from jaxmem_callbacks.analysis.run_summary import COLUMNS, MetricAvailability, Saves
+from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.callbacks.config import versions_now
 from jaxmem_callbacks.probes.allocations import BLIND
@@ -87,7 +87,7 @@ class Recorder:
         self._history = History()
         self._saves = Saves()
         self._saved: deque[CheckpointSave] = deque(maxlen=_SAVES)
-        self._known = KnownHere(settings.limit_bytes, plan)
+        self._known = MetricAvailability(settings.limit_bytes, plan)
         self._known_shape: object = None
         self._unavailable: set[Unavailable] = set()
         self._latest: dict[tuple[str, str], Reading] = {}
@@ -96,7 +96,7 @@ class Recorder:
         self._needs: dict[str, int] = {}
         self._across: Mapping[str, float] = {}
         self._limit = settings.limit_bytes
-        self._figures = Spans(settings.figure_s, PICTURES)
+        self._figures = RateLimiter(settings.figure_s, PICTURES)
         self._unflushed = False
         self._dropped = 0
         self.events: tuple[MemoryEvent, ...] = ()
@@ -253,7 +253,7 @@ class Recorder:
         return due and over
 
     def _write_table(self, observation: Observation, *, due: bool) -> None:
-        if self._known_shape and not due and not KnownHere.may_change_by(observation):
+        if self._known_shape and not due and not MetricAvailability.may_change_by(observation):
             return  # most looks bring metrics alone
         shape = self._known.shape()
         if shape == self._known_shape and not due:

@@ -14,12 +14,12 @@ from typing import Any, final
 import jax
 
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
-from jaxmem_callbacks.analysis.timeseries import PICTURES, Spans
+from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, Snapshot
 from jaxmem_callbacks.probes.host import HostProbe
-from jaxmem_callbacks.probes.jax_events import HeardSave, ProgramsProbe
+from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SaveTimes
 from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
@@ -100,7 +100,7 @@ class HeapMaps:
     """
 
     def __init__(self, every_s: float, faults: Faults) -> None:
-        self._spans = Spans(every_s, PICTURES)
+        self._spans = RateLimiter(every_s, PICTURES)
         self._spans.begin(time.monotonic())
         self._faults = faults
         self._probe = HeapProbe()
@@ -344,7 +344,7 @@ class Sampler:
             dropped=self._dropped,
         )
 
-    def saves(self, heard: Iterable[HeardSave]) -> list[SaveSpan]:
+    def saves(self, heard: Iterable[SaveTimes]) -> list[SaveSpan]:
         """Saves with the step that was the latest when each began."""
         found: list[SaveSpan] = []
         for began_s, ended_s, background in heard:

@@ -18,10 +18,10 @@ from jaxmem_callbacks.cli.exit_codes import FINDINGS, OK
 from jaxmem_callbacks.environment.apply import start_findings
 from jaxmem_callbacks.environment.figures import figures_here, in_effect, platform_to_come
 from jaxmem_callbacks.environment.findings import findings
-from jaxmem_callbacks.environment.process import OLD_FRACTION, OPTIONS, PREALLOCATE, surroundings
+from jaxmem_callbacks.environment.process import OLD_FRACTION, OPTIONS, PREALLOCATE, process_facts
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
-from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, Surroundings
+from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, ProcessFacts
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.terminal import columns, put
 from jaxmem_callbacks.records.units import format_bytes
@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 where there are findings.
     """
-    seen = surroundings(started=settings_were_read())
+    seen = process_facts(started=settings_were_read())
     devices, failed = _started(seen) if args.start else (None, ())
     report = _Report(seen=seen, findings=(*findings(seen), *failed), devices=devices)
     put((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n", as_json=args.json)
     return FINDINGS if report.findings else OK
 
 
-def _started(seen: Surroundings) -> tuple[tuple[DeviceFacts, ...] | None, tuple[Finding, ...]]:
+def _started(seen: ProcessFacts) -> tuple[tuple[DeviceFacts, ...] | None, tuple[Finding, ...]]:
     """The devices, and what went wrong with the start."""
     answer = devices_started()
     return (None, (answer,)) if isinstance(answer, Finding) else (answer, start_findings(answer, seen))
@@ -63,7 +63,7 @@ def _started(seen: Surroundings) -> tuple[tuple[DeviceFacts, ...] | None, tuple[
 class _Report:
     """What is printed."""
 
-    seen: Surroundings
+    seen: ProcessFacts
     findings: tuple[Finding, ...]
     devices: tuple[DeviceFacts, ...] | None
 

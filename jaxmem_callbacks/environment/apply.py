@@ -16,11 +16,11 @@ from jaxmem_callbacks.environment.process import (
     FRACTION,
     OPTIONS,
     PREALLOCATE,
-    fraction_said,
-    surroundings,
+    fraction_given,
+    process_facts,
 )
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.environment import AppliedEnvironment, Check, DeviceFacts, Finding, Platform, Surroundings
+from jaxmem_callbacks.records.environment import AppliedEnvironment, Check, DeviceFacts, Finding, Platform, ProcessFacts
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.units import MIB, format_bytes
@@ -28,7 +28,7 @@ from jaxmem_callbacks.records.units import MIB, format_bytes
 _OPTION = "jax_pjrt_client_create_options"
 
 
-def choose(preset: Preset, seen: Surroundings) -> AppliedEnvironment:
+def choose(preset: Preset, seen: ProcessFacts) -> AppliedEnvironment:
     """What is to be set for a preset, and what is so already. Sets nothing itself.
 
     Args:
@@ -39,7 +39,7 @@ def choose(preset: Preset, seen: Surroundings) -> AppliedEnvironment:
         EnvironmentSettingError: the preset says nothing of the environment; something is wrong with what is set already, or would
             be afterwards; the user said another value; or the backend has started and something is still to be set.
     """
-    require_said(preset)
+    require_environment(preset)
     wanted = wanted_variables(preset.environment)
     already, different = _compared(wanted, seen)
     missing = {name: text for name, text in wanted.items() if name not in already and name not in different}
@@ -67,7 +67,7 @@ def require_applied(preset: Any) -> None:
     wanted = wanted_variables(preset.environment) if isinstance(preset, Preset) else {}
     if not wanted:
         return
-    already, _ = _compared(wanted, surroundings(started=True))
+    already, _ = _compared(wanted, process_facts(started=True))
     missing = [f"{name}={text}" for name, text in wanted.items() if name not in already]
     if missing:
         msg = (
@@ -78,7 +78,7 @@ def require_applied(preset: Any) -> None:
         raise EnvironmentSettingError(msg)
 
 
-def require_said(preset: Preset) -> None:
+def require_environment(preset: Preset) -> None:
     """Refuse a preset that would silently do nothing.
 
     Raises:
@@ -106,7 +106,7 @@ def wanted_variables(settings: EnvironmentSettings) -> dict[str, str]:
 
 
 def _compared(
-    wanted: Mapping[str, str], seen: Surroundings
+    wanted: Mapping[str, str], seen: ProcessFacts
 ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
     """Of the variables wanted, those that are so already and those that say something else: wanted name -> what says so."""
     already: dict[str, tuple[str, str]] = {}
@@ -121,12 +121,12 @@ def _compared(
     return already, different
 
 
-def _said(name: str, key: str, seen: Surroundings) -> tuple[str, Any]:
+def _said(name: str, key: str, seen: ProcessFacts) -> tuple[str, Any]:
     """What has the last word on a setting here, and its value; None where nothing has."""
     if key in seen.options:
         return f"{_OPTION}[{key!r}]", seen.options[key]
     if name == FRACTION:
-        return fraction_said(seen.variables) or (name, None)
+        return fraction_given(seen.variables) or (name, None)
     return name, seen.variables.get(name) or None
 
 
@@ -209,7 +209,7 @@ _SHAPES = {
 _TOLERANCE = 0.05  # the table of device memory is the maker's; drivers keep a little of it
 
 
-def verify(settings: EnvironmentSettings, devices: Sequence[DeviceFacts], seen: Surroundings) -> tuple[Check, ...]:
+def verify(settings: EnvironmentSettings, devices: Sequence[DeviceFacts], seen: ProcessFacts) -> tuple[Check, ...]:
     """What held of the settings.
 
     Args:
@@ -224,7 +224,7 @@ def verify(settings: EnvironmentSettings, devices: Sequence[DeviceFacts], seen: 
     )
 
 
-def start_findings(devices: Sequence[DeviceFacts], seen: Surroundings) -> tuple[Finding, ...]:
+def start_findings(devices: Sequence[DeviceFacts], seen: ProcessFacts) -> tuple[Finding, ...]:
     """What went wrong with a start that succeeded: a CPU where this machine has an accelerator, and nobody said otherwise."""
     lost = _given_up(devices[0], ("cuda", "rocm", "tpu"), seen)
     if lost is None:
@@ -233,7 +233,7 @@ def start_findings(devices: Sequence[DeviceFacts], seen: Surroundings) -> tuple[
     return (Finding(kind="on the CPU", given="JAX fell back to the CPU.", why=f"{lost}.", type_next=line),)
 
 
-def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: Surroundings) -> str | None:
+def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: ProcessFacts) -> str | None:
     here = [platform for platform in seen.hardware if platform in wanted]
     if device.platform != "cpu" or not here or not _is_allowed(here[0], seen.platforms):
         return None
@@ -243,7 +243,7 @@ def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: Surrounding
     )
 
 
-def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: Surroundings) -> Check:
+def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: ProcessFacts) -> Check:
     wanted: tuple[Platform, ...] = (settings.platform,) if settings.platform else ("cuda", "rocm")
     if device.platform in wanted:
         return Check(setting="platform", outcome="held", told=f"JAX runs on {device.label}, {device.kind}")

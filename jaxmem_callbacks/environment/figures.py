@@ -10,11 +10,11 @@ from jaxmem_callbacks.environment.process import (
     DEFAULT_FRACTION,
     OPTIONS,
     as_preallocate,
-    fraction_said,
+    fraction_given,
     version_numbers,
 )
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Platform, Surroundings
+from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Platform, ProcessFacts
 from jaxmem_callbacks.records.units import format_bytes
 
 _TELLS_LARGEST = (0, 11, 0)  # before, BFC's largest_free_block_bytes is always 0
@@ -22,20 +22,20 @@ _SILENT = ("platform", "address", "vmm")
 _UNDECIDED = f"JAX was not started; {advise('command.typed', typed='doctor --start')} asks it"
 
 
-def platform_to_come(seen: Surroundings) -> Platform | None:
+def platform_to_come(seen: ProcessFacts) -> Platform | None:
     """What JAX will run on, where the settings and the installed plugins decide it without a start; else None."""
     wanted = [platform for platform in seen.platforms if platform != "cpu"]
     return None if wanted or (seen.plugins and not seen.platforms) else "cpu"
 
 
-def in_effect(seen: Surroundings) -> tuple[tuple[str, str, str], ...]:
+def in_effect(seen: ProcessFacts) -> tuple[tuple[str, str, str], ...]:
     """What a GPU's client is told: setting, value, and what says so. A text that JAX cannot read stands as it is."""
     defaults = {"allocator": "default (BFC)", "memory_fraction": f"{DEFAULT_FRACTION:.0%} of the GPU"}
     defaults |= {"preallocate": "yes, at the first allocation", "collective_memory_size": "none of its own"}
     words = {"memory_fraction": "fraction", "collective_memory_size": "pool for collectives"}
     rows: list[tuple[str, str, str]] = []
     for key, variable in OPTIONS.items():
-        name, text = (fraction_said(seen.variables) if key == "memory_fraction" else None) or (
+        name, text = (fraction_given(seen.variables) if key == "memory_fraction" else None) or (
             variable,
             seen.variables.get(variable, ""),
         )
@@ -58,7 +58,7 @@ def _meaning(key: str, text: str) -> str:
 
 
 def figures_here(
-    seen: Surroundings,
+    seen: ProcessFacts,
     devices: Sequence[DeviceFacts] | None,
     *,
     compilers: Mapping[str, Mapping[str, str]],
@@ -94,7 +94,7 @@ def figures_here(
     )
 
 
-def _statistics(seen: Surroundings, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
+def _statistics(seen: ProcessFacts, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
     name = "allocator statistics"
     if platform == "cpu":
         return Figure(name=name, exists=False, told="JAX's CPU client keeps none")
@@ -109,7 +109,7 @@ def _statistics(seen: Surroundings, devices: Sequence[DeviceFacts] | None, platf
     return Figure(name=name, exists=True, told=f"of {len(devices)} local: {', '.join(keys)}")
 
 
-def _largest_block(seen: Surroundings, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
+def _largest_block(seen: ProcessFacts, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
     name = "largest free block"
     if platform == "cpu":
         return Figure(name=name, exists=False, told="no allocator statistics, so no fragmentation either")

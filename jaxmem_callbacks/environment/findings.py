@@ -26,12 +26,12 @@ from jaxmem_callbacks.environment.process import (
     as_preallocate,
     as_switch,
     as_whole,
-    fraction_said,
+    fraction_given,
     nearest,
     version_numbers,
 )
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.environment import Finding, Surroundings
+from jaxmem_callbacks.records.environment import Finding, ProcessFacts
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.presets import CUDA_ALLOCATORS
 
@@ -62,10 +62,10 @@ class Effective:
     said: dict[str, str]
 
 
-def effective(seen: Surroundings) -> Effective:
+def effective(seen: ProcessFacts) -> Effective:
     """What JAX makes of all that was said."""
     variables, options = seen.variables, {} if seen.options_are_text else seen.options
-    name, text = fraction_said(variables) or (FRACTION, "")
+    name, text = fraction_given(variables) or (FRACTION, "")
     texts = {key: (variable, variables.get(variable, "")) for key, variable in OPTIONS.items()}
     texts["memory_fraction"] = (name, text)
     said = {key: f"{variable}={value}" for key, (variable, value) in texts.items() if value}
@@ -84,7 +84,7 @@ def effective(seen: Surroundings) -> Effective:
     )
 
 
-def combination_findings(seen: Surroundings) -> tuple[Finding, ...]:
+def combination_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
     """What is wrong with settings that are each right alone; nothing where JAX stops at two fractions and looks no further."""
     if seen.variables.get(FRACTION) and seen.variables.get(OLD_FRACTION):
         return ()
@@ -92,7 +92,7 @@ def combination_findings(seen: Surroundings) -> tuple[Finding, ...]:
     return (*_whole_device(now, seen), *_without_a_pool(now), *_oversubscribed(now, seen))
 
 
-def hidden_findings(seen: Surroundings) -> tuple[Finding, ...]:
+def hidden_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
     """GPUs that are hidden although something is said of them."""
     return tuple(_hidden(seen))
 
@@ -101,7 +101,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _is_unified(seen: Surroundings) -> bool:
+def _is_unified(seen: ProcessFacts) -> bool:
     return bool(as_switch(seen.variables.get(UNIFIED, "")))
 
 
@@ -111,7 +111,7 @@ def _name_of(now: Effective, key: str, variable: str) -> str:
     return variable if not said or said.startswith(_OPTION) else said
 
 
-def _whole_device(now: Effective, seen: Surroundings) -> Iterator[Finding]:
+def _whole_device(now: Effective, seen: ProcessFacts) -> Iterator[Finding]:
     """A pool that leaves nothing to what takes its memory outside of it."""
     share = now.fraction
     if share is None or not _MOST < share <= 1 or _is_unified(seen):
@@ -165,7 +165,7 @@ def _without_a_pool(now: Effective) -> Iterator[Finding]:
     )
 
 
-def _oversubscribed(now: Effective, seen: Surroundings) -> Iterator[Finding]:
+def _oversubscribed(now: Effective, seen: ProcessFacts) -> Iterator[Finding]:
     """More than the GPU's memory, which only a pool of unified memory can give."""
     share = now.fraction
     if share is None or share <= 1 or not _is_unified(seen) or now.allocator in ("default", "bfc"):
@@ -178,7 +178,7 @@ def _oversubscribed(now: Effective, seen: Surroundings) -> Iterator[Finding]:
     )
 
 
-def _hidden(seen: Surroundings) -> Iterator[Finding]:
+def _hidden(seen: ProcessFacts) -> Iterator[Finding]:
     """No GPU is visible, and yet a platform or a setting of its memory is named."""
     about = [name for name in (ALLOCATOR, PREALLOCATE, FRACTION, COLLECTIVE_POOL) if seen.variables.get(name)]
     for platform, names in _HIDDEN.items():
@@ -207,14 +207,14 @@ _ALIKE = 0.6
 _AT_FIRST_USE = "JAX fails at its first use."
 
 
-def platform_findings(seen: Surroundings) -> tuple[Finding, ...]:
+def platform_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
     """What is wrong with the platforms: hardware without a plugin, and names that cannot start."""
     if seen.jax is None:
         return ()
     return (*_missing_plugin(seen), *_platforms(seen), *_old_name(seen))
 
 
-def _missing_plugin(seen: Surroundings) -> Iterator[Finding]:
+def _missing_plugin(seen: ProcessFacts) -> Iterator[Finding]:
     for platform in seen.hardware:
         if not seen.platforms and platform in _INSTALL and platform not in seen.plugins:
             what, extra = _INSTALL[platform]
@@ -227,7 +227,7 @@ def _asked(extra: str) -> str:
     return f"Are the packages of JAX's extra installed, {extra}?"
 
 
-def _platforms(seen: Surroundings) -> Iterator[Finding]:
+def _platforms(seen: ProcessFacts) -> Iterator[Finding]:
     said = seen.platforms_text or ",".join(seen.platforms)
     for name in said.split(",") if said else ():
         given = f"{_VARIABLE}={said}, and JAX has no plugin for {name} here."
@@ -257,14 +257,14 @@ def _platforms(seen: Surroundings) -> Iterator[Finding]:
             )
 
 
-def _missing_gpus(seen: Surroundings) -> list[str]:
+def _missing_gpus(seen: ProcessFacts) -> list[str]:
     """What ``gpu`` stands for and has no plugin here; JAX passes over cuda where it sees no NVIDIA GPU and finds another."""
     # The plugin for oneapi is one of those whose platform is known after a start only.
     missing = [each for each in _GPUS if each not in seen.plugins and not (each == "oneapi" and seen.other_plugins)]
     return [] if missing == ["cuda"] and "cuda" not in seen.hardware else missing
 
 
-def _old_name(seen: Surroundings) -> Iterator[Finding]:
+def _old_name(seen: ProcessFacts) -> Iterator[Finding]:
     """``JAX_PLATFORM_NAME``, which JAX reads in lower case, and of which it wants the one platform that it names."""
     name = seen.platform_name.lower()
     here = [each for each in _GPUS if each in seen.plugins]
@@ -286,7 +286,7 @@ def _old_name(seen: Surroundings) -> Iterator[Finding]:
     )
 
 
-def _is_unknown(name: str, seen: Surroundings) -> bool:
+def _is_unknown(name: str, seen: ProcessFacts) -> bool:
     """Whether nothing here can bring it: what the plugins of others call their platforms is known after a start only."""
     if name.strip() != name or not name:
         return True
@@ -313,7 +313,7 @@ def _replaced(said: str, name: str, near: str) -> str:
     return ",".join(dict.fromkeys(part for part in parts if part)) or '""   # lets JAX choose'
 
 
-def _without_gpu(said: str, seen: Surroundings) -> str:
+def _without_gpu(said: str, seen: ProcessFacts) -> str:
     here = next((each for each in _GPUS if each in seen.plugins), None)
     return _replaced(said, "gpu", here or "") if here or said != "gpu" else "cpu"
 
@@ -326,18 +326,18 @@ _OPTIONS_AS_VALUES = {"memory_fraction": 0.9, "preallocate": False}
 _EXAMPLE = advise("environment.set", name="JAX_PJRT_CLIENT_CREATE_OPTIONS", value='"allocator:bfc"')
 
 
-def settings_findings(seen: Surroundings) -> tuple[Finding, ...]:
+def settings_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
     """What is wrong with the settings themselves, whatever the machine has."""
     return tuple(finding for trap in _TRAPS for finding in trap(seen))
 
 
-def findings(seen: Surroundings) -> tuple[Finding, ...]:
+def findings(seen: ProcessFacts) -> tuple[Finding, ...]:
     """What is wrong with the settings, alone and together, and with how they meet this machine."""
     machine = (*platform_findings(seen), *hidden_findings(seen), *_other_version(seen))
     return (*settings_findings(seen), *combination_findings(seen), *machine)
 
 
-def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
+def _both_fractions(seen: ProcessFacts) -> Iterator[Finding]:
     if seen.variables.get(FRACTION) and seen.variables.get(OLD_FRACTION):
         yield Finding(
             kind="both fractions",
@@ -347,8 +347,8 @@ def _both_fractions(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _fraction(seen: Surroundings) -> Iterator[Finding]:
-    said = fraction_said(seen.variables)
+def _fraction(seen: ProcessFacts) -> Iterator[Finding]:
+    said = fraction_given(seen.variables)
     if said is None:
         return
     name, text = said
@@ -374,7 +374,7 @@ def _fraction(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _allocator(seen: Surroundings) -> Iterator[Finding]:
+def _allocator(seen: ProcessFacts) -> Iterator[Finding]:
     text = seen.variables.get(ALLOCATOR, "")
     name, given = text.lower(), f"{ALLOCATOR}={text}."
     if not text:
@@ -413,7 +413,7 @@ def _allocator(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _preallocate(seen: Surroundings) -> Iterator[Finding]:
+def _preallocate(seen: ProcessFacts) -> Iterator[Finding]:
     text = seen.variables.get(PREALLOCATE, "")
     if as_preallocate(text) and text.strip().lower() in {*_MEANT_FALSE, "0"}:
         yield Finding(
@@ -424,7 +424,7 @@ def _preallocate(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _whole_numbers(seen: Surroundings) -> Iterator[Finding]:
+def _whole_numbers(seen: ProcessFacts) -> Iterator[Finding]:
     for name in (COLLECTIVE_POOL, *SWITCHES):
         text = seen.variables.get(name, "")
         number = as_whole(text) if text else 0
@@ -447,7 +447,7 @@ def _whole_numbers(seen: Surroundings) -> Iterator[Finding]:
             )
 
 
-def _switches_of_xla(seen: Surroundings) -> Iterator[Finding]:
+def _switches_of_xla(seen: ProcessFacts) -> Iterator[Finding]:
     """Variables that XLA reads itself: it logs what it cannot read and takes its default."""
     for name in (UNIFIED, HOST_PREALLOCATE):
         text = seen.variables.get(name, "")
@@ -470,7 +470,7 @@ def _switches_of_xla(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _values_of_options(seen: Surroundings) -> Iterator[Finding]:
+def _values_of_options(seen: ProcessFacts) -> Iterator[Finding]:
     """What the options themselves say, where they came as values."""
     where = "jax_pjrt_client_create_options"
     wants: dict[str, tuple[Callable[[Any], bool], str, Any]] = {
@@ -500,7 +500,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _tensorflow_allocator(seen: Surroundings) -> Iterator[Finding]:
+def _tensorflow_allocator(seen: ProcessFacts) -> Iterator[Finding]:
     text = seen.variables.get(TENSORFLOW_ALLOCATOR, "")
     allocator = seen.options.get("allocator") or seen.variables.get(ALLOCATOR, "")
     if text == "cuda_malloc_async" and str(allocator).lower() != "cuda_async":
@@ -515,7 +515,7 @@ def _tensorflow_allocator(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _unread(seen: Surroundings) -> Iterator[Finding]:
+def _unread(seen: ProcessFacts) -> Iterator[Finding]:
     for name in seen.unread:
         meant, quoted = nearest(name), f'"${name}"'
         yield Finding(
@@ -526,7 +526,7 @@ def _unread(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _unreadable_options(seen: Surroundings) -> Iterator[Finding]:
+def _unreadable_options(seen: ProcessFacts) -> Iterator[Finding]:
     for part in seen.unreadable_options:
         halves = part.count(":") == 1
         hands = f"JAX hands the plugin an option called {part.partition(':')[0]}, which it does not know."
@@ -541,7 +541,7 @@ def _unreadable_options(seen: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _options(seen: Surroundings) -> Iterator[Finding]:
+def _options(seen: ProcessFacts) -> Iterator[Finding]:
     where = "jax_pjrt_client_create_options"
     texts = sorted(key for key in seen.options if key != "allocator")
     if seen.options_are_text and texts:
@@ -553,7 +553,7 @@ def _options(seen: Surroundings) -> Iterator[Finding]:
         )
     judged = {key: name for key, name in OPTIONS.items() if key == "allocator" or not seen.options_are_text}
     for key, variable in judged.items():
-        said = fraction_said(seen.variables) if variable == FRACTION else None
+        said = fraction_given(seen.variables) if variable == FRACTION else None
         name, text = said or (variable, seen.variables.get(variable, ""))
         if key in seen.options and text and not same(variable, text, seen.options[key]):
             yield Finding(
@@ -564,7 +564,7 @@ def _options(seen: Surroundings) -> Iterator[Finding]:
             )
 
 
-def _replaced_by_vmm(seen: Surroundings) -> Iterator[Finding]:
+def _replaced_by_vmm(seen: ProcessFacts) -> Iterator[Finding]:
     for flag in seen.memory_flags:
         _, found, mode = flag.partition(_UPDATE_MODE)
         allocator = seen.variables.get(ALLOCATOR, "").lower()
@@ -577,7 +577,7 @@ def _replaced_by_vmm(seen: Surroundings) -> Iterator[Finding]:
             )
 
 
-def _other_version(seen: Surroundings) -> Iterator[Finding]:
+def _other_version(seen: ProcessFacts) -> Iterator[Finding]:
     plugin = seen.plugins.get("cuda", "")  # ROCm's are released on a schedule of their own, and not compared
     if plugin and seen.jaxlib is not None and version_numbers(plugin.partition(" ")[2]) != version_numbers(seen.jaxlib):
         yield Finding(
@@ -600,7 +600,7 @@ def same(variable: str, text: str, value: Any) -> bool:
     return number == value if variable in (FRACTION, OLD_FRACTION) else number * 2**20 == value
 
 
-_TRAPS: tuple[Callable[[Surroundings], Iterator[Finding]], ...] = (
+_TRAPS: tuple[Callable[[ProcessFacts], Iterator[Finding]], ...] = (
     _both_fractions,
     _fraction,
     _allocator,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.records.environment import Platform, Surroundings
+from jaxmem_callbacks.records.environment import Platform, ProcessFacts
 
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -69,7 +69,7 @@ _MEMORY_WORDS = ("memory", "remat", "alloc", "hbm", "command_buffer_update_mode"
 _ALIKE = 0.85
 
 
-def fraction_said(variables: Mapping[str, str]) -> tuple[str, str] | None:
+def fraction_given(variables: Mapping[str, str]) -> tuple[str, str] | None:
     """The variable that gives the fraction, and its text; None where neither does. The new name wins, as nothing reads both."""
     found = [(name, variables[name]) for name in (FRACTION, OLD_FRACTION) if variables.get(name)]
     return found[0] if found else None
@@ -202,7 +202,7 @@ _GOOGLE = "0x1ae0"  # also the vendor of network cards, so that the device is lo
 _TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c"}
 
 
-def surroundings(*, started: bool) -> Surroundings:
+def process_facts(*, started: bool) -> ProcessFacts:
     """What decides how JAX treats this process's device memory.
 
     Args:
@@ -211,7 +211,7 @@ def surroundings(*, started: bool) -> Surroundings:
     options, unreadable, are_text = _options()
     platforms = str(_configured("jax_platforms") or "")
     flags = (memory_flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    return Surroundings(
+    return ProcessFacts(
         variables={name: os.environ[name] for name in SHOWN if name in os.environ},
         unread=unread_names(os.environ),
         memory_flags=tuple(flag for several in flags for flag in several),

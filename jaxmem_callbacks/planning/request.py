@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_said
+from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_given
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import SHARDING_SYNONYMS, ShardingRules, canonical_sharding
@@ -140,7 +140,7 @@ def _usable(target: Target | None) -> tuple[int | None, str]:
 
 def _gpu_share() -> tuple[float, str]:
     """The share of a GPU that JAX's allocator takes, as this process is set up; the rest stays with CUDA, NCCL and cuDNN."""
-    name, text = fraction_said(os.environ) or ("", "")
+    name, text = fraction_given(os.environ) or ("", "")
     share = as_fraction(text) or 0.0
     if 0 < share <= 1:
         return share, f"{name}={text}"

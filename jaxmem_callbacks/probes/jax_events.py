@@ -210,7 +210,7 @@ def _key(compilation: Compilation) -> tuple[str, float]:
 # Both interfaces of Orbax 0.12, old and v1, tell these two of a save that blocks and of one that does not.
 _BEGAN = {"/jax/orbax/write/start": False, "/jax/orbax/write/async/start": True}
 _ENDED = {"/jax/orbax/write/total_duration_secs", "/jax/orbax/write/async/total_duration_secs"}
-HeardSave = tuple[float, float | None, bool]  # begin, end or None while it runs, whether it is in the background
+SaveTimes = tuple[float, float | None, bool]  # begin, end or None while it runs, whether it is in the background
 _KEPT_SAVES = 100  # saves between two looks
 _AT_ONCE = 2  # a save may begin while the one before it is still being written
 
@@ -240,7 +240,7 @@ class SavesProbe:
         """Whether one runs now."""
         return bool(self._running)
 
-    def drain(self) -> list[HeardSave]:
+    def drain(self) -> list[SaveTimes]:
         """Those that ended since the last call, and those that run."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         return [*ended, *((began_s, None, background) for began_s, background in tuple(self._running))]

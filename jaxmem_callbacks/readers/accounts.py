@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from jaxmem_callbacks.analysis.run_summary import Story
+from jaxmem_callbacks.analysis.run_summary import RunSummary
 from jaxmem_callbacks.readers.decoding import plan_from, record_from
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
@@ -75,7 +75,7 @@ def _of_runs(path: Path) -> Account:
     return _of_story(newest, remark)
 
 
-def _of_story(story: Story, remark: str) -> Account:
+def _of_story(story: RunSummary, remark: str) -> Account:
     judged = {f"{name}, one step": need for name, need in story.needs.items()}
     judged |= {words: story.highs[name].bytes for name, words in _MEASURED.items() if name in story.highs}
     shown: dict[str, int] = {}

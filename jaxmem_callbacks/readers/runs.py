@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jaxmem_callbacks.analysis.observation import Metrics
-from jaxmem_callbacks.analysis.run_summary import Story
+from jaxmem_callbacks.analysis.run_summary import RunSummary
 from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.errors import RunFileError
@@ -315,13 +315,13 @@ def _not_a_line(file: Path, number: int, text: str) -> str:
     )
 
 
-def stories_of(path: Path) -> list[Story]:
+def stories_of(path: Path) -> list[RunSummary]:
     """The runs at a place, in the order of their beginning.
 
     Raises:
         RunFileError: no run there, or a line that is none.
     """
-    stories: list[Story] = []
+    stories: list[RunSummary] = []
     for files in run_files(path):
         found = _of_one_folder(files)
         for process, file in process_files(files[-1]).items():
@@ -336,13 +336,13 @@ def stories_of(path: Path) -> list[Story]:
     return sorted(stories, key=lambda story: story.span.first_s or 0.0)
 
 
-def _of_one_folder(files: Sequence[Path]) -> list[Story]:
+def _of_one_folder(files: Sequence[Path]) -> list[RunSummary]:
     """The runs of one folder's files. A line that was cut belongs to the run before it."""
-    found: dict[str, Story] = {}
-    newest: Story | None = None
+    found: dict[str, RunSummary] = {}
+    newest: RunSummary | None = None
     for line in read_lines(files):
         if line.run:
-            newest = found.setdefault(line.run, Story(run=line.run))
+            newest = found.setdefault(line.run, RunSummary(run=line.run))
         if newest is not None:
             _tell(newest, line)
     for story in found.values():
@@ -350,7 +350,7 @@ def _of_one_folder(files: Sequence[Path]) -> list[Story]:
     return list(found.values())
 
 
-def _join(stories: list[Story], process: int, others: Sequence[Story]) -> None:
+def _join(stories: list[RunSummary], process: int, others: Sequence[RunSummary]) -> None:
     """What another process told goes to the run that began next to its own: each process has a clock and run ids of its own."""
     for other in others:
         began_s = _began_s(other)
@@ -363,11 +363,11 @@ def _join(stories: list[Story], process: int, others: Sequence[Story]) -> None:
         nearest.remarks += other.remarks
 
 
-def _began_s(story: Story) -> float:
+def _began_s(story: RunSummary) -> float:
     return story.start.time_s if story.start is not None else story.span.first_s or 0.0
 
 
-def _tell(story: Story, line: Line) -> None:
+def _tell(story: RunSummary, line: Line) -> None:
     if line.record is not None:
         story.learn(line.record)
     else:

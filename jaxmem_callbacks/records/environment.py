@@ -10,7 +10,7 @@ Platform = Literal["cpu", "cuda", "rocm", "tpu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class ProcessFacts:
     """What decides how JAX will treat this process's device memory; reading it starts no backend.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.figures import Point
-from jaxmem_callbacks.analysis.run_summary import COLUMNS, DURING, High, Story, plan_row
+from jaxmem_callbacks.analysis.run_summary import COLUMNS, DURING, High, RunSummary, plan_row
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import MemoryEvent
@@ -88,7 +88,7 @@ _NAMED = 3
 _MINUTE, _HOUR = 60, 3600
 
 
-def happened(story: Story) -> str:
+def happened(story: RunSummary) -> str:
     """One sentence: how long, on what, how much memory, which events, and whether it was closed."""
     parts = [
         f"{_steps(story)}{_duration(story)}{_place(story)}",
@@ -102,7 +102,7 @@ def happened(story: Story) -> str:
     return "; ".join(part for part in parts if part) + "."
 
 
-def _steps(story: Story) -> str:
+def _steps(story: RunSummary) -> str:
     first, last = story.span.first_step, story.span.last_step
     if first is None or last is None:
         return "No step was seen"
@@ -111,7 +111,7 @@ def _steps(story: Story) -> str:
     return f"Steps {first:,} to {last:,} ran"
 
 
-def _duration(story: Story) -> str:
+def _duration(story: RunSummary) -> str:
     first, last = story.span.first_s, story.span.last_s
     return "" if first is None or last is None else f" in {duration_words(last - first)}"
 
@@ -126,7 +126,7 @@ def duration_words(seconds: float) -> str:
     return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
 
 
-def _place(story: Story) -> str:
+def _place(story: RunSummary) -> str:
     devices = story.start.devices if story.start is not None else {}
     if "kind" not in devices:
         return ""
@@ -134,12 +134,12 @@ def _place(story: Story) -> str:
     return f" on {count} x {devices['kind']}" if count != 1 else f" on one {devices['kind']}"
 
 
-def judged(story: Story) -> tuple[str, High] | None:
+def judged(story: RunSummary) -> tuple[str, High] | None:
     """The figure that a run is judged by, in words, and its highest value; None where no memory was read."""
     return next(((words, story.highs[name]) for name, words in _JUDGED if name in story.highs), None)
 
 
-def _memory(story: Story) -> str:
+def _memory(story: RunSummary) -> str:
     found = judged(story)
     if found is None:
         return "no memory was read"
@@ -150,7 +150,7 @@ def _memory(story: Story) -> str:
     return f"memory was highest {when} with {format_bytes(high.bytes)} {words}{share}"
 
 
-def _events(story: Story) -> str:
+def _events(story: RunSummary) -> str:
     if not story.events:
         return "no event was told"
     few = len(story.events) <= _NAMED + 1  # "and 1 more" says no less by saying it
@@ -161,14 +161,14 @@ def _events(story: Story) -> str:
     return f"{count}: {', '.join([*shown, *([f'and {more} more'] if more else [])])}"
 
 
-def _elsewhere(story: Story) -> str:
+def _elsewhere(story: RunSummary) -> str:
     told = story.elsewhere.told
     shown = [f"{event_title(each.event.kind).lower()} at step {each.event.step:,} ({each.where})" for each in told]
     more = [f"and {len(told) - _NAMED} more"] if len(told) > _NAMED else []
     return f"other processes told {', '.join([*shown[:_NAMED], *more])}" if told else ""
 
 
-def _said(story: Story) -> str:
+def _said(story: RunSummary) -> str:
     if not story.said:
         return ""
     first, *others = story.said
@@ -365,7 +365,7 @@ _PROGRAMS = (
 )
 
 
-def report_html(stories: Sequence[Story], *, source: str, version: str, frontier: Frontier) -> str:
+def report_html(stories: Sequence[RunSummary], *, source: str, version: str, frontier: Frontier) -> str:
     """The page of one or several runs.
 
     Args:
@@ -393,7 +393,7 @@ def report_html(stories: Sequence[Story], *, source: str, version: str, frontier
     )
 
 
-def _opening(stories: Sequence[Story], title: str) -> Iterator[str]:
+def _opening(stories: Sequence[RunSummary], title: str) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     if len(stories) == 1:
         yield f'<p class="lead">{escape(happened(stories[0]))}</p>'
@@ -406,7 +406,7 @@ def _opening(stories: Sequence[Story], title: str) -> Iterator[str]:
     yield _framed(("run", "began", "what happened"), rows)
 
 
-def _run(number: int, story: Story, frontier: Frontier, *, alone: bool) -> str:
+def _run(number: int, story: RunSummary, frontier: Frontier, *, alone: bool) -> str:
     parts = [
         "" if alone else f'<h2>Run {escape(story.run)}</h2><p class="lead">{escape(happened(story))}</p>',
         f'<p class="soft">Run {escape(story.run)}, began {_began(story)}.</p>',
@@ -425,12 +425,12 @@ def _run(number: int, story: Story, frontier: Frontier, *, alone: bool) -> str:
     return f'<section class="run" id="run-{number}">{"".join(parts)}</section>'
 
 
-def _began(story: Story) -> str:
+def _began(story: RunSummary) -> str:
     first = story.span.first_s
     return "at an unknown time" if first is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(first))
 
 
-def _figure(story: Story) -> str:
+def _figure(story: RunSummary) -> str:
     drawn = chart_html(
         story.history.points, story.events, limit_bytes=story.limit_bytes, needs=story.needs, saves=story.saves
     )
@@ -448,7 +448,7 @@ def _events_section(events: Sequence[MemoryEvent]) -> Iterator[str]:
         yield f'<article class="event-card"><h4>{escape(head)}</h4><p>{escape(event.message)}</p>{action}{figures}</article>'
 
 
-def _other_processes(story: Story) -> Iterator[str]:
+def _other_processes(story: RunSummary) -> Iterator[str]:
     told = story.elsewhere.told
     if told:
         yield "<h3>Events of other processes</h3>"
@@ -459,7 +459,7 @@ def _other_processes(story: Story) -> Iterator[str]:
         yield _table(("told by", "step", "event", "what happened", "what to do"), rows)
 
 
-def _programs(story: Story) -> Iterator[str]:
+def _programs(story: RunSummary) -> Iterator[str]:
     yield "<h3>Programs and what they need, by their compiler</h3>"
     rows: list[tuple[str, ...]] = []
     for name, each in story.programs.items():
@@ -501,7 +501,7 @@ def _unknown(reason: str) -> str:
     return reason if reason.startswith("unknown") else f"unknown, because {reason}"
 
 
-def _plan(story: Story, frontier: Frontier) -> Iterator[str]:
+def _plan(story: RunSummary, frontier: Frontier) -> Iterator[str]:
     record = story.plan
     if record is None:
         return
@@ -525,7 +525,7 @@ def _picture(record: PlanRecord, best: Collection[Candidate]) -> str:
     )
 
 
-def _heap(story: Story) -> Iterator[str]:
+def _heap(story: RunSummary) -> Iterator[str]:
     """The last map of live arrays; a run that was killed early has none, and the table of what was known says so."""
     if story.heap is None:
         return
@@ -546,7 +546,7 @@ def _image(drawn: Picture, words: str, *, finer: int = 1) -> str:
     return f'<figure><img class="paper" {size} alt="{words}" src="data:image/png;base64,{data}"></figure>'
 
 
-def _metrics(story: Story) -> Iterator[str]:
+def _metrics(story: RunSummary) -> Iterator[str]:
     if story.metrics:
         rows = [
             (name, *(f"{value:.6g}" for value in (each.first, each.last, each.low, each.high)))
@@ -555,7 +555,7 @@ def _metrics(story: Story) -> Iterator[str]:
         yield "<h3>Metrics of the training</h3>" + _table(("metric", "first", "last", "lowest", "highest"), rows)
 
 
-def _settings(story: Story) -> Iterator[str]:
+def _settings(story: RunSummary) -> Iterator[str]:
     yield "<h3>Settings and versions</h3>"
     start = story.start
     if start is None or not (start.versions or start.devices or start.settings):
@@ -571,7 +571,7 @@ def _setting(name: str, value: object) -> str:
     return format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 
-def _remarks(story: Story) -> Iterator[str]:
+def _remarks(story: RunSummary) -> Iterator[str]:
     if story.remarks:
         items = "".join(f"<li>{escape(remark)}</li>" for remark in story.remarks)
         yield f"<h3>Remarks on the files</h3><ul>{items}</ul>"
