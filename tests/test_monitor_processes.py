@@ -147,7 +147,7 @@ def test_of_two_processes_both_sample_and_the_first_writes(tmp_path: Path):
     own = [json.loads(line) for line in (tmp_path / "memory.process-1.jsonl").read_text().splitlines()]
     assert [(line["kind"], line.get("event")) for line in own] == [("run", None), ("event", "near_oom"), ("end", None)]
     (story,) = stories_of(tmp_path)
-    (told,) = story.elsewhere.told
+    (told,) = story.elsewhere.events
     assert (told.where, told.event.device, story.events) == ("process 1", "cpu:2048", [])
     assert own[0]["devices"]["process"] == 1
     assert told_on_tensorboard(tmp_path) == {"process-1": ["near_oom"]}

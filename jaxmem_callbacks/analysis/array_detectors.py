@@ -23,7 +23,7 @@ _KEPT = 100  # looks at the groups
 _LEAST = KIB  # what an array costs, however small: the host spends more on each (tests/test_array_cost.py)
 # Times the steps that a growth must last. A list that is emptied within a shorter time hides a leak, which a longer one shows.
 _SPANS = (1, 10, 100)
-_STILL = 0.5  # of what a growth must gain to be told, below which it is over
+_STILL = 0.5  # of what a growth must gain to be reported, below which it is over
 _GONE = 64  # kinds of arrays whose rise was let go of, and that are remembered for when they come again
 
 _Counts = dict[Any, tuple[int, int]]  # of each group: arrays, bytes
@@ -31,7 +31,7 @@ _Counts = dict[Any, tuple[int, int]]  # of each group: arrays, bytes
 
 @final
 class GrowthDetector:
-    """Follows every group of like arrays and all of them together; tells once while any of these grows."""
+    """Every group of like arrays and all of them together; one event while any of these grows."""
 
     def __init__(self, settings: MonitorSettings) -> None:
         self._settings = settings
@@ -60,7 +60,7 @@ class GrowthDetector:
         return [self._event(census, rise, {key for _, key in found})]
 
     def _rises(self, step: int, key: Any, count: int, cost: int) -> list[Rise]:
-        """What is large enough to be told, of one kind of arrays or of all."""
+        """Rises that are large enough to report, of one kind of arrays or of all."""
         trends = self._trends[key] = self._trends.pop(key, None) or _Trends(self._settings)
         trends.add(step, count, cost)
         return trends.large(_STILL if self._episode.running else 1.0)
@@ -367,7 +367,7 @@ _SHAPES, _MOSTLY = 3, 2  # shapes that are split, and such elements for each tha
 
 @final
 class ReplicationDetector:
-    """Tells once a kind of array, when it stayed for a while: gathering for a checkpoint or an evaluation passes.
+    """One event for each kind of array that stays whole for a while: gathering for a checkpoint or an evaluation passes.
 
     With ``split`` (a policy that splits the whole state) every large array is meant that its rule for shapes splits over these
     devices. Else, and where rules for axis names split, whole arrays must be the exception: a few where others of their shape
@@ -376,7 +376,7 @@ class ReplicationDetector:
 
     Args:
         settings: From which size on.
-        split: What the policy says of the state, such as ``fsdp``, or None.
+        split: The policy's sharding of the state, such as ``fsdp``, or None.
         would_split: Whether the policy's rule for shapes splits an array of this shape and so many bytes over so many devices.
     """
 

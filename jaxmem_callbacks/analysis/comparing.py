@@ -10,7 +10,7 @@ from fractions import Fraction
 from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.errors import ComparisonError
 
-_TOLD = 3
+_SHOWN = 3  # entries that differ, in one message
 # With an exponent of a hundred it is no share of a memory.
 _NUMBER = re.compile(r"[\d_.+/-]{1,30}(?:[eE][+-]?\d{1,2})?")
 
@@ -63,7 +63,7 @@ def growth(before: Account, after: Account, most: Fraction | None = None) -> Gro
         most: The share by which judged figures may grow; None judges nothing.
 
     Raises:
-        ComparisonError: they are accounts of different things; the message says which.
+        ComparisonError: they are accounts of different things; the message names these.
     """
     _require_same(before, after)
     changes = [
@@ -95,8 +95,8 @@ def _refuse(why: str, expected: str) -> None:
 def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """A few of the entries that differ, in words."""
     paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-    told = [f"{path}: {before.get(path, 'none')} -> {after.get(path, 'none')}" for path in paths[:_TOLD]]
-    return told + ([f"and {len(paths) - _TOLD} more"] if len(paths) > _TOLD else [])
+    shown = [f"{path}: {before.get(path, 'none')} -> {after.get(path, 'none')}" for path in paths[:_SHOWN]]
+    return shown + ([f"and {len(paths) - _SHOWN} more"] if len(paths) > _SHOWN else [])
 
 
 def _changes(

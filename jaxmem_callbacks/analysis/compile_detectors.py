@@ -39,7 +39,7 @@ class LostDonations:
 
 @final
 class DonationDetector:
-    """Tells once when a program begins to lose donations; a compile that makes them again ends the episode.
+    """One event when a program begins to lose donations; a compile that makes them again ends the episode.
 
     Args:
         since_s: Compiles before this moment (seconds since the epoch) are history.
@@ -91,11 +91,11 @@ _SHOWN_CHANGES = 4  # changed arguments spelled out in one message
 
 @final
 class RecompilationDetector:
-    """Tells once a program and set of changed arguments; the first compile of a program is no event.
+    """One event for each program and set of changed arguments; the first compile of a program is none.
 
     A registered step that is compiled for the same arguments at several steps of the training is made anew in the loop; several
-    of one name that are compiled together, or for two policies, are not. Nor is a compile that loses a donation told here: the
-    donation's own event says what changed.
+    of one name that are compiled together, or for two policies, are not. Nor is a compile that loses a donation reported here:
+    the donation's own event names what changed.
 
     Args:
         since_s: Compiles before this moment (seconds since the epoch) are history: they count as first compiles only.
@@ -131,7 +131,7 @@ class RecompilationDetector:
             return False
         count = self._compiles.get(compilation.program, 0) + 1
         self._compiles[compilation.program] = count
-        # Another step of the same name may be compiled for the first time; a registered step says itself what changed. What is
+        # Another step of the same name may be compiled for the first time; a registered step names itself what changed. What is
         # not registered is compiled for all that one step does with it: for two shapes, or on two groups of devices.
         first = self._first_step.setdefault(compilation.program, step)
         again = anew or (bool(compilation.changed) if compilation.signature else step > first)
@@ -251,7 +251,7 @@ class PlanDetector:
 
 
 def _alike(kind: str, other: str) -> bool:
-    """Whether two names are of one device: JAX may say less of it than the table of targets does."""
+    """Whether two names are of one device: JAX's name may be shorter than that of the table of targets."""
     return f"{kind} ".startswith(f"{other} ") or f"{other} ".startswith(f"{kind} ")
 
 

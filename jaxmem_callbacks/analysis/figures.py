@@ -414,7 +414,7 @@ class Windows:
         self._closed_step: int | None = None
 
     def add(self, values: Mapping[str, float], device: str = "") -> None:
-        """Count the values, of one device where it is said, into the open window."""
+        """Count the values, of one device where it is named, into the open window."""
         for tag, value in values.items():
             self._sums.setdefault(tag, _Sum(value, device)).add(value, device)
 

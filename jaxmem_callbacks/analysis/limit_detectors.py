@@ -29,7 +29,7 @@ class Demand:
     """What one device holds, or will hold, against its limit.
 
     Attributes:
-        reading: What it was told by.
+        reading: Where this was read.
         bytes: What is held, with the program's need where one is named.
         limit_bytes: The device's limit.
         program: The program whose next run needs so much, or None for what is held now.
@@ -134,7 +134,7 @@ _READINGS = 4  # in a row
 class LargestBlock:
     """XLA:GPU takes a program's temporaries in one block.
 
-    While a program runs its block is taken, and what is left is small: then nothing is judged. Whether it runs is told by
+    While a program runs its block is taken, and what is left is small: then nothing is judged. That it runs shows in
     what the allocator holds beyond the live arrays. Without a largest free block (jaxlib before 0.11) nothing is judged.
     """
 
@@ -143,7 +143,7 @@ class LargestBlock:
         self._live: dict[str, int] = {}
 
     def short(self, observation: Observation, programs: Iterable[ProgramMemory]) -> MemoryEvent | None:
-        """The event to tell while some program's block can't be had, or None."""
+        """The event while some program's block can't be had, or None."""
         for reading in observation.readings:
             if reading.source == "live_arrays" and reading.live_array_bytes is not None:
                 self._live[reading.device] = reading.live_array_bytes
@@ -210,8 +210,8 @@ class NearOomDetector:
     """Judges bytes in use, and live arrays plus the largest program's compiled need, against the limit of each device.
 
     The limit is the smaller of what the allocator reports and ``MonitorSettings.limit_bytes``; where neither is known
-    nothing is judged. A program that needs more than the limit by itself is told once, whatever else is resident.
-    The three ways to be near are one episode, told by the first of them.
+    nothing is judged. A program that needs more than the limit by itself is reported once, whatever else is resident.
+    The three ways to be near are one episode, reported by the first of them.
     """
 
     def __init__(self, settings: MonitorSettings) -> None:
@@ -222,7 +222,7 @@ class NearOomDetector:
         )
         self._limits: dict[str, int] = {}
         self._programs: dict[tuple[str, int], tuple[int, ProgramMemory]] = {}  # by name and need: step noticed, memory
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._latest: dict[str, Demand] = {}
         self._blocks = LargestBlock()
         self._ahead = HysteresisTrigger(
@@ -262,7 +262,7 @@ class NearOomDetector:
             self._trends.setdefault(key, Trend(self._settings.growth_steps)).add(demand.reading.step, demand.bytes)
         if not latest:
             return None
-        told: MemoryEvent | None = None
+        event: MemoryEvent | None = None
         level = 0.0
         for key, demand in latest.items():
             rise = self._trends[key].rise()
@@ -273,9 +273,9 @@ class NearOomDetector:
             steps_left = int(max(0.0, demand.limit_bytes - rise.level) / rise.per_step)
             near = self._settings.near_oom_steps * (2 if self._growing.running else 1)
             if steps_left <= near and rise.order > level:
-                level, told = rise.order, growing_event(demand, rise, steps_left)
+                level, event = rise.order, growing_event(demand, rise, steps_left)
         self._growing.begins(level)
-        return told if self._growing.running else None
+        return event if self._growing.running else None
 
     def _learn(self, observation: Observation) -> None:
         for compiled in observation.compilations:
@@ -291,8 +291,8 @@ class NearOomDetector:
         limit = max(self._limits.values(), default=self._settings.limit_bytes)
         events: list[MemoryEvent] = []
         for (name, need), (step, program) in self._programs.items():
-            if limit and name not in self._told and need > limit:
-                self._told.add(name)
+            if limit and name not in self._reported and need > limit:
+                self._reported.add(name)
                 events.append(alone_event(program, name, limit, step, observation.time_s))
         return events
 
@@ -316,7 +316,7 @@ class NearOomDetector:
         for _, program in self._programs.values():
             # The program's arguments are among the live arrays and are not counted twice.
             total = max(live - program.argument_bytes, 0) + program.step_bytes
-            if program.step_bytes <= limit and total > demand.bytes:  # larger ones are told by themselves
+            if program.step_bytes <= limit and total > demand.bytes:  # larger ones have an event of their own
                 demand = Demand(reading=reading, bytes=total, limit_bytes=limit, program=program)
         return demand
 
@@ -331,7 +331,7 @@ _QUIET_READINGS = 10  # in so many readings in a row
 
 @final
 class FragmentationDetector:
-    """Tells once when much of the free memory of a device cannot be given out in one block."""
+    """One event when much of the free memory of a device cannot be given out in one block."""
 
     def __init__(self, settings: MonitorSettings) -> None:
         begin = settings.fragmentation_share

@@ -44,15 +44,15 @@ class Observation:
         step: The latest step that had completed, or -1 before the first.
         time_s: When the look ended, in seconds since the epoch.
         readings: Oldest first.
-        unavailable: What the probes could not say, and why.
+        unavailable: Figures that the probes could not read, and why.
         arrays: The groups of live arrays, where they were looked at.
         compilations: Compiles noticed, oldest first.
         metrics: The user's metrics that were ready.
         dropped: Stamps that were lost since the start because the ring was full.
         heaps: Heap maps that were taken, one a device.
-        processes: What all processes of the run told, on process 0 and where a preset asks for it.
+        processes: Figures of all processes of the run, on process 0 and where a preset asks for it.
         trace: Allocations that were recorded.
-        said: What the monitor said of itself.
+        messages: What the monitor reported of itself.
         saves: Checkpoint saves that ended since the look before, or run.
     """
 
@@ -67,7 +67,7 @@ class Observation:
     heaps: Sequence[HeapMap] = ()
     processes: AcrossProcesses | None = None
     trace: Sequence[TraceEvent] = ()
-    said: Sequence[str] = ()
+    messages: Sequence[str] = ()
     saves: Sequence[SaveSpan] = ()
 
 

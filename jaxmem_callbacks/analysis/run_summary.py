@@ -44,8 +44,8 @@ def plan_row(plan: PlanRecord, compiled_bytes: int | None, measured_bytes: int |
 
     Args:
         plan: What was foretold.
-        compiled_bytes: What the compiler says of the step that runs; None before, and where it does not.
-        measured_bytes: The highest peak of the devices' allocators so far; None where they tell none.
+        compiled_bytes: By the compiler of the step that runs; None before, and where it reports none.
+        measured_bytes: The highest peak of the devices' allocators so far; None where they report none.
     """
     predicted = plan.candidates[plan.chosen].step_bytes
     if compiled_bytes is None or predicted is None:
@@ -82,7 +82,7 @@ class AvailabilityRow:
 
 @final
 class MetricAvailability:
-    """Follows observations and tells what is known so far."""
+    """The figures that are known so far, learnt from observations, and why the others are not."""
 
     def __init__(self, limit_bytes: int | None = None, plan: PlanRecord | None = None) -> None:
         self._limit_bytes = limit_bytes
@@ -94,7 +94,7 @@ class MetricAvailability:
         self._heaps: Sequence[HeapMap] = ()
         self._across: AcrossProcesses | None = None
         self._dropped = 0
-        self._said: list[str] = []
+        self._messages: list[str] = []
 
     def learn(self, observation: Observation) -> None:
         """Take in one observation."""
@@ -111,21 +111,21 @@ class MetricAvailability:
                 self._unknown_programs[compilation.program] = compilation.unavailable or "unknown"
         self._heaps = observation.heaps or self._heaps
         self._across = observation.processes or self._across
-        self._said += observation.said
+        self._messages += observation.messages
         self._dropped = max(self._dropped, observation.dropped)
 
     @staticmethod
     def may_change_by(observation: Observation) -> bool:
-        """Whether an observation brings anything of which the table tells."""
+        """Whether an observation brings anything that the table shows."""
         seen = observation.readings or observation.unavailable or observation.compilations or observation.heaps
-        return bool(seen or observation.processes or observation.said or observation.dropped)
+        return bool(seen or observation.processes or observation.messages or observation.dropped)
 
     def shape(self) -> tuple[tuple[str, bool], ...]:
         """What is known, without values, and whether anything was lost: the table is worth writing again when this changes."""
         return (*((row.figure, row.known) for row in self.rows()), ("dropped", self._dropped > 0))
 
     def rows(self) -> tuple[AvailabilityRow, ...]:
-        """All figures, known or not, then programs, then what the monitor itself lost and said."""
+        """All figures, known or not, then programs, then what the monitor itself lost and reported."""
         return (
             *map(self._figure, FIGURES),
             *map(self._derived, DERIVED),
@@ -135,7 +135,7 @@ class MetricAvailability:
             *self._needs(),
             *self._planned(),
             self._drops(),
-            *(_row(f"said by the monitor, {n}", "", "monitor", said) for n, said in enumerate(self._said, start=1)),
+            *(_row(f"said by the monitor, {n}", "", "monitor", text) for n, text in enumerate(self._messages, start=1)),
         )
 
     def _figure(self, figure: Figure) -> AvailabilityRow:
@@ -334,12 +334,12 @@ def _sizes(reading: Reading) -> Iterator[tuple[str, int]]:
             yield name, size
 
 
-_EACH = 3  # processes that are told one by one
+_EACH = 3  # processes that are named one by one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteEvent:
-    """An event, as the first of ``processes`` told it; the others told it in the same words."""
+    """An event, as the first of ``processes`` reported it; the others reported it in the same words."""
 
     event: MemoryEvent
     processes: tuple[int, ...]
@@ -370,7 +370,7 @@ class RemoteEvents:
         self._processes.setdefault(key, set()).add(process)
 
     @property
-    def told(self) -> Sequence[RemoteEvent]:
+    def events(self) -> Sequence[RemoteEvent]:
         """Each event once, by its step."""
         found = [
             RemoteEvent(event=event, processes=tuple(sorted(self._processes[key])))
@@ -380,7 +380,7 @@ class RemoteEvents:
 
 
 _WINDOW_S = 1.0
-_CHANGES = 20  # recompilations told of one program
+_CHANGES = 20  # recompilations kept of one program
 _MOST_SAVES = 1000  # checkpoint saves that are drawn, the latest
 
 
@@ -462,14 +462,14 @@ class RunSummary:
         ended: Whether it was closed.
         span: First and last step and time.
         events: Oldest first.
-        elsewhere: Events that other processes of the run told.
+        elsewhere: Events that other processes of the run reported.
         programs: Name -> what became known of it.
         metrics: Name -> the user's metric over the run.
-        plan: What it was told to expect, or None.
+        plan: What the step was expected to need, or None.
         highs: Figure such as ``in_use_bytes`` -> its highest value.
         limit_bytes: The lowest limit that a device or the preset had, or None.
         history: The highest values by time, for the figure.
-        said: What the monitor said of itself.
+        messages: What the monitor reported of itself.
         known: Which figures were known, and why others were not.
         saves: Checkpoint saves.
         heap: The last map of live arrays, of the device that held most, or None.
@@ -488,7 +488,7 @@ class RunSummary:
     highs: dict[str, High] = field(default_factory=dict[str, High])
     limit_bytes: int | None = None
     history: History = field(default_factory=History)
-    said: list[str] = field(default_factory=list[str])
+    messages: list[str] = field(default_factory=list[str])
     known: MetricAvailability = field(default_factory=MetricAvailability)
     saves: deque[CheckpointSave] = field(default_factory=lambda: deque[CheckpointSave](maxlen=_MOST_SAVES))
     heap: HeapMap | None = None
@@ -532,7 +532,7 @@ class RunSummary:
 
     @property
     def needs(self) -> Mapping[str, int]:
-        """Program -> bytes of its largest compile, of those that told any."""
+        """Program -> bytes of its largest compile, of those that reported any."""
         return {name: each.memory.step_bytes for name, each in self.programs.items() if each.memory is not None}
 
     @property
@@ -543,14 +543,14 @@ class RunSummary:
     def _note(self, record: Unavailable | AcrossProcesses | HeapMap | Dropped | Said) -> None:
         """What only the table of what is known shows; and the last map."""
         self.heap = record if isinstance(record, HeapMap) else self.heap
-        self.said += [record.message] if isinstance(record, Said) else []
+        self.messages += [record.message] if isinstance(record, Said) else []
         seen = Observation(
             step=self._step,
             time_s=self._time_s,
             unavailable=(record,) if isinstance(record, Unavailable) else (),
             processes=record if isinstance(record, AcrossProcesses) else None,
             heaps=(record,) if isinstance(record, HeapMap) else (),
-            said=(record.message,) if isinstance(record, Said) else (),
+            messages=(record.message,) if isinstance(record, Said) else (),
             dropped=record.stamps if isinstance(record, Dropped) else 0,
         )
         self.known.learn(seen)

@@ -36,7 +36,7 @@ class HysteresisTrigger:
 
         Args:
             level: It.
-            at: The step, say: low levels of one step count once, however often it was looked at. None counts each.
+            at: Such as the step: low levels of one step count once, however often it was looked at. None counts each.
         """
         if not self.running:
             self._low, self._low_at = 0, None
@@ -59,12 +59,12 @@ class _Stay:
     step: int
     looks: int = 0
     missed: int = 0
-    told: bool = False
+    reported: bool = False
 
 
 @final
 class Debounce:
-    """Tells what is transient from what stays: five looks, and a tenth of ``steps``.
+    """A filter of what passes: what stays was there at five looks, and for a tenth of ``steps``.
 
     Args:
         steps: `MonitorSettings.growth_steps`.
@@ -79,14 +79,14 @@ class Debounce:
         for key in list(self._stays):
             stay = self._stays[key]
             stay.missed = 0 if key in present else stay.missed + 1
-            if stay.missed and (not stay.told or stay.missed >= _LOOKS):
+            if stay.missed and (not stay.reported or stay.missed >= _LOOKS):
                 del self._stays[key]
         found: set[Hashable] = set()
         for key in present:
             stay = self._stays.setdefault(key, _Stay(step))
             stay.looks += 1
-            if not stay.told and stay.looks >= _LOOKS and step - stay.step >= self._steps:
-                stay.told = True
+            if not stay.reported and stay.looks >= _LOOKS and step - stay.step >= self._steps:
+                stay.reported = True
                 found.add(key)
         return found
 
@@ -289,7 +289,7 @@ class Trend:
 
 
 def _rise_of(floors: Sequence[_Stretch]) -> Rise | None:
-    """What rose from the first floor to the last, if all of them tell of it."""
+    """What rose from the first floor to the last, if all of them show it."""
     lows = [each.low for each in floors]
     order = _steadily(lows) if len(lows) >= _FEW else 0.0
     if order <= _BEGUN:

@@ -30,13 +30,13 @@ _KEPT = 100
 
 @final
 class Faults:
-    """What went wrong so far, each part told once."""
+    """Reports of what went wrong, one for each part."""
 
     def __init__(self, on_error: Literal["warn", "raise"]) -> None:
         self.raises = on_error == "raise"
         self._off: set[str] = set()
         self.pending: Exception | None = None
-        self._said: deque[str] = deque(maxlen=_KEPT)
+        self._printed: deque[str] = deque(maxlen=_KEPT)
         self._doing: dict[int, str] = {}  # thread -> the part that runs on it
 
     def attempt(
@@ -73,30 +73,30 @@ class Faults:
         return self._doing.get(thread, "") if thread is not None else ""
 
     def report(self, part: str, error: Exception) -> None:
-        """Switch a part off and say so, once."""
+        """Switch a part off and report it, once."""
         if part in self._off:
             return
         self._off.add(part)
         if self.raises:
             self.pending = self.pending or error
         else:
-            self.say(f"{part} is switched off for the rest of the run: {type(error).__name__}: {error}")
+            self.print(f"{part} is switched off for the rest of the run: {type(error).__name__}: {error}")
 
     def note(self, key: str, message: str) -> None:
-        """Say something once that switches nothing off."""
+        """Print once a message that switches nothing off."""
         if key not in self._off:
             self._off.add(key)
-            self.say(message)
+            self.print(message)
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         """One line on stderr, and for the run's own files; an exception's text may hold secrets."""
         line = without_secrets(" ".join(message.split()))
-        self._said.append(line)
+        self._printed.append(line)
         say(line)
 
-    def said(self) -> list[str]:
-        """What was said since the last call, for the run's own files: stderr may be read by nobody."""
-        return [self._said.popleft() for _ in range(len(self._said))]
+    def messages(self) -> list[str]:
+        """Take what was printed since the last call, for the run's own files: stderr may be read by nobody."""
+        return [self._printed.popleft() for _ in range(len(self._printed))]
 
     def raise_pending(self) -> None:
         """With ``on_error="raise"``: raise the first fault, once."""
@@ -198,7 +198,7 @@ class Ticker:
             self._busy.release()
 
     def _end(self, last: Callable[[], None]) -> None:
-        """On the thread, which would end without the last action if another told it to stop before it had that one."""
+        """On the thread, which would end without the last action if another asked it to stop before it had that one."""
         try:
             last()
         finally:

@@ -114,7 +114,7 @@ def _settings_of(preset: Preset | MonitorSettings) -> MonitorSettings:
 
 
 def split_of(preset: Preset | MonitorSettings) -> str | None:
-    """What the preset's policy says of a state that it splits over a mesh; None where it says nothing or keeps it whole."""
+    """The sharding by which the preset's policy splits the state over a mesh; None where it has none or keeps the state whole."""
     sharding = preset.policy.sharding if isinstance(preset, Preset) else None
     if sharding is None or isinstance(sharding, tuple):
         return None if sharding is None else "rules"

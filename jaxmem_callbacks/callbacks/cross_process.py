@@ -33,7 +33,7 @@ _OF_TAG = {figure.tag: name for name, figure in NAMES.items()}
 
 @final
 class ProcessReport:
-    """What this process has to tell: lowest, mean and highest of its figures since it told them before."""
+    """What this process sends: lowest, mean and highest of its figures since it sent them before."""
 
     def __init__(self) -> None:
         self._windows = Windows(0.0)
@@ -66,7 +66,7 @@ def _whole(value: float, figure: Figure) -> float:
 
 @final
 class ProcessReports:
-    """What process 0 has heard of each process, and when.
+    """What process 0 has received from each process, and when.
 
     Args:
         every_s: Seconds between two rounds.
@@ -81,49 +81,48 @@ class ProcessReports:
     def learn(self, texts: Mapping[str, str], now_s: float) -> None:
         """Take in the texts by process; only a text that is new is a sign of life, since clocks of machines differ.
 
-        Figures that are read less often than texts are sent stand as they were told last.
+        Figures that are read less often than texts are sent stand as they were sent last.
         """
         for process, text in texts.items():
-            said = json.loads(text)
+            report = json.loads(text)
             before = self._latest.get(int(process))
-            if before is None or before[0] != said["serial"]:
+            if before is None or before[0] != report["serial"]:
                 known = {} if before is None else before[2]
-                self._latest[int(process)] = (said["serial"], now_s, {**known, **said["figures"]})
+                self._latest[int(process)] = (report["serial"], now_s, {**known, **report["figures"]})
         for process in [each for each in self._latest if str(each) not in texts]:  # it has ended
             del self._latest[process]
 
     def across(self, step: int, time_s: float, now_s: float) -> AcrossProcesses:
         """What is known now."""
-        fresh = {process: said for process, (_, at_s, said) in self._latest.items() if now_s - at_s <= self._silent_s}
-        names = {name: None for said in fresh.values() for name in said}
+        fresh = {process: own for process, (_, at_s, own) in self._latest.items() if now_s - at_s <= self._silent_s}
+        names = {name: None for own in fresh.values() for name in own}
         return AcrossProcesses(
             step=step,
             time_s=time_s,
             processes=self._processes,
             silent=tuple(process for process in range(self._processes) if process not in fresh),
             figures={
-                name: _joined(name, {each: said[name] for each, said in fresh.items() if name in said})
-                for name in names
+                name: _joined(name, {each: own[name] for each, own in fresh.items() if name in own}) for name in names
             },
         )
 
 
-def _joined(name: str, said: Mapping[int, Sequence[Any]]) -> AcrossFigure:
-    low = min(said, key=lambda process: said[process][0])
-    high = max(said, key=lambda process: said[process][2])
-    mean = sum(each[1] for each in said.values()) / len(said)
+def _joined(name: str, values: Mapping[int, Sequence[Any]]) -> AcrossFigure:
+    low = min(values, key=lambda process: values[process][0])
+    high = max(values, key=lambda process: values[process][2])
+    mean = sum(each[1] for each in values.values()) / len(values)
     return AcrossFigure(
-        low=said[low][0],
+        low=values[low][0],
         low_process=low,
         mean=mean if name.endswith("_share") else round(mean),
-        high=said[high][2],
+        high=values[high][2],
         high_process=high,
-        high_device=said[high][3],
+        high_device=values[high][3],
     )
 
 
 WAIT_S = 0.5  # at a flush and at the end; never in a look at an interval
-_LONG_S = 10.0  # of a round, from which on it is said that it hangs
+_LONG_S = 10.0  # of a round, from which on it is reported to hang
 _monitors = itertools.count()  # processes that make their monitors in the same order find each other by it
 
 
@@ -140,10 +139,10 @@ class Exchange:
         self._every_s = every_s
         self._faults = faults
         self._folder = f"jaxmem/monitor/{next(_monitors)}"
-        self._told = ProcessReport()
+        self._report = ProcessReport()
         self._next_s = 0.0
         self._store: Store | None = None
-        self._heard: ProcessReports | None = None
+        self._reports: ProcessReports | None = None
         self._thread: threading.Thread | None = None
         self._began_s = 0.0
         self._brought: Mapping[str, str] | None = None
@@ -154,7 +153,7 @@ class Exchange:
         """Begin a round when one is due, or now with ``wait``.
 
         Args:
-            observation: What was seen; what it read is told to the others.
+            observation: What was seen; what it read is sent to the others.
             wait: Wait for the round, for half a second at most.
 
         Returns:
@@ -163,23 +162,23 @@ class Exchange:
         if self._off or not self._opened():
             why, self._unavailable = self._unavailable, []
             return replace(observation, unavailable=[*observation.unavailable, *why]) if why else observation
-        self._told.add(observation.readings)
+        self._report.add(observation.readings)
         now_s = time.monotonic()
         if (wait or now_s >= self._next_s) and not self._is_busy(now_s, _LONG_S):
             self._next_s, self._began_s = now_s + self._every_s, now_s
-            self._start(self._round, self._told.text())
+            self._start(self._round, self._report.text())
         if wait:
             self._join()
             self._is_busy(time.monotonic(), WAIT_S)
         brought, self._brought = self._brought, None
-        if brought is None or self._heard is None:
+        if brought is None or self._reports is None:
             return observation
         now_s = time.monotonic()
-        self._heard.learn(brought, now_s)
-        return replace(observation, processes=self._heard.across(observation.step, observation.time_s, now_s))
+        self._reports.learn(brought, now_s)
+        return replace(observation, processes=self._reports.across(observation.step, observation.time_s, now_s))
 
     def close(self) -> None:
-        """Take back what this process told, so that it is not missed."""
+        """Take back what this process sent, so that it is not missed."""
         if self._store is not None and not self._off and not self._is_busy(time.monotonic(), _LONG_S):
             self._start(self._drop)
             self._join()
@@ -195,7 +194,7 @@ class Exchange:
             self._unavailable.append(Unavailable(figure="processes", device="all", reason=why))
             self._off = True
         elif jax.process_index() == 0:
-            self._heard = ProcessReports(self._every_s, processes)
+            self._reports = ProcessReports(self._every_s, processes)
         return self._store is not None
 
     def _start(self, action: Callable[..., None], *args: Any) -> None:
@@ -227,7 +226,7 @@ class Exchange:
     def _round(self, text: str | None) -> None:
         if self._store is not None and text is not None:
             self._store.put(self._place, text)
-        if self._store is not None and self._heard is not None:
+        if self._store is not None and self._reports is not None:
             self._brought = self._store.under(self._folder)
 
     def _drop(self) -> None:

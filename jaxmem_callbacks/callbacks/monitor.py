@@ -79,11 +79,11 @@ _PART = "environment"
 
 
 def report_environment(preset: Preset, faults: Faults) -> None:
-    """Say what the runtime's own figures contradict; nothing where all holds or is unknown.
+    """Report what the runtime's own figures contradict; nothing where all holds or is unknown.
 
     Args:
         preset: With an environment.
-        faults: Told of it; with ``on_error="raise"`` the user's own thread raises ``EnvironmentSettingError``.
+        faults: Report it; with ``on_error="raise"`` the user's own thread raises ``EnvironmentSettingError``.
     """
     checks = verify(preset.environment, devices_here(), process_facts(started=True))
     broken = "; ".join(f"{check.setting}: {check.told}" for check in checks if check.outcome == "broken")
@@ -110,7 +110,7 @@ class MemoryMonitor:
     Tags: ``memory/..._gib`` (mean of a window; ``/min`` and ``/max`` where there were several values or devices),
     ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``,
     ``memory/heap_map``; of a plan ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``,
-    ``memory/planned_gib/<step>``. docs/figures.md tells of each.
+    ``memory/planned_gib/<step>``. docs/figures.md explains each.
 
     Args:
         preset: A ``Preset``, its name (several joined by ``+``) or path, ``MonitorSettings``, or None for the defaults.
@@ -119,7 +119,7 @@ class MemoryMonitor:
             ``with`` (docs/oom.md).
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
         plan: What `jm.plan` gave for the step, or the path of the JSON that a plan made elsewhere was saved to: the monitor
-            writes its figure and table once at the start, says when it is stale, and shows predicted beside compiled bytes.
+            writes its figure and table once at the start, warns when it is stale, and shows predicted beside compiled bytes.
         probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
             which is read at every ``every_steps``-th call.
 
@@ -167,7 +167,7 @@ class MemoryMonitor:
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
         self._at_exit = partial(_finish_at_exit, weakref.ref(self))
         self._pid = os.getpid()
-        self._told: deque[MemoryEvent] = deque()
+        self._foreign: deque[MemoryEvent] = deque()
         self._count = 0
         self._clock = time.time
         self._append: Callable[[Stamp], None] = self._sampler.ring.append
@@ -180,7 +180,7 @@ class MemoryMonitor:
             weakref.finalize(self, listener.stop)
 
     def __call__(self, step: Any, metrics: Any = None) -> None:
-        """Say that a step was dispatched.
+        """Record that a step was dispatched.
 
         Args:
             step: Its number, a Python int.
@@ -206,7 +206,7 @@ class MemoryMonitor:
     def on_step(self, info: Any, force: bool = False) -> None:  # noqa: FBT001, FBT002 - Levanter's hook signature
         """The hook for loops that hand over an object with ``step`` and perhaps ``loss`` (Levanter).
 
-        At the end of a training Levanter calls every hook once more, by ``force``: a step that was told is not told again.
+        At the end of a training Levanter calls every hook once more, by ``force``: a recorded step is not recorded again.
         """
         try:
             step, loss = info.step, getattr(info, "loss", None)
@@ -218,7 +218,7 @@ class MemoryMonitor:
             self(step, None if loss is None else {"loss": loss})
 
     def sample(self, step: int) -> dict[str, float]:
-        """Say that a step was dispatched and return what is known, for a logger of the caller's.
+        """Record that a step was dispatched and return what is known, for a logger of the caller's.
 
         Args:
             step: Its number.
@@ -247,7 +247,7 @@ class MemoryMonitor:
 
         Any thread.
         """
-        self._told.append(event)
+        self._foreign.append(event)
 
     def flush(self) -> None:
         """Look now, at everything, and write it; for the end of an epoch or a test, not for every step.
@@ -329,13 +329,13 @@ class MemoryMonitor:
 
     def _look_now(self) -> None:
         if self._has_thread and not self._ticker.run(partial(self._try_look, scan=True)):
-            self._say_what_hangs()
+            self._report_hang()
 
     def _try_look(self, *, scan: bool = False, last: bool = False) -> None:
         self._faults.attempt("the monitor", self._look, scan, last, default=None)
-        if said := self._faults.said():
+        if messages := self._faults.messages():
             self._faults.attempt(
-                "telling of itself", self._recorder.tell, said, self._sampler.latest_step(), default=None
+                "telling of itself", self._recorder.record_messages, messages, self._sampler.latest_step(), default=None
             )
 
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt
@@ -352,7 +352,7 @@ class MemoryMonitor:
         if self._exchange is not None:
             exchange = partial(self._exchange.turn, observation, wait=scan or last)
             observation = self._faults.attempt("the exchange with the other processes", exchange, default=observation)
-        events = [self._told.popleft() for _ in range(len(self._told))]
+        events = [self._foreign.popleft() for _ in range(len(self._foreign))]
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
         self._recorder.record(observation, events, last=last)
@@ -371,7 +371,7 @@ class MemoryMonitor:
             self._faults.attempt("waiting for metrics", self._sampler.wait_for_metrics, default=None)
             self._take_heap(self._sampler.latest_step())
         if not self._ticker.stop(self._end):
-            self._say_what_hangs()
+            self._report_hang()
         self._running = False
         self._sampler.let_go()
 
@@ -381,7 +381,7 @@ class MemoryMonitor:
             self._exchange.close()
         self._faults.attempt("closing the writers", self._recorder.close, default=None)
 
-    def _say_what_hangs(self) -> None:
+    def _report_hang(self) -> None:
         doing = self._faults.doing(self._ticker.ident)
         self._faults.note(
             "hanging",

@@ -131,11 +131,11 @@ class Recorder:
         self._write_heap(observation.heaps)
         self._flush()
 
-    def tell(self, said: Sequence[str], step: int) -> None:
-        """Write what the monitor said of itself, whether or not it still looks."""
-        now = Observation(step=step, time_s=time.time(), said=said)
+    def record_messages(self, messages: Sequence[str], step: int) -> None:
+        """Write what the monitor reported of itself, whether or not it still looks."""
+        now = Observation(step=step, time_s=time.time(), messages=messages)
         self._known.learn(now)
-        for message in said:
+        for message in messages:
             self._write(Said(step=step, time_s=now.time_s, message=message))
         self._write_table(now, due=False)
         self._flush()

@@ -96,7 +96,7 @@ class HeapMaps:
 
     Args:
         every_s: Seconds between two that are taken by themselves, at first.
-        faults: Told of a probe that raises.
+        faults: Reports a probe that raises.
     """
 
     def __init__(self, every_s: float, faults: Faults) -> None:
@@ -135,7 +135,7 @@ class Traces:
 
     Args:
         steps: How many calls; 0 for none.
-        faults: Told of a probe that raises and of a trace that ends early.
+        faults: Reports a probe that raises and a trace that ends early.
         has_folder: Whether there is a folder to write it to.
     """
 
@@ -235,7 +235,7 @@ class Sampler:
         settings: Cadences.
         probes: Read on the monitor's thread when a scan is due; an ``AllocatorProbe`` among them on the training thread.
         programs: Where compiles are learnt from.
-        faults: Told of probes that raise.
+        faults: Reports probes that raise.
         look_s: Seconds between two calls of ``collect``.
     """
 

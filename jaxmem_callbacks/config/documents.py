@@ -21,13 +21,13 @@ from jaxmem_callbacks.records.errors import PresetError, did_you_mean
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 60
-_TOLD = 10
+_MOST_PROBLEMS = 10
 NEXT = f"Next: `{advise('command.typed', typed='presets full_remat')}` prints a complete preset to compare with."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where something was said.
+    """Where something stands.
 
     Attributes:
         source: A file as the user named it, or ``override policy.segments``.
@@ -65,8 +65,8 @@ def preset_error(problems: Iterable[Problem]) -> PresetError:
     """One error that reports every problem, in the order of the lines."""
     ordered = sorted(problems, key=lambda problem: (problem.place.line or 0, problem.place.column or 0))
     lines = [str(problem) for problem in ordered]
-    if len(lines) > _TOLD:  # the last one is what stopped the reading, if anything did
-        lines[_TOLD - 1 : -1] = [f"... {len(lines) - _TOLD} more ..."]
+    if len(lines) > _MOST_PROBLEMS:  # the last one is what stopped the reading, if anything did
+        lines[_MOST_PROBLEMS - 1 : -1] = [f"... {len(lines) - _MOST_PROBLEMS} more ..."]
     head = [] if len(ordered) == 1 else [f"{len(ordered)} problems:"]
     return PresetError("\n".join([*head, *lines, NEXT]))
 
@@ -304,7 +304,7 @@ def require_shipped(name: str) -> Path:
     """The file of a shipped part.
 
     Raises:
-        PresetError: there is none of that name; says which there are.
+        PresetError: there is none of that name; names those that there are.
     """
     known = shipped_names()
     if name in known:
@@ -358,7 +358,7 @@ def _read(path: str) -> bytes:
         if facts.st_size > LIMIT_BYTES:
             raise _too_large(path, facts.st_size)
         with os.fdopen(os.dup(handle), "rb") as stream:
-            data = stream.read(LIMIT_BYTES + 1)  # files under /proc say a size of 0
+            data = stream.read(LIMIT_BYTES + 1)  # files under /proc report a size of 0
     finally:
         os.close(handle)
     if len(data) > LIMIT_BYTES:

@@ -45,7 +45,7 @@ def resolve_policy(given: StepPolicy | Preset | Name) -> StepPolicy | Preset:
     """What is given as a step's policy, its name looked up.
 
     A name is that of a preset first, then a word of ``StepPolicy.remat``, then one of ``StepPolicy.sharding``. ``fsdp``,
-    ``fsdp_tensor``, ``zero1`` and ``replicate`` are presets and words of ``sharding``: the preset is taken, which says that
+    ``fsdp_tensor``, ``zero1`` and ``replicate`` are presets and words of ``sharding``: the preset is taken, which has that
     sharding and nothing else.
 
     Raises:

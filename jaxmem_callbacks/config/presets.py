@@ -35,11 +35,11 @@ DEFAULT = "monitor_only"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one source says, checked.
+    """The content of one source, checked.
 
     Attributes:
         name: The shipped name or the file's stem; empty for overrides.
-        values: Section -> field -> value, and the description; only what was said.
+        values: Section -> field -> value, and the description; only what was given.
         keys: Where each key stands.
         source: What was given to ``load_preset``; empty for overrides and texts.
     """
@@ -60,7 +60,7 @@ def load_preset(*names_or_paths: str | os.PathLike[str], **overrides: Any) -> Pr
             ``description="..."`` with the keys of the YAML; they win over every part.
 
     Returns:
-        What the parts say together; lists are replaced, not joined.
+        The parts together; lists are replaced, not joined.
 
     Raises:
         PresetError: every mistake of the sources, each with file, line, column, what was expected and the nearest valid name.
@@ -201,7 +201,7 @@ def _with_full_keys(section: str, inner: Any, document: Document, problems: list
 
 
 def _contradiction(parts: list[Part], section: str, error: PolicyError | EnvironmentSettingError) -> PresetError:
-    """A section that contradicts itself, at the place of each key that was said last."""
+    """A section that contradicts itself, at the place where each key was given last."""
     last: dict[str, Place] = {}
     for part in parts:
         last |= {key: part.keys[section, key] for key in part.values.get(section, {}) if (section, key) in part.keys}
@@ -234,7 +234,7 @@ def preset_to_yaml(preset: Preset, *, defaults: Literal["omit", "show"] = "omit"
 
     Args:
         preset: Its name is not written: a file's name is its preset's name.
-        defaults: ``omit`` writes the keys that were said or that differ from the defaults; ``show`` writes all and marks
+        defaults: ``omit`` writes the keys that were given or that differ from the defaults; ``show`` writes all and marks
             the defaults by a comment.
 
     Returns:
@@ -254,15 +254,15 @@ def preset_to_yaml(preset: Preset, *, defaults: Literal["omit", "show"] = "omit"
 
 def _line(preset: Preset, section: str, record: Any, field: dataclasses.Field[Any], defaults: str) -> str:
     value = getattr(record, field.name)
-    is_said = f"{section}.{field.name}" in preset.said or value != field.default
-    if not is_said and defaults == "omit":
+    is_given = f"{section}.{field.name}" in preset.said or value != field.default
+    if not is_given and defaults == "omit":
         return ""
     text = _size(value) if field.name.endswith("_bytes") else _inline(value)
-    return f"  {short_key(field.name)}: {text}" + ("" if is_said else "  # default")
+    return f"  {short_key(field.name)}: {text}" + ("" if is_given else "  # default")
 
 
 def _size(count: int | None) -> str:
-    """The largest unit that says it exactly."""
+    """The largest unit that expresses it exactly."""
     for unit, factor in _UNITS:
         if count and count % factor == 0:
             return f"{count // factor}{unit}"

@@ -1,4 +1,4 @@
-"""What a preset may say: pydantic models derived from the records. Data in, checked data or problems out.
+"""The schema of presets: pydantic models derived from the records. Data in, checked data or problems out.
 
 Keys are the fields of ``StepPolicy``, ``MonitorSettings``, ``EnvironmentSettings`` and ``RecoverySettings``. A size is written
 ``limit: 700MiB``: the ending ``_bytes`` of the record's name may be left out, because the value carries its unit.
@@ -52,7 +52,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _SHOWN = 60
 _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 
-# What the records' types cannot say: the allowed range, and the same in words.
+# What the records' types cannot express: the allowed range, and the same in words.
 RANGES: dict[str, tuple[Any, str]] = {
     "policy.segments": (Field(ge=1), " of at least 1"),
     "policy.microbatches": (Field(ge=1), " of at least 1"),
@@ -188,14 +188,14 @@ def full_key(section: str, key: str) -> str:
 
 
 def check(values: Mapping[str, Any], place_of: Callable[[KeyPath, str], Place]) -> tuple[dict[str, Any], list[Problem]]:
-    """Check what one source says.
+    """Check the content of one source.
 
     Args:
         values: Section -> field (full names) -> value, lists as tuples.
         place_of: Where the ``"key"`` or the ``"value"`` of a key path stands, for the problems.
 
     Returns:
-        The values with sizes as bytes and remat names canonical, only those that were said; and what is wrong with them
+        The values with sizes as bytes and remat names canonical, only those that were given; and what is wrong with them
         (the values are then of no use).
     """
     try:
@@ -244,7 +244,7 @@ def _unknown_key(path: KeyPath, value: Any, place: Place) -> Problem:
     inside = f" in `{parents[0]}`" if parents else ""
     homes = [section for section, inner in _MODELS.items() if full_key(section, key) in inner.model_fields]
     hint = (
-        f" It belongs under `{homes[0]}`{_said_there(homes[0], key, value, place)}."
+        f" It belongs under `{homes[0]}`{_typed_there(homes[0], key, value, place)}."
         if homes
         else did_you_mean(key, allowed)
     )
@@ -252,8 +252,8 @@ def _unknown_key(path: KeyPath, value: Any, place: Place) -> Problem:
     return Problem(place=place, given=given, expected=f"Allowed here: {', '.join(allowed)}.")
 
 
-def _said_there(section: str, key: str, value: Any, place: Place) -> str:
-    """What to type for a keyword argument that is a section's key; nothing in a file, whose line is told."""
+def _typed_there(section: str, key: str, value: Any, place: Place) -> str:
+    """What to type for a keyword argument that is a section's key; nothing in a file, whose line is named."""
     if place.line is not None:
         return ""
     words = expected(f"{section}.{full_key(section, key)}")

@@ -41,7 +41,7 @@ class _Seen:
 
 @final
 class AllocationsProbe:
-    """Tells what changed. Call it on one thread only; it keeps no array alive, waits for none and asks for no address."""
+    """Changes since the last reading, on one thread only. It keeps no array alive, waits for none and asks for no address."""
 
     def __init__(self) -> None:
         self._device = jax.local_devices()[0]
@@ -89,7 +89,7 @@ class AllocationsProbe:
         return _Seen(weakref.ref(array), self._next_id(), size, name)
 
     def _changes(self, step: int, new: dict[int, _Seen], gone: dict[int, _Seen]) -> Iterator[TraceEvent]:
-        """New arrays are given to the programs that ran, the newest first, as far as their compilers say results are."""
+        """New arrays are given to the programs that ran, the newest first, as far as their compilers report results."""
         programs: list[TraceEvent] = []
         for compilation, runs in reversed(self._ran()):
             outputs = self._results(compilation, new, gone)
@@ -149,7 +149,7 @@ class AllocationsProbe:
 
 
 def _pairs(new: Iterable[_Seen], gone: Iterable[_Seen], alias_bytes: int) -> dict[int, int]:
-    """New array -> the gone one of its size whose memory it took over, as far as the compiler says that memory was taken over.
+    """New array -> the gone one of its size whose memory it took over, as far as the compiler reports that.
 
     The largest first, so that a small array that is merely gone does not use up what a large one needs.
     """

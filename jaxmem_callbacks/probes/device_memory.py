@@ -32,7 +32,7 @@ _NO_STATISTICS = {
 
 @final
 class AllocatorProbe:
-    """Reads what the allocators of this process's devices say.
+    """Statistics of the allocators of this process's devices.
 
     Args:
         devices: The devices to read; by default ``jax.local_devices()``, asked at the first read, so that making a probe
@@ -41,7 +41,7 @@ class AllocatorProbe:
 
     def __init__(self, devices: Sequence[Device] | None = None) -> None:
         self._devices = None if devices is None else tuple(devices)
-        self.reports = True  # until the first look says otherwise
+        self.reports = True  # until the first look shows otherwise
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -111,7 +111,7 @@ def _at_least(stats: Stats, key: str, least: int) -> int | None:
 
 
 def statistics_of(device: Device) -> Stats | None:
-    """What the runtime says of a device's allocator, as it comes; None where it says nothing."""
+    """The runtime's statistics of a device's allocator, as they come; None where there are none."""
     try:
         return device.memory_stats()
     except jax.errors.JaxRuntimeError:  # an allocator that refuses to answer is one that reports nothing
@@ -222,7 +222,7 @@ class DriverProbe:
         """NVML's handle of a CUDA device.
 
         Raises:
-            LookupError: NVML counts the devices in another order than CUDA, and nothing says which is which.
+            LookupError: NVML counts the devices in another order than CUDA, and which is which is unknown.
         """
         visible = [part.strip() for part in self._variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         count = self._library.nvmlDeviceGetCount()

@@ -30,7 +30,7 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import figures_of
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 
-# Libraries of parts. One that brings a training loop is none: its step is the user's to be told of.
+# Libraries of parts. One that brings a training loop is none: its step is the user's.
 _LIBRARIES = frozenset(
     ("jax", "optax", "flax", "equinox", "chex", "haiku", "distrax", "rlax", "jaxopt", "lineax", "diffrax", "optimistix")
 )
@@ -54,8 +54,8 @@ def made_by_user(name: str) -> bool:
 def placed(name: str) -> str:
     """The name of a function that has one, else with the line that calls it, such as ``<lambda> (train.py:12)``.
 
-    JAX gives lambdas, partials and objects one name for all, and compiles them at their call, so that the caller tells them
-    apart. Where a library calls, the name is left as it is, and where a step of this library does, which is registered.
+    JAX gives lambdas, partials and objects one name for all, and compiles them at their call, so that only their caller
+    differs. Where a library calls, the name is left as it is, and where a step of this library does, which is registered.
     """
     if not name.startswith("<"):
         return name
@@ -115,7 +115,7 @@ class Source(Protocol):
         ...
 
 
-class _Heard(NamedTuple):
+class _CompileEvent(NamedTuple):
     """A compile of a program that may or may not be a registered step's."""
 
     name: str
@@ -125,7 +125,7 @@ class _Heard(NamedTuple):
 
 @final
 class ProgramsProbe:
-    """Tells compiles apart: registered steps with their arguments and bytes, others by name and bytes.
+    """Compiles: registered steps with their arguments and bytes, others by name and bytes.
 
     What was compiled before ``start`` counts only once its step is called: the process may have compiled others for
     comparison, or for an earlier run.
@@ -139,22 +139,22 @@ class ProgramsProbe:
         earlier, self._cursor = source.since(0)
         self._idle = {_key(compilation): calls for compilation, calls in source.calls()}
         self._registered = {compilation.program for compilation in earlier}
-        self._heard: deque[_Heard] = deque(maxlen=_KEPT)
+        self._compiled: deque[_CompileEvent] = deque(maxlen=_KEPT)
         self._executables = NewExecutables()
 
     def start(self) -> None:
         """Begin to listen to JAX's compile events."""
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        jax.monitoring.register_event_duration_secs_listener(self._on_compile)
 
     def stop(self) -> None:
         """Stop listening; harmless when something else cleared all listeners."""
         try:
-            jax.monitoring.unregister_event_duration_listener(self._hear)
+            jax.monitoring.unregister_event_duration_listener(self._on_compile)
         except (AssertionError, ValueError):
             return
 
     def drain(self, *, settle_s: float = _SETTLE_S) -> tuple[Compilation, ...]:
-        """The compiles since the last call, oldest first; unregistered ones are told once ``settle_s`` old."""
+        """The compiles since the last call, oldest first; unregistered ones once they are ``settle_s`` old."""
         registered, self._cursor = self._source.since(self._cursor)
         registered = (*self._awoken(), *registered)
         self._registered.update(compilation.program for compilation in registered)
@@ -179,21 +179,21 @@ class ProgramsProbe:
             del self._idle[_key(compilation)]
         return awake
 
-    def _settled(self, until_s: float) -> list[_Heard]:
-        ready: list[_Heard] = []
-        while self._heard and self._heard[0].time_s <= until_s:
-            ready.append(self._heard.popleft())
+    def _settled(self, until_s: float) -> list[_CompileEvent]:
+        ready: list[_CompileEvent] = []
+        while self._compiled and self._compiled[0].time_s <= until_s:
+            ready.append(self._compiled.popleft())
         return ready
 
-    def _hear(self, event: str, duration_secs: float, **details: str | int) -> None:  # noqa: ARG002 - JAX's signature
+    def _on_compile(self, event: str, duration_secs: float, **details: str | int) -> None:  # noqa: ARG002 - JAX's signature
         if event != _COMPILED:
             return
         name = str(details.get("fun_name", ""))
         match = _WRAPPED.fullmatch(name)
         name = placed(match[1] if match else name)
         # Of JAX's own too, so that the next new one is the only one. JAX calls this in the user's compile: whose function it is,
-        # and what its statistics say, is asked later, on the thread that drains.
-        self._heard.append(_Heard(name, time.time(), self._executables.statistics()))
+        # and what its statistics are, is asked later, on the thread that drains.
+        self._compiled.append(_CompileEvent(name, time.time(), self._executables.statistics()))
 
 
 def _memory(name: str, statistics: Any) -> ProgramMemory | None:
@@ -207,7 +207,7 @@ def _key(compilation: Compilation) -> tuple[str, float]:
     return compilation.program, compilation.time_s
 
 
-# Both interfaces of Orbax 0.12, old and v1, tell these two of a save that blocks and of one that does not.
+# Both interfaces of Orbax 0.12, old and v1, send these two, for a save that blocks and for one that does not.
 _BEGAN = {"/jax/orbax/write/start": False, "/jax/orbax/write/async/start": True}
 _ENDED = {"/jax/orbax/write/total_duration_secs", "/jax/orbax/write/async/total_duration_secs"}
 SaveTimes = tuple[float, float | None, bool]  # begin, end or None while it runs, whether it is in the background
@@ -217,7 +217,7 @@ _AT_ONCE = 2  # a save may begin while the one before it is still being written
 
 @final
 class SavesProbe:
-    """Hears of saves on the threads that make them; `drain` is for the monitor's thread."""
+    """Listens to saves on the threads that make them; `drain` is for the monitor's thread."""
 
     def __init__(self) -> None:
         self._running: deque[tuple[float, bool]] = deque(maxlen=_AT_ONCE)
@@ -225,15 +225,15 @@ class SavesProbe:
 
     def start(self) -> None:
         """Begin to listen."""
-        jax.monitoring.register_event_listener(self._hear_begin)
-        jax.monitoring.register_event_duration_secs_listener(self._hear_end)
+        jax.monitoring.register_event_listener(self._on_begin)
+        jax.monitoring.register_event_duration_secs_listener(self._on_end)
 
     def stop(self) -> None:
         """Stop listening; harmless when something else cleared all listeners."""
         with contextlib.suppress(AssertionError, ValueError):
-            jax.monitoring.unregister_event_listener(self._hear_begin)
+            jax.monitoring.unregister_event_listener(self._on_begin)
         with contextlib.suppress(AssertionError, ValueError):
-            jax.monitoring.unregister_event_duration_listener(self._hear_end)
+            jax.monitoring.unregister_event_duration_listener(self._on_end)
 
     @property
     def running(self) -> bool:
@@ -245,11 +245,11 @@ class SavesProbe:
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         return [*ended, *((began_s, None, background) for began_s, background in tuple(self._running))]
 
-    def _hear_begin(self, event: str, **details: str | int) -> None:  # noqa: ARG002 - JAX's signature
+    def _on_begin(self, event: str, **details: str | int) -> None:  # noqa: ARG002 - JAX's signature
         if event in _BEGAN:
             self._running.append((time.time(), _BEGAN[event]))
 
-    def _hear_end(self, event: str, duration_secs: float, **details: str | int) -> None:  # noqa: ARG002 - JAX's signature
+    def _on_end(self, event: str, duration_secs: float, **details: str | int) -> None:  # noqa: ARG002 - JAX's signature
         if event not in _ENDED:
             return
         now = time.time()

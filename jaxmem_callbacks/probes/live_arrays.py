@@ -29,7 +29,7 @@ from jaxmem_callbacks.records.readings import Reading, Unavailable
 
 _LARGEST, _NUMEROUS = 32, 16  # groups in one census
 _NEWEST, _EVERY = 8, 64  # of a group, the newest and every so many-th of the others are asked where they were made
-_RECENT = 10  # looks, of which the highest says what is usual
+_RECENT = 10  # looks, of which the highest is the usual level
 _FALLEN = 0.875  # of it: less is looked at again
 _PAUSES_S = (0.004, 0.008, 0.016)
 
@@ -152,7 +152,7 @@ def _drop_parts(alike: dict[Any, list[jax.Array]], spread: Collection[Any]) -> N
 
     Asking a sharded array for its shards (``addressable_shards``, ``np.asarray`` on jax 0.10) makes an array of each, which lives
     as long as the whole one, and is listed beside it. It lies in the same memory and comes from the same call. Addresses
-    would tell it too, but not on this thread (the module's docstring has the reason).
+    would show it too, but not on this thread (the module's docstring has the reason).
 
     Args:
         alike: Live arrays by shape, dtype and sharding.

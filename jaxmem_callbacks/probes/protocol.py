@@ -26,11 +26,11 @@ class Device(Hashable, Protocol):
         ...
 
     def memory_stats(self) -> Mapping[str, int] | None:
-        """What the allocator says, or None."""
+        """The allocator's statistics, or None."""
         ...
 
     def default_memory(self) -> Any:
-        """The memory that arrays live in unless said otherwise; its ``kind`` is a text."""
+        """The memory that arrays live in by default; its ``kind`` is a text."""
         ...
 
 
@@ -78,6 +78,6 @@ class ScriptedProbe:
                 refuse("ScriptedProbe", "script", group, _EXPECTED)
         self._script = iter([tuple(group) for group in groups])
 
-    def read(self, step: int) -> Sequence[Seen]:  # noqa: ARG002 - the script says the steps itself
+    def read(self, step: int) -> Sequence[Seen]:  # noqa: ARG002 - the script has steps of its own
         """The next group of the script, as it was given."""
         return next(self._script, ())

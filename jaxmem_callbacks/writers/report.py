@@ -162,16 +162,16 @@ def _events(story: RunSummary) -> str:
 
 
 def _elsewhere(story: RunSummary) -> str:
-    told = story.elsewhere.told
+    told = story.elsewhere.events
     shown = [f"{event_title(each.event.kind).lower()} at step {each.event.step:,} ({each.where})" for each in told]
     more = [f"and {len(told) - _NAMED} more"] if len(told) > _NAMED else []
     return f"other processes told {', '.join([*shown[:_NAMED], *more])}" if told else ""
 
 
 def _said(story: RunSummary) -> str:
-    if not story.said:
+    if not story.messages:
         return ""
-    first, *others = story.said
+    first, *others = story.messages
     return f"the monitor said of itself: {first.rstrip('.')}" + (f", and {len(others)} more" if others else "")
 
 
@@ -449,7 +449,7 @@ def _events_section(events: Sequence[MemoryEvent]) -> Iterator[str]:
 
 
 def _other_processes(story: RunSummary) -> Iterator[str]:
-    told = story.elsewhere.told
+    told = story.elsewhere.events
     if told:
         yield "<h3>Events of other processes</h3>"
         rows = [
