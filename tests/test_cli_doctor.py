@@ -199,7 +199,7 @@ def test_a_plugin_of_another_jaxlib_is_a_finding(tmp_path):
 
 def figures(seen, devices=None, **more):
     given = {"compilers": {"cuda": {}, "tpu": {"libtpu": "0.1"}}, "resident_bytes": 2**20, "has_driver": False} | more
-    return {figure.name: (figure.exists, figure.told) for figure in figures_here(seen, devices, **given)}
+    return {figure.name: (figure.exists, figure.text) for figure in figures_here(seen, devices, **given)}
 
 
 def device(statistics, platform="cuda"):

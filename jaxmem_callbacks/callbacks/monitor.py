@@ -86,7 +86,7 @@ def report_environment(preset: Preset, faults: Faults) -> None:
         faults: Report it; with ``on_error="raise"`` the user's own thread raises ``EnvironmentSettingError``.
     """
     checks = verify(preset.environment, devices_here(), process_facts(started=True))
-    broken = "; ".join(f"{check.setting}: {check.told}" for check in checks if check.outcome == "broken")
+    broken = "; ".join(f"{check.setting}: {check.text}" for check in checks if check.outcome == "broken")
     if not broken:
         return
     more = advise("command.typed", typed="doctor --start")

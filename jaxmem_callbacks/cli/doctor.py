@@ -115,12 +115,12 @@ class _Report:
         return rows + [(name, "read by nothing") for name in seen.unread]
 
     def as_json(self) -> dict[str, Any]:
-        """The same, under the names of the records' fields."""
+        """The same as data; its keys do not change where fields of records do."""
         return {
             "surroundings": dataclasses.asdict(self.seen),
             "devices": None if self.devices is None else [dataclasses.asdict(device) for device in self.devices],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "figures": [dataclasses.asdict(figure) for figure in self.figures],
+            "figures": [{"name": each.name, "exists": each.exists, "told": each.text} for each in self.figures],
         }
 
 
@@ -133,7 +133,7 @@ def _memory(device: DeviceFacts) -> str:
 
 
 def _row(figure: Figure) -> list[str]:
-    words = {True: f"yes: {figure.told}", False: f"no: {figure.told}", None: f"unknown, because {figure.told}"}
+    words = {True: f"yes: {figure.text}", False: f"no: {figure.text}", None: f"unknown, because {figure.text}"}
     first = f"  {figure.name:<{_NAMES}}"
     return textwrap.wrap(words[figure.exists], _WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
 

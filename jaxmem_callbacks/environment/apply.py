@@ -36,8 +36,8 @@ def choose(preset: Preset, seen: ProcessFacts) -> AppliedEnvironment:
         seen: The process as it is.
 
     Raises:
-        EnvironmentSettingError: the preset says nothing of the environment; something is wrong with what is set already, or would
-            be afterwards; the user said another value; or the backend has started and something is still to be set.
+        EnvironmentSettingError: the preset sets nothing of the environment; something is wrong with what is set already, or would
+            be afterwards; the user has set another value; or the backend has started and something is still to be set.
     """
     require_environment(preset)
     wanted = wanted_variables(preset.environment)
@@ -82,7 +82,7 @@ def require_environment(preset: Preset) -> None:
     """Refuse a preset that would silently do nothing.
 
     Raises:
-        EnvironmentSettingError: it says nothing of the environment.
+        EnvironmentSettingError: it sets nothing of the environment.
     """
     if preset.environment == EnvironmentSettings():
         msg = (
@@ -94,7 +94,7 @@ def require_environment(preset: Preset) -> None:
 
 
 def wanted_variables(settings: EnvironmentSettings) -> dict[str, str]:
-    """The variables, with their texts, that say what the settings say."""
+    """The variables, with their texts, that express the settings."""
     pool = settings.collective_pool_bytes
     texts = {
         ALLOCATOR: settings.allocator,
@@ -108,20 +108,20 @@ def wanted_variables(settings: EnvironmentSettings) -> dict[str, str]:
 def _compared(
     wanted: Mapping[str, str], seen: ProcessFacts
 ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-    """Of the variables wanted, those that are so already and those that say something else: wanted name -> what says so."""
+    """Of the variables needed, those that are set so already and those that differ: name -> what sets it, and its value."""
     already: dict[str, tuple[str, str]] = {}
     different: dict[str, tuple[str, str]] = {}
     keys = {variable: key for key, variable in OPTIONS.items()}
     for name, text in wanted.items():
-        said, value = _said(name, keys[name], seen)
+        source, value = _source_of(name, keys[name], seen)
         if value is None:
             continue
-        is_same = same(name, text, value) if said.startswith(_OPTION) else _mean_the_same(name, text, str(value))
-        (already if is_same else different)[name] = (said, str(value))
+        is_same = same(name, text, value) if source.startswith(_OPTION) else _mean_the_same(name, text, str(value))
+        (already if is_same else different)[name] = (source, str(value))
     return already, different
 
 
-def _said(name: str, key: str, seen: ProcessFacts) -> tuple[str, Any]:
+def _source_of(name: str, key: str, seen: ProcessFacts) -> tuple[str, Any]:
     """What has the last word on a setting here, and its value; None where nothing has."""
     if key in seen.options:
         return f"{_OPTION}[{key!r}]", seen.options[key]
@@ -141,11 +141,11 @@ def _mean_the_same(name: str, wanted: str, text: str) -> bool:
 
 def _conflicts(preset: Preset, wanted: Mapping[str, str], different: Mapping[str, tuple[str, str]]) -> str:
     lines = [f"{preset.name}: nothing was set, because this process says otherwise already."]
-    for name, (said, value) in different.items():
-        lines.append(f"  {said} is {value}, and the preset says {wanted[name]}.")
+    for name, (source, value) in different.items():
+        lines.append(f"  {source} is {value}, and the preset says {wanted[name]}.")
     clearing = "; ".join(
-        f"leave {said} out" if said.startswith(_OPTION) else advise("environment.unset", name=said)
-        for said, _ in different.values()
+        f"leave {source} out" if source.startswith(_OPTION) else advise("environment.unset", name=source)
+        for source, _ in different.values()
     )
     lines.append(
         f"    To take the preset's: {clearing}   # in the shell; os.environ.pop(...) above this call does it too"
@@ -225,7 +225,7 @@ def verify(settings: EnvironmentSettings, devices: Sequence[DeviceFacts], seen: 
 
 
 def start_findings(devices: Sequence[DeviceFacts], seen: ProcessFacts) -> tuple[Finding, ...]:
-    """What went wrong with a start that succeeded: a CPU where this machine has an accelerator, and nobody said otherwise."""
+    """What went wrong with a start that succeeded: a CPU where this machine has an accelerator and no setting asks for it."""
     lost = _given_up(devices[0], ("cuda", "rocm", "tpu"), seen)
     if lost is None:
         return ()
@@ -246,17 +246,17 @@ def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: ProcessFact
 def _of_platform(settings: EnvironmentSettings, device: DeviceFacts, seen: ProcessFacts) -> Check:
     wanted: tuple[Platform, ...] = (settings.platform,) if settings.platform else ("cuda", "rocm")
     if device.platform in wanted:
-        return Check(setting="platform", outcome="held", told=f"JAX runs on {device.label}, {device.kind}")
+        return Check(setting="platform", outcome="held", text=f"JAX runs on {device.label}, {device.kind}")
     if lost := _given_up(device, wanted, seen):
-        return Check(setting="platform", outcome="broken", told=f"JAX fell back to the CPU. {lost}")
+        return Check(setting="platform", outcome="broken", text=f"JAX fell back to the CPU. {lost}")
     if settings.platform:
-        told = f"JAX runs on {device.label}, and the preset is for {settings.platform}"
-        return Check(setting="platform", outcome="broken", told=told)
+        text = f"JAX runs on {device.label}, and the preset is for {settings.platform}"
+        return Check(setting="platform", outcome="broken", text=text)
     if device.platform == "cpu":
-        told = "JAX runs on the CPU here, whose client has none of these settings: nothing to verify"
-        return Check(setting="environment", outcome="unknown", told=told)
-    told = f"JAX runs on {device.label}, which reads none of these settings"
-    return Check(setting="platform", outcome="broken", told=told)
+        text = "JAX runs on the CPU here, whose client has none of these settings: nothing to verify"
+        return Check(setting="environment", outcome="unknown", text=text)
+    text = f"JAX runs on {device.label}, which reads none of these settings"
+    return Check(setting="platform", outcome="broken", text=text)
 
 
 def _is_allowed(platform: str, platforms: Sequence[str]) -> bool:
@@ -270,8 +270,8 @@ def _of_gpu(settings: EnvironmentSettings, device: DeviceFacts) -> Iterator[Chec
     if settings.preallocate is not None:
         yield _preallocate(settings.preallocate, device)
     if settings.collective_pool_bytes is not None:
-        told = f"{device.label}: the runtime reports no statistics of the pool for collectives"
-        yield Check(setting="collective_pool", outcome="unknown", told=told)
+        text = f"{device.label}: the runtime reports no statistics of the pool for collectives"
+        yield Check(setting="collective_pool", outcome="unknown", text=text)
 
 
 def _allocator(settings: EnvironmentSettings, device: DeviceFacts) -> Iterator[Check]:
@@ -279,8 +279,8 @@ def _allocator(settings: EnvironmentSettings, device: DeviceFacts) -> Iterator[C
         return
     shape = _shape(device.statistics)
     wanted = _SHAPES[settings.allocator]
-    told = f"{device.label}: its statistics have the shape {shape!r}, and {settings.allocator} gives {wanted!r}"
-    yield Check(setting="allocator", outcome="held" if shape == wanted else "broken", told=told)
+    text = f"{device.label}: its statistics have the shape {shape!r}, and {settings.allocator} gives {wanted!r}"
+    yield Check(setting="allocator", outcome="held" if shape == wanted else "broken", text=text)
 
 
 def _shape(statistics: Mapping[str, int] | None) -> str:
@@ -292,9 +292,9 @@ def _shape(statistics: Mapping[str, int] | None) -> str:
 def _fraction(settings: EnvironmentSettings, device: DeviceFacts) -> Check:
     limit = (device.statistics or {}).get("bytes_limit", 0)
     if limit <= 0:
-        told = f"{device.label}: this allocator reports no limit"
+        text = f"{device.label}: this allocator reports no limit"
     elif device.total_bytes is None:
-        told = (
+        text = (
             f"{device.label}: its limit is {format_bytes(limit)}, and the memory of a {device.kind} is in no table here"
         )
     else:
@@ -302,20 +302,20 @@ def _fraction(settings: EnvironmentSettings, device: DeviceFacts) -> Check:
         share = limit / device.total_bytes
         outcome = "held" if abs(share - wanted) <= _TOLERANCE else "broken"
         whole = f"{format_bytes(limit)} of {format_bytes(device.total_bytes)}"
-        return Check(setting="fraction", outcome=outcome, told=f"{device.label}: its limit is {whole}, {share:.0%}")
-    return Check(setting="fraction", outcome="unknown", told=told)
+        return Check(setting="fraction", outcome=outcome, text=f"{device.label}: its limit is {whole}, {share:.0%}")
+    return Check(setting="fraction", outcome="unknown", text=text)
 
 
 def _preallocate(wanted: bool, device: DeviceFacts) -> Check:  # noqa: FBT001 - the setting itself
     statistics = device.statistics or {}
     pool, limit = statistics.get("pool_bytes", 0), statistics.get("bytes_limit", 0)
     peak = statistics.get("peak_bytes_in_use", 0)
-    told = f"{device.label}: its pool is {format_bytes(pool)} of a limit of {format_bytes(limit)}"
+    text = f"{device.label}: its pool is {format_bytes(pool)} of a limit of {format_bytes(limit)}"
     if pool <= 0 or limit <= 0:
         why = "this allocator reports no pool" if "pool_bytes" not in statistics else "nothing was allocated yet"
-        return Check(setting="preallocate", outcome="unknown", told=f"{device.label}: {why}")
+        return Check(setting="preallocate", outcome="unknown", text=f"{device.label}: {why}")
     if pool < limit:
-        return Check(setting="preallocate", outcome="broken" if wanted else "held", told=told)
+        return Check(setting="preallocate", outcome="broken" if wanted else "held", text=text)
     if not wanted and 2 * peak >= limit:  # a pool that grows doubles, and can have come to its limit
-        return Check(setting="preallocate", outcome="unknown", told=f"{told}, which a growing pool can have reached")
-    return Check(setting="preallocate", outcome="held" if wanted else "broken", told=told)
+        return Check(setting="preallocate", outcome="unknown", text=f"{text}, which a growing pool can have reached")
+    return Check(setting="preallocate", outcome="held" if wanted else "broken", text=text)

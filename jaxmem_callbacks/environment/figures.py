@@ -17,7 +17,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Platform, ProcessFacts
 from jaxmem_callbacks.records.units import format_bytes
 
-_TELLS_LARGEST = (0, 11, 0)  # before, BFC's largest_free_block_bytes is always 0
+_HAS_LARGEST = (0, 11, 0)  # before, BFC's largest_free_block_bytes is always 0
 _SILENT = ("platform", "address", "vmm")
 _UNDECIDED = f"JAX was not started; {advise('command.typed', typed='doctor --start')} asks it"
 
@@ -29,7 +29,7 @@ def platform_to_come(seen: ProcessFacts) -> Platform | None:
 
 
 def in_effect(seen: ProcessFacts) -> tuple[tuple[str, str, str], ...]:
-    """What a GPU's client is told: setting, value, and what says so. A text that JAX cannot read stands as it is."""
+    """The settings that a GPU's client gets: name, value, source. A text that JAX cannot read stands as it is."""
     defaults = {"allocator": "default (BFC)", "memory_fraction": f"{DEFAULT_FRACTION:.0%} of the GPU"}
     defaults |= {"preallocate": "yes, at the first allocation", "collective_memory_size": "none of its own"}
     words = {"memory_fraction": "fraction", "collective_memory_size": "pool for collectives"}
@@ -86,63 +86,63 @@ def figures_here(
     return (
         _statistics(seen, devices, platform),
         _largest_block(seen, devices, platform),
-        Figure(name="live arrays", exists=True, told="jax.live_arrays(), on every platform"),
+        Figure(name="live arrays", exists=True, text="jax.live_arrays(), on every platform"),
         _addresses(platform),
-        Figure(name="compile-time analysis", exists=True, told=compiled),
+        Figure(name="compile-time analysis", exists=True, text=compiled),
         _driver(platform, has_driver=has_driver),
-        Figure(name="host memory", exists=resident_bytes is not None, told=host),
+        Figure(name="host memory", exists=resident_bytes is not None, text=host),
     )
 
 
 def _statistics(seen: ProcessFacts, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
     name = "allocator statistics"
     if platform == "cpu":
-        return Figure(name=name, exists=False, told="JAX's CPU client keeps none")
+        return Figure(name=name, exists=False, text="JAX's CPU client keeps none")
     if not devices:
-        return Figure(name=name, exists=None, told=_UNDECIDED)
+        return Figure(name=name, exists=None, text=_UNDECIDED)
     silent = [device.label for device in devices if device.statistics is None]
     if silent:
         allocator = seen.variables.get(ALLOCATOR, "").lower()
         why = f"the allocator {allocator} reports none" if allocator in _SILENT else "the runtime reports none"
-        return Figure(name=name, exists=False, told=f"{', '.join(silent)}: {why}; {ALLOCATOR}=default (BFC) does")
+        return Figure(name=name, exists=False, text=f"{', '.join(silent)}: {why}; {ALLOCATOR}=default (BFC) does")
     keys = sorted({key for device in devices for key in device.statistics or ()})
-    return Figure(name=name, exists=True, told=f"of {len(devices)} local: {', '.join(keys)}")
+    return Figure(name=name, exists=True, text=f"of {len(devices)} local: {', '.join(keys)}")
 
 
 def _largest_block(seen: ProcessFacts, devices: Sequence[DeviceFacts] | None, platform: Platform | None) -> Figure:
     name = "largest free block"
     if platform == "cpu":
-        return Figure(name=name, exists=False, told="no allocator statistics, so no fragmentation either")
-    if platform != "tpu" and seen.jaxlib is not None and version_numbers(seen.jaxlib) < _TELLS_LARGEST:
-        told = "jaxlib before 0.11 reports 0 on GPUs, which means unknown; fragmentation is unknown too"
-        return Figure(name=name, exists=False, told=told)
+        return Figure(name=name, exists=False, text="no allocator statistics, so no fragmentation either")
+    if platform != "tpu" and seen.jaxlib is not None and version_numbers(seen.jaxlib) < _HAS_LARGEST:
+        text = "jaxlib before 0.11 reports 0 on GPUs, which means unknown; fragmentation is unknown too"
+        return Figure(name=name, exists=False, text=text)
     if not devices:
-        return Figure(name=name, exists=None, told=_UNDECIDED)
-    told = [device.statistics for device in devices if device.statistics is not None]
-    if any(each.get("largest_free_block_bytes", 0) > 0 for each in told):
-        return Figure(name=name, exists=True, told="largest_free_block_bytes, and fragmentation of the pool by it")
-    if told and all(each.get("pool_bytes") == 0 for each in told):
-        return Figure(name=name, exists=None, told="nothing was allocated yet, so the pool is empty")
-    return Figure(name=name, exists=False, told="this allocator reports none: BFC and TPUs do")
+        return Figure(name=name, exists=None, text=_UNDECIDED)
+    reported = [device.statistics for device in devices if device.statistics is not None]
+    if any(each.get("largest_free_block_bytes", 0) > 0 for each in reported):
+        return Figure(name=name, exists=True, text="largest_free_block_bytes, and fragmentation of the pool by it")
+    if reported and all(each.get("pool_bytes") == 0 for each in reported):
+        return Figure(name=name, exists=None, text="nothing was allocated yet, so the pool is empty")
+    return Figure(name=name, exists=False, text="this allocator reports none: BFC and TPUs do")
 
 
 def _addresses(platform: Platform | None) -> Figure:
     name = "array addresses"
     if platform == "tpu":
-        return Figure(name=name, exists=False, told="a TPU's runtime tells none, so there is no heap map")
+        return Figure(name=name, exists=False, text="a TPU's runtime tells none, so there is no heap map")
     if platform is None:
-        return Figure(name=name, exists=None, told=_UNDECIDED)
-    return Figure(name=name, exists=True, told="of arrays that are ready: the monitor's heap map")
+        return Figure(name=name, exists=None, text=_UNDECIDED)
+    return Figure(name=name, exists=True, text="of arrays that are ready: the monitor's heap map")
 
 
 def _driver(platform: Platform | None, *, has_driver: bool) -> Figure:
     name = "memory by the driver"
     if has_driver:
-        told = (
+        text = (
             "NVIDIA's management library is installed: it counts what CUDA, NCCL and other processes took; the monitor asks "
             "it through the package nvidia-ml-py"
         )
-        return Figure(name=name, exists=True, told=told)
+        return Figure(name=name, exists=True, text=text)
     if platform == "cpu":
-        return Figure(name=name, exists=False, told="JAX runs on the CPU, where host memory is all")
-    return Figure(name=name, exists=False, told="NVIDIA's management library (libnvidia-ml) is not installed")
+        return Figure(name=name, exists=False, text="JAX runs on the CPU, where host memory is all")
+    return Figure(name=name, exists=False, text="NVIDIA's management library (libnvidia-ml) is not installed")

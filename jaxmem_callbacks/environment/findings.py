@@ -45,31 +45,31 @@ _NONE_VISIBLE = ("", "-1")
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """The settings that a GPU's client is told in the end; None for one that JAX cannot read.
+    """The settings that a GPU's client gets in the end; None for one that JAX cannot read.
 
     Attributes:
         allocator: Its name, in lower case; ``bfc`` for one that silently runs the default pool.
         preallocate: Whether the pool is taken at the first allocation.
         fraction: The share of the GPU's memory.
         collective_bytes: The pool for collectives; 0 for none.
-        said: Key of `OPTIONS` to what says it, such as ``XLA_PYTHON_CLIENT_ALLOCATOR=bfc``; without what nobody says.
+        sources: Key of `OPTIONS` to what sets it, such as ``XLA_PYTHON_CLIENT_ALLOCATOR=bfc``; without what nothing sets.
     """
 
     allocator: str
     preallocate: bool
     fraction: float | None
     collective_bytes: int | None
-    said: dict[str, str]
+    sources: dict[str, str]
 
 
 def effective(seen: ProcessFacts) -> Effective:
-    """What JAX makes of all that was said."""
+    """What JAX makes of all that is set."""
     variables, options = seen.variables, {} if seen.options_are_text else seen.options
     name, text = fraction_given(variables) or (FRACTION, "")
     texts = {key: (variable, variables.get(variable, "")) for key, variable in OPTIONS.items()}
     texts["memory_fraction"] = (name, text)
-    said = {key: f"{variable}={value}" for key, (variable, value) in texts.items() if value}
-    said |= {key: f"{_OPTION}[{key!r}]={value!r}" for key, value in seen.options.items()}
+    sources = {key: f"{variable}={value}" for key, (variable, value) in texts.items() if value}
+    sources |= {key: f"{_OPTION}[{key!r}]={value!r}" for key, value in seen.options.items()}
     allocator = str(seen.options.get("allocator") or variables.get(ALLOCATOR) or "default").lower()
     if allocator == "platform" and version_numbers(seen.jaxlib or "")[:3] in PLATFORM_WAS_BFC:
         allocator = "bfc"
@@ -80,7 +80,7 @@ def effective(seen: ProcessFacts) -> Effective:
         preallocate=bool(preallocate),
         fraction=_number(options.get("memory_fraction", as_fraction(text) if text else DEFAULT_FRACTION)),
         collective_bytes=options.get("collective_memory_size", (as_whole(pool) or 0) * 2**20 if pool else 0),
-        said=said,
+        sources=sources,
     )
 
 
@@ -93,7 +93,7 @@ def combination_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
 
 
 def hidden_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
-    """GPUs that are hidden although something is said of them."""
+    """GPUs that are hidden although a setting names them."""
     return tuple(_hidden(seen))
 
 
@@ -107,8 +107,8 @@ def _is_unified(seen: ProcessFacts) -> bool:
 
 def _name_of(now: Effective, key: str, variable: str) -> str:
     """The variable as one types it: of the fraction the one that was used."""
-    said = now.said.get(key, "").partition("=")[0]
-    return variable if not said or said.startswith(_OPTION) else said
+    source = now.sources.get(key, "").partition("=")[0]
+    return variable if not source or source.startswith(_OPTION) else source
 
 
 def _whole_device(now: Effective, seen: ProcessFacts) -> Iterator[Finding]:
@@ -118,8 +118,8 @@ def _whole_device(now: Effective, seen: ProcessFacts) -> Iterator[Finding]:
         return
     if not now.preallocate or now.allocator not in _CREATED:
         return
-    how = now.said.get("preallocate", "preallocation, JAX's default")
-    where, name = now.said["memory_fraction"], _name_of(now, "memory_fraction", FRACTION)
+    how = now.sources.get("preallocate", "preallocation, JAX's default")
+    where, name = now.sources["memory_fraction"], _name_of(now, "memory_fraction", FRACTION)
     in_options = where.startswith(_OPTION)
     yield Finding(
         kind="nothing left for CUDA",
@@ -140,23 +140,23 @@ def _without_a_pool(now: Effective) -> Iterator[Finding]:
         return
     useless = [
         (key, variable)
-        for key, variable, is_said in (
+        for key, variable, is_set in (
             ("preallocate", PREALLOCATE, now.preallocate),
             ("memory_fraction", FRACTION, True),
             ("collective_memory_size", COLLECTIVE_POOL, bool(now.collective_bytes)),
         )
-        if key in now.said and is_said
+        if key in now.sources and is_set
     ]
     if not useless:
         return
-    given = ", ".join(now.said[key] for key, _ in useless)
-    variables = [_name_of(now, key, variable) for key, variable in useless if not now.said[key].startswith(_OPTION)]
-    options = [key for key, _ in useless if now.said[key].startswith(_OPTION)]
+    given = ", ".join(now.sources[key] for key, _ in useless)
+    variables = [_name_of(now, key, variable) for key, variable in useless if not now.sources[key].startswith(_OPTION)]
+    options = [key for key, _ in useless if now.sources[key].startswith(_OPTION)]
     lines = [advise("environment.unset", name=name) for name in variables]
     lines += [f"leave {', '.join(options)} out of {_OPTION}"] if options else []
     yield Finding(
         kind="no pool",
-        given=f"{now.said['allocator']} beside {given}.",
+        given=f"{now.sources['allocator']} beside {given}.",
         why=(
             "The platform allocator takes every buffer from the driver. It has no pool, so that these settings change nothing; "
             "without it there is one."
@@ -172,7 +172,7 @@ def _oversubscribed(now: Effective, seen: ProcessFacts) -> Iterator[Finding]:
         return
     yield Finding(
         kind="no unified memory",
-        given=f"{now.said['memory_fraction']} with {UNIFIED}={seen.variables[UNIFIED]} beside {now.said['allocator']}.",
+        given=f"{now.sources['memory_fraction']} with {UNIFIED}={seen.variables[UNIFIED]} beside {now.sources['allocator']}.",
         why="Only the default pool (BFC) is made of unified memory: this allocator cannot give more than the GPU has.",
         type_next=advise("environment.set", name=ALLOCATOR, value="bfc"),
     )
@@ -228,9 +228,9 @@ def _asked(extra: str) -> str:
 
 
 def _platforms(seen: ProcessFacts) -> Iterator[Finding]:
-    said = seen.platforms_text or ",".join(seen.platforms)
-    for name in said.split(",") if said else ():
-        given = f"{_VARIABLE}={said}, and JAX has no plugin for {name} here."
+    listed = seen.platforms_text or ",".join(seen.platforms)
+    for name in listed.split(",") if listed else ():
+        given = f"{_VARIABLE}={listed}, and JAX has no plugin for {name} here."
         if name in _INSTALL and name not in seen.plugins:
             silent = name == "cuda" and "cuda" not in seen.hardware
             yield Finding(
@@ -242,17 +242,17 @@ def _platforms(seen: ProcessFacts) -> Iterator[Finding]:
         elif name == "gpu" and (missing := _missing_gpus(seen)):
             yield Finding(
                 kind="no plugin",
-                given=f"{_VARIABLE}={said}, and JAX has no plugin for {' or '.join(missing)} here.",
+                given=f"{_VARIABLE}={listed}, and JAX has no plugin for {' or '.join(missing)} here.",
                 why=f"JAX takes gpu for each of {', '.join(_GPUS)}, and wants them all. {_AT_FIRST_USE}",
-                type_next=advise("environment.set", name=_VARIABLE, value=_without_gpu(said, seen)),
+                type_next=advise("environment.set", name=_VARIABLE, value=_without_gpu(listed, seen)),
             )
         elif _is_unknown(name, seen):
             yield Finding(
                 kind="unknown platform",
-                given=f"{_VARIABLE}={said}, and there is no platform {name!r}.",
+                given=f"{_VARIABLE}={listed}, and there is no platform {name!r}.",
                 why=f"{_why_unknown(name)} {_AT_FIRST_USE}",
                 type_next=advise(
-                    "environment.set", name=_VARIABLE, value=_replaced(said, name, _nearest(name, _KNOWN))
+                    "environment.set", name=_VARIABLE, value=_replaced(listed, name, _nearest(name, _KNOWN))
                 ),
             )
 
@@ -307,15 +307,15 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return near[0] if near else ""
 
 
-def _replaced(said: str, name: str, near: str) -> str:
+def _replaced(listed: str, name: str, near: str) -> str:
     """The list with the name that was meant, or without it; every name once."""
-    parts = [(near if part == name else part).strip() for part in said.split(",")]
+    parts = [(near if part == name else part).strip() for part in listed.split(",")]
     return ",".join(dict.fromkeys(part for part in parts if part)) or '""   # lets JAX choose'
 
 
-def _without_gpu(said: str, seen: ProcessFacts) -> str:
+def _without_gpu(listed: str, seen: ProcessFacts) -> str:
     here = next((each for each in _GPUS if each in seen.plugins), None)
-    return _replaced(said, "gpu", here or "") if here or said != "gpu" else "cpu"
+    return _replaced(listed, "gpu", here or "") if here or listed != "gpu" else "cpu"
 
 
 _ON_THE_CPU = "JAX then logs an error, loses the GPU plugin and runs on the CPU, unless JAX_PLATFORMS names the GPU."
@@ -328,7 +328,7 @@ _EXAMPLE = advise("environment.set", name="JAX_PJRT_CLIENT_CREATE_OPTIONS", valu
 
 def settings_findings(seen: ProcessFacts) -> tuple[Finding, ...]:
     """What is wrong with the settings themselves, whatever the machine has."""
-    return tuple(finding for trap in _TRAPS for finding in trap(seen))
+    return tuple(finding for check in _CHECKS for finding in check(seen))
 
 
 def findings(seen: ProcessFacts) -> tuple[Finding, ...]:
@@ -348,10 +348,10 @@ def _both_fractions(seen: ProcessFacts) -> Iterator[Finding]:
 
 
 def _fraction(seen: ProcessFacts) -> Iterator[Finding]:
-    said = fraction_given(seen.variables)
-    if said is None:
+    given_by = fraction_given(seen.variables)
+    if given_by is None:
         return
-    name, text = said
+    name, text = given_by
     share = as_fraction(text)
     bare = as_fraction(text.strip().removesuffix("%"))
     example = bare / _PERCENT if bare is not None and 1 < bare <= _PERCENT else 0.9
@@ -471,7 +471,7 @@ def _switches_of_xla(seen: ProcessFacts) -> Iterator[Finding]:
 
 
 def _values_of_options(seen: ProcessFacts) -> Iterator[Finding]:
-    """What the options themselves say, where they came as values."""
+    """Wrong values of the options themselves, where they came as values."""
     where = "jax_pjrt_client_create_options"
     wants: dict[str, tuple[Callable[[Any], bool], str, Any]] = {
         "allocator": (lambda value: str(value).lower() in ALLOCATORS, f"one of {', '.join(ALLOCATORS)}", "bfc"),
@@ -553,8 +553,8 @@ def _options(seen: ProcessFacts) -> Iterator[Finding]:
         )
     judged = {key: name for key, name in OPTIONS.items() if key == "allocator" or not seen.options_are_text}
     for key, variable in judged.items():
-        said = fraction_given(seen.variables) if variable == FRACTION else None
-        name, text = said or (variable, seen.variables.get(variable, ""))
+        given_by = fraction_given(seen.variables) if variable == FRACTION else None
+        name, text = given_by or (variable, seen.variables.get(variable, ""))
         if key in seen.options and text and not same(variable, text, seen.options[key]):
             yield Finding(
                 kind="overridden",
@@ -589,7 +589,7 @@ def _other_version(seen: ProcessFacts) -> Iterator[Finding]:
 
 
 def same(variable: str, text: str, value: Any) -> bool:
-    """Whether a variable's text means to JAX what the value says: a name, a share, a switch, or bytes of a pool."""
+    """Whether a variable's text means to JAX the same as the value: a name, a share, a switch, or bytes of a pool."""
     if variable == ALLOCATOR:
         return text.lower() == str(value).lower()
     if variable == PREALLOCATE:
@@ -600,7 +600,7 @@ def same(variable: str, text: str, value: Any) -> bool:
     return number == value if variable in (FRACTION, OLD_FRACTION) else number * 2**20 == value
 
 
-_TRAPS: tuple[Callable[[ProcessFacts], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[ProcessFacts], Iterator[Finding]], ...] = (
     _both_fractions,
     _fraction,
     _allocator,

@@ -184,13 +184,13 @@ def _value(name: str, text: str) -> str:
 
 def _flags(text: str) -> str:
     """Each flag's name, with its value where that is a switch or a number."""
-    told: list[str] = []
+    shown: list[str] = []
     for word in text.split():
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"--\w+", name):
             continue
-        told.append(word if not equals or _FLAG_VALUE.fullmatch(value) else f"{name}=(not shown)")
-    return " ".join(told) or NOT_SHOWN
+        shown.append(word if not equals or _FLAG_VALUE.fullmatch(value) else f"{name}=(not shown)")
+    return " ".join(shown) or NOT_SHOWN
 
 
 _PLUGINS: dict[Platform, str] = {"cuda": r"jax-cuda\d+-plugin", "rocm": r"jax-rocm\d+-plugin", "tpu": r"libtpu"}
@@ -232,14 +232,14 @@ def process_facts(*, started: bool) -> ProcessFacts:
 
 def _options() -> tuple[dict[str, Any], tuple[str, ...], bool]:
     """The options that win over the variables, of those that concern memory; what is unreadable; whether they came as text."""
-    said = _configured("jax_pjrt_client_create_options")
-    if isinstance(said, str):
-        parts = said.split(";") if said else []
+    given = _configured("jax_pjrt_client_create_options")
+    if isinstance(given, str):
+        parts = given.split(";") if given else []
         pairs = (part.partition(":") for part in parts)
         known = {key.strip(): value.strip() for key, _, value in pairs if key.strip() in OPTIONS}
         unreadable = [part for part in parts if part.count(":") != 1 or not part.partition(":")[0].isidentifier()]
         return known, tuple(part[:_SHOWN_CHARACTERS] for part in unreadable), True
-    mapping = cast("Mapping[str, Any]", said if isinstance(said, Mapping) else {})
+    mapping = cast("Mapping[str, Any]", given if isinstance(given, Mapping) else {})
     return {key: mapping[key] for key in OPTIONS if key in mapping}, (), False
 
 

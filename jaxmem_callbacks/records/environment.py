@@ -94,15 +94,15 @@ class Check:
     Attributes:
         setting: Which.
         outcome: ``held``, ``broken``, or ``unknown`` where the runtime tells nothing of it.
-        told: By which figure, or why it is unknown.
+        text: By which figure, or why it is unknown.
     """
 
     setting: str
     outcome: Literal["held", "broken", "unknown"]
-    told: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.setting}: {self.outcome}, {self.told}"
+        return f"{self.setting}: {self.outcome}, {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +136,9 @@ class Figure:
     Attributes:
         name: Such as ``largest free block``.
         exists: True, False, or None where that is unknown.
-        told: Where it comes from, or why it does not exist or is unknown.
+        text: Where it comes from, or why it does not exist or is unknown.
     """
 
     name: str
     exists: bool | None
-    told: str
+    text: str
