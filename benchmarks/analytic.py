@@ -24,7 +24,7 @@ from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.transforms.costs import count_flops
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.remat import cut_equations
-from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 from jaxmem_callbacks.transforms.tracing import flatten
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
@@ -34,13 +34,13 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 FULL = jm.StepPolicy(remat="full")
 
 
-def seconds_to_survey(traced: Any) -> tuple[float, list[Share]]:
-    """Processor seconds to cut a traced loss and to tell what every share of it would keep, and the shares."""
-    told: list[list[Share]] = []
+def seconds_to_survey(traced: Any) -> tuple[float, list[FrontierPoint]]:
+    """Processor seconds to cut a traced loss and to find what every share of it would keep, and the shares."""
+    active = ActivePolicy(FULL, survey=True)
     begun = time.process_time()
-    with activate(ActivePolicy(FULL, told.append)):
+    with activate(active):
         cut_equations(flatten(traced), FULL)
-    return time.process_time() - begun, told[0]
+    return time.process_time() - begun, list(active.frontiers[0])
 
 
 def seconds_to_judge(traced: Any) -> float:

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.transforms.cuts import SLACK, Landscape, choose_cuts, segment_peaks
+from jaxmem_callbacks.transforms.cuts import SLACK, choose_cuts, segment_peaks
+from jaxmem_callbacks.transforms.loss_profile import LiveBytesProfile
 
 
 @st.composite
-def landscapes(draw: st.DrawFn) -> Landscape:
+def landscapes(draw: st.DrawFn) -> LiveBytesProfile:
     length = draw(st.integers(2, 9))
     sizes = st.integers(0, 50)
     makers = [made for made in range(1, length + 1) for _ in range(draw(st.integers(0, 2)))]
     spans = [(draw(sizes), made, draw(st.integers(made, length)), draw(st.integers(-1, length - 1))) for made in makers]
     held = [(draw(sizes), made, draw(st.integers(made, length - 1))) for made in range(length)]
     numbers = st.lists(sizes, min_size=length, max_size=length).map(np.array)
-    return Landscape(
+    return LiveBytesProfile(
         spans=np.array(spans, np.int64).reshape(-1, 4),
         held=np.array(held, np.int64),
         gradients=draw(st.lists(sizes, min_size=length + 1, max_size=length + 1).map(np.array)),
@@ -33,9 +34,9 @@ def landscapes(draw: st.DrawFn) -> Landscape:
     )
 
 
-def even(length: int, *, residual: int = 0, last_product: int | None = None) -> Landscape:
+def even(length: int, *, residual: int = 0, last_product: int | None = None) -> LiveBytesProfile:
     """A uniform chain; the last product is at its end unless said."""
-    return Landscape(
+    return LiveBytesProfile(
         spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
         held=np.array([(40, made, made) for made in range(length)], np.int64),
         gradients=np.full(length + 1, 10),
@@ -47,11 +48,11 @@ def even(length: int, *, residual: int = 0, last_product: int | None = None) -> 
     )
 
 
-def alive(land: Landscape, place: int) -> int:
+def alive(land: LiveBytesProfile, place: int) -> int:
     return sum(size for size, first, last, _ in land.spans.tolist() if first <= place <= last)
 
 
-def own(land: Landscape, start: int, end: int, *, unfused: bool) -> int:
+def own(land: LiveBytesProfile, start: int, end: int, *, unfused: bool) -> int:
     """What one segment takes at most while it is differentiated, equation by equation, and when it begins with it."""
     found = [
         sum(size for size, maker, first in land.held.tolist() if maker >= start and first <= place)
@@ -72,7 +73,7 @@ def own(land: Landscape, start: int, end: int, *, unfused: bool) -> int:
     return worst + more - (sum(unneeded) if end == land.length else 0)
 
 
-def peak(land: Landscape, cuts: tuple[int, ...], *, unfused: bool = False) -> int:
+def peak(land: LiveBytesProfile, cuts: tuple[int, ...], *, unfused: bool = False) -> int:
     """The estimated peak by its definition: what is stored before a segment, and what the segment itself needs."""
     bounds = [0, *cuts, land.length]
     stored = worst = 0
@@ -84,13 +85,13 @@ def peak(land: Landscape, cuts: tuple[int, ...], *, unfused: bool = False) -> in
     return worst
 
 
-def every_choice(land: Landscape) -> list[tuple[int, ...]]:
+def every_choice(land: LiveBytesProfile) -> list[tuple[int, ...]]:
     inner = range(1, land.length)
     choices = itertools.chain.from_iterable(itertools.combinations(inner, k) for k in range(land.length))
     return [cuts for cuts in choices if set(land.forced) <= set(cuts)]
 
 
-def worth_cutting(land: Landscape) -> set[int]:
+def worth_cutting(land: LiveBytesProfile) -> set[int]:
     """Places where no neighbour has fewer live bytes; the programme looks at these and at the forced ones."""
     low = {p for p in range(1, land.length) if alive(land, p) <= min(alive(land, p - 1), alive(land, p + 1))}
     return low | set(land.forced)
@@ -98,7 +99,7 @@ def worth_cutting(land: Landscape) -> set[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(landscapes())
-def test_no_choice_of_cuts_has_a_smaller_estimated_peak(land: Landscape) -> None:
+def test_no_choice_of_cuts_has_a_smaller_estimated_peak(land: LiveBytesProfile) -> None:
     cuts = tuple(choose_cuts(land))
     allowed = worth_cutting(land)
     work = np.bincount(land.held[:, 1], land.held[:, 0], land.length) + land.stored
@@ -111,7 +112,7 @@ def test_no_choice_of_cuts_has_a_smaller_estimated_peak(land: Landscape) -> None
 
 @settings(max_examples=200, deadline=None)
 @given(landscapes(), st.integers(1, 4))
-def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: Landscape, segments: int) -> None:
+def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: LiveBytesProfile, segments: int) -> None:
     cuts = choose_cuts(land)
     assert cuts == sorted(set(cuts))
     assert set(land.forced) <= set(cuts)
@@ -131,7 +132,7 @@ def test_cuts_are_ascending_inside_and_contain_the_forced_ones(land: Landscape, 
 @settings(max_examples=200, deadline=None)
 @given(landscapes(), st.integers(2, 4))
 def test_of_so_many_segments_no_others_have_a_smaller_peak_if_nothing_of_the_last_is_fused(
-    land: Landscape, segments: int
+    land: LiveBytesProfile, segments: int
 ) -> None:
     work = np.bincount(land.held[:, 1], land.held[:, 0], land.length) + land.stored
     last = land.last_product

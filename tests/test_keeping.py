@@ -18,7 +18,7 @@ from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.costs import equation_flops, is_inexact, jaxpr_flops, nbytes, residual_values
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
-from jaxmem_callbacks.transforms.save_frontier import Kept, Share, frontier, join
+from jaxmem_callbacks.transforms.save_frontier import SaveSet, frontier, merge_frontiers
 from jaxmem_callbacks.transforms.tracing import flatten, variables
 from tests.comparisons import checkpoints, stored_bytes
 
@@ -85,17 +85,17 @@ def test_no_choice_beats_a_point_of_the_frontier(eqns: list[Any]) -> None:
         assert between == point.flops, "a choice that the frontier does not have"
 
 
-def kept(bytes_: int, flops: int) -> Kept:
-    return Kept(bytes_, flops, frozenset([bytes_] if bytes_ else []), float(bytes_), float(flops))
+def kept(bytes_: int, flops: int) -> SaveSet:
+    return SaveSet(bytes_, flops, frozenset([bytes_] if bytes_ else []), float(bytes_), float(flops))
 
 
 def test_bytes_go_first_to_what_saves_most_and_of_equals_to_the_last_segment() -> None:
     dear, cheap = [kept(0, 100), kept(10, 0)], [kept(0, 10), kept(10, 0)]
-    assert join([cheap, dear, cheap], [1, 1, 1]).keep_within(0.34) == [frozenset(), {10}, frozenset()]
-    assert join([cheap, dear, cheap], [1, 1, 1]).keep_within(0.67) == [frozenset(), {10}, {10}]
-    assert join([cheap, dear, cheap], [1, 1, 1]).keep_within(1.0) == [{10}, {10}, {10}]
+    assert merge_frontiers([cheap, dear, cheap], [1, 1, 1]).keep_within(0.34) == [frozenset(), {10}, frozenset()]
+    assert merge_frontiers([cheap, dear, cheap], [1, 1, 1]).keep_within(0.67) == [frozenset(), {10}, {10}]
+    assert merge_frontiers([cheap, dear, cheap], [1, 1, 1]).keep_within(1.0) == [{10}, {10}, {10}]
     # A loop stores what it keeps once a step: what would not fit leaves room for what does.
-    assert join([dear, cheap], [8, 1]).keep_within(0.5) == [frozenset(), {10}]
+    assert merge_frontiers([dear, cheap], [8, 1]).keep_within(0.5) == [frozenset(), {10}]
 
 
 DEPTH, WIDTH, ROWS = 6, 64, 256
@@ -222,17 +222,17 @@ def test_what_lies_in_inner_loops_and_branches_is_kept_one_by_one(loss: Any) -> 
 @pytest.mark.parametrize("loss", [unrolled, scanned, attention, branching, in_blocks])
 def test_the_survey_foretells_the_work_of_a_share(loss: Any) -> None:
     args = arguments()
-    told: list[list[Share]] = []
+    surveyed = ActivePolicy(jm.StepPolicy(remat="full"), survey=True)
 
-    def flops(policy: jm.StepPolicy, survey: Any = None) -> int:
-        with activate(ActivePolicy(policy, survey)):
+    def flops(active: ActivePolicy) -> int:
+        with activate(active):
             return jaxpr_flops(jax.make_jaxpr(jm.value_and_grad(loss))(*args))
 
-    plain, _ = flops(jm.StepPolicy()), flops(jm.StepPolicy(remat="full"), told.append)
-    (curve,) = told
+    plain, _ = flops(ActivePolicy(jm.StepPolicy())), flops(surveyed)
+    (curve,) = surveyed.frontiers
     assert len(curve) > 1
     for share in (*curve[:: -(-len(curve) // MOST_SHARES)], curve[-1]):
-        extra = flops(jm.StepPolicy(remat="full", keep=share.share)) - plain
+        extra = flops(ActivePolicy(jm.StepPolicy(remat="full", keep=share.share))) - plain
         assert abs(extra - share.flops) <= 0.01 * plain, share
 
 
@@ -256,12 +256,12 @@ def read_by_a_loop(weights: Any, x: Any) -> Any:
 @pytest.mark.parametrize("loss", [added_behind, read_by_a_loop])
 def test_the_survey_foretells_the_bytes_of_every_share(loss: Any) -> None:
     args = [jnp.ones(shape) for shape in itertools.pairwise((64, 64, 64, 128, 64, 64))], jnp.ones((256, 64))
-    told: list[list[Share]] = []
-    with activate(ActivePolicy(jm.StepPolicy(remat="full"), told.append)):
+    active = ActivePolicy(jm.StepPolicy(remat="full"), survey=True)
+    with activate(active):
         jax.make_jaxpr(jm.value_and_grad(loss))(*args)
     least = stored_bytes(jm.remat(loss), *args)
-    stored = [stored_bytes(jm.remat(loss, keep=share.share), *args) - least for share in told[0]]
-    assert stored == [share.bytes for share in told[0]]
+    stored = [stored_bytes(jm.remat(loss, keep=share.share), *args) - least for share in active.frontiers[0]]
+    assert stored == [share.bytes for share in active.frontiers[0]]
     assert len(stored) > 1
 
 

@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.checkpoints import Segment
-from jaxmem_callbacks.transforms.costs import Sunk, equation_flops, jaxpr_flops
+from jaxmem_callbacks.transforms.costs import equation_flops, jaxpr_flops
+from jaxmem_callbacks.transforms.cuts import Segment
+from jaxmem_callbacks.transforms.loss_profile import CheapValues
 from jaxmem_callbacks.transforms.tracing import flatten
 from tests.comparisons import CHECKPOINTS, assert_close, checkpoints, stored_bytes
 
@@ -155,7 +156,7 @@ WIDE = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 512), (512, 
 def waiting(layer: Callable[..., Any]) -> list[str] | None:
     """What makes the values that a layer, one of a dozen, keeps while it waits."""
     flat = flatten(jax.make_jaxpr(layer)(*WIDE))
-    segment = Segment(flat.eqns, Sunk({}, {}), frozenset(flat.outvars))
+    segment = Segment(flat.eqns, CheapValues({}, {}), frozenset(flat.outvars))
     kept = segment.dear_values(flat.invars, 12 * sum(map(equation_flops, flat.eqns)))
     return None if kept is None else [eqn.primitive.name for eqn in flat.eqns if kept.intersection(eqn.outvars)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.transforms.costs import sink
+from jaxmem_callbacks.transforms.loss_profile import cheap_values
 from jaxmem_callbacks.transforms.remat import rematerialised
 from jaxmem_callbacks.transforms.tracing import flatten
 from tests.comparisons import checkpoints
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.core
 
 def sunk_kinds(loss: Any, *args: Any) -> set[str]:
     flat = flatten(jax.make_jaxpr(loss)(*args))
-    return {f"{var.aval.dtype}{list(var.aval.shape)}" for var in sink(flat.eqns, flat.invars).makers}
+    return {f"{var.aval.dtype}{list(var.aval.shape)}" for var in cheap_values(flat.eqns, flat.invars).makers}
 
 
 def test_casts_masks_and_folded_keys_are_sunk() -> None:
@@ -142,5 +142,5 @@ def test_a_long_chain_is_not_cheap_and_can_be_cut() -> None:
         return x.sum()
 
     flat = flatten(jax.make_jaxpr(loss)(INPUTS))
-    assert len(sink(flat.eqns, flat.invars).makers) < len(flat.eqns) / 2
+    assert len(cheap_values(flat.eqns, flat.invars).makers) < len(flat.eqns) / 2
     assert "remat" in str(jax.make_jaxpr(jm.remat(loss))(INPUTS))

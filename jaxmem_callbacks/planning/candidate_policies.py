@@ -14,7 +14,7 @@ from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.cuts import SLACK
-from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 _DIGITS = 10**5
 # Of more segments than this, what each may keep is fine enough, and one more or less changes little.
@@ -137,7 +137,7 @@ def own_offers(compiler: Compiler, full: StepPolicy) -> list[Offer]:
     return _own(full, _surveyed(compiler, full))
 
 
-def _own(full: StepPolicy, curves: Sequence[tuple[Share, ...]]) -> list[Offer]:
+def _own(full: StepPolicy, curves: Sequence[tuple[FrontierPoint, ...]]) -> list[Offer]:
     return [_offer(full, share, share.bytes) for share in (curves[0] if len(curves) == 1 else _joined(curves))]
 
 
@@ -196,7 +196,7 @@ def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> OtherC
         return None
 
 
-def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]:
+def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[FrontierPoint, ...]]:
     """For each loss of the step that may keep anything, what other shares would keep; where none may, for the first."""
     told = compiler.facts(policy, survey=True).shares
     return [curve for curve in told if len(curve) > 1] or list(told[:1])
@@ -204,9 +204,9 @@ def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[Share, ...]]
 
 def _of_given_numbers(
     compiler: Compiler, full: StepPolicy, numbers: Iterable[int]
-) -> dict[StepPolicy, tuple[Share, ...]]:
+) -> dict[StepPolicy, tuple[FrontierPoint, ...]]:
     """Policies of given numbers of segments, as far as the loss can be cut so, and what each may keep."""
-    found: dict[StepPolicy, tuple[Share, ...]] = {}
+    found: dict[StepPolicy, tuple[FrontierPoint, ...]] = {}
     for segments in numbers:
         policy = replace(full, segments=segments)
         # Fewer than its loops and checkpoints make, or more than it has places.
@@ -217,7 +217,7 @@ def _of_given_numbers(
     return found
 
 
-def _deeper(given: Mapping[StepPolicy, Sequence[Share]], own: Share) -> OtherCuts | None:
+def _deeper(given: Mapping[StepPolicy, Sequence[FrontierPoint]], own: FrontierPoint) -> OtherCuts | None:
     """Of those whose estimated peak is about the least, the one of most segments that does about least work again.
 
     Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own`` in
@@ -239,7 +239,9 @@ def _deeper(given: Mapping[StepPolicy, Sequence[Share]], own: Share) -> OtherCut
     )
 
 
-def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) -> Iterator[tuple[Offer, bool]]:
+def _compared(
+    policy: StepPolicy, curve: Sequence[FrontierPoint], own: Sequence[FrontierPoint]
+) -> Iterator[tuple[Offer, bool]]:
     """What another number of segments offers, and whether its estimated peak is enough below that of the chosen number."""
     for share in curve:
         alike = share.work + _ALIKE * own[0].work
@@ -247,7 +249,7 @@ def _compared(policy: StepPolicy, curve: Sequence[Share], own: Sequence[Share]) 
         yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
 
 
-def _bytes_at(own: Sequence[Share], peak: int) -> int:
+def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
     """Modelled bytes of an estimated peak: what the chosen number of segments keeps where its own is as high."""
     for share in own:
         if share.peak >= peak:
@@ -255,7 +257,7 @@ def _bytes_at(own: Sequence[Share], peak: int) -> int:
     return own[-1].bytes + peak - max(share.peak for share in own)
 
 
-def _offer(policy: StepPolicy, share: Share, bytes_: int) -> Offer:
+def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> Offer:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
     keep = min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)
     return Offer(replace(policy, keep=keep), bytes_, share.flops, share.work)
@@ -270,12 +272,12 @@ def _unbeaten(found: Sequence[Offer]) -> list[Offer]:
     return chosen
 
 
-def _joined(curves: Sequence[Sequence[Share]]) -> list[Share]:
+def _joined(curves: Sequence[Sequence[FrontierPoint]]) -> list[FrontierPoint]:
     """Several losses of one step, each with its own shares, at a few common ones."""
     grid = [place / 20 for place in range(21)]
     rows = [[[point for point in curve if point.share <= share + 1e-12][-1] for curve in curves] for share in grid]
     return [
-        Share(
+        FrontierPoint(
             share,
             sum(point.bytes for point in row),
             sum(point.flops for point in row),

@@ -38,7 +38,7 @@ from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.costs import count_flops
-from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 _COUNTED_ONCE = (
     "The step has while loops, and no trace tells how often they run: operations and modelled time count their bodies once. A "
@@ -65,7 +65,7 @@ class Facts:
     modelled_s: float | None
     operations: str
     arguments: tuple[Argument, ...] = field(repr=False)
-    shares: tuple[tuple[Share, ...], ...] = field(repr=False)
+    shares: tuple[tuple[FrontierPoint, ...], ...] = field(repr=False)
     unchecked: bool = False
 
 
@@ -100,15 +100,14 @@ class Compiler:
         Args:
             policy: The policy.
             step: The step under it, where there is one already: JAX then traces it once for all that is asked of it.
-            survey: Also tell what the losses could keep.
+            survey: Whether to find what the losses could keep too; for a step that is not given.
 
         Raises:
             PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
         """
         problem = self.problem
-        found: list[tuple[Share, ...]] = []
         if step is None:
-            step = problem.step(policy, (lambda some: found.append(tuple(some))) if survey else None)
+            step = problem.step(policy, survey=survey)
         try:
             with problem.in_mesh(), self._told_of_jax(policy):
                 traced = step.traced(problem.args, dict(problem.kwargs))
@@ -126,7 +125,7 @@ class Compiler:
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
             operations=operations_of(traced.jaxpr),
             arguments=tuple(_used(traced)),
-            shares=tuple(found),
+            shares=step.frontiers,
             unchecked=step.unchecked,
         )
 

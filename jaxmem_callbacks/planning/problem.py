@@ -33,7 +33,6 @@ from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import Gradients
-from jaxmem_callbacks.transforms.save_frontier import Share
 from jaxmem_callbacks.transforms.tracing import traced_dtype
 
 
@@ -118,9 +117,6 @@ def _told(value: Any) -> str:
     return f"leading dimension {' and '.join(map(str, sizes))}" if sizes else "no rows"
 
 
-Survey = Callable[[list[Share]], None]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """What is to be planned.
@@ -184,9 +180,9 @@ class Problem:
         """Whether a program beside the step does not fit, whatever the step's policy."""
         return any(program.fits is False for program in self.beside)
 
-    def step(self, policy: StepPolicy, survey: Survey | None = None) -> JitStep:
-        """The step under a policy."""
-        if self.plain is not None and self.mesh is None and survey is None and policy == self.plain.policy:
+    def step(self, policy: StepPolicy, *, survey: bool = False) -> JitStep:
+        """The step under a policy; with ``survey`` its trace finds what the losses could keep."""
+        if self.plain is not None and self.mesh is None and not survey and policy == self.plain.policy:
             return self.plain
         donated = None if policy.donate == "auto" else own_donation(self.train_step)
         return JitStep(

@@ -9,8 +9,8 @@ substitute: it counts a scan's body once, and answers None for an absent GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar, final
 
 import jax
@@ -311,11 +311,6 @@ CHEAP = _VIEWS | set(
     "square sub threefry2x32 xor".split()
 )
 
-# The same elements in another dtype, shape or order.
-_RELABELLED = set("convert_element_type copy expand_dims reshape squeeze transpose".split())
-# A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
-_MOST_STEPS = 24
-
 
 def nbytes(atom: Any) -> int:
     """Bytes of one value; typed random keys count as their words, tokens and other non-arrays as nothing."""
@@ -340,84 +335,6 @@ def is_inexact(atom: Any) -> bool:
 def is_complex(dtype: Any) -> bool:
     """Whether values of a dtype, or None, are complex: JAX (to 0.12 at least) fails to round those that a checkpoint keeps."""
     return dtype is not None and jax.dtypes.issubdtype(dtype, np.complexfloating)
-
-
-@dataclass(frozen=True, slots=True)
-class Sunk:
-    """Values that are cheap functions of the arguments alone, such as parameters cast to bf16, masks and folded keys.
-
-    Arguments are in memory anyway, so such a value is made again where it is used and never kept across a cut. Without
-    this a cast of all parameters at the top of a loss costs 1.6 times the bytes of hand-written remat.
-
-    Attributes:
-        makers: Value -> the equation that makes it, with its place in the whole list.
-        origins: Value -> the arguments it is made of.
-    """
-
-    makers: dict[Any, tuple[int, Any]]
-    origins: dict[Any, frozenset[Any]]
-
-    def equations_for(self, wanted: Iterable[Any]) -> list[Any]:
-        """The equations that make the sunk values among ``wanted``, in order."""
-        found: dict[int, Any] = {}
-        pending = [var for var in wanted if var in self.makers]
-        while pending:
-            index, eqn = self.makers[pending.pop()]
-            if index not in found:
-                found[index] = eqn
-                pending.extend(var for var in variables(eqn.invars) if var in self.makers)
-        return [found[index] for index in sorted(found)]
-
-    def casts_for(self, wanted: Iterable[Any], differentiated: Collection[Any] | None) -> dict[Any, None]:
-        """The sunk values that make those ``wanted`` which are differentiated arguments in another dtype.
-
-        Args:
-            wanted: Values that some equations use.
-            differentiated: The arguments that are; None where that is not known, for all that can be.
-        """
-        found: dict[Any, None] = {}
-        for value in wanted:
-            argument, var = self._argument_of(value), value
-            if argument is None or not (is_inexact(argument) and is_inexact(value)):
-                continue
-            while var.aval.dtype != argument.aval.dtype and (differentiated is None or argument in differentiated):
-                found[var] = None
-                (var,) = variables(self.makers[var][1].invars)
-        return found
-
-    def _argument_of(self, var: Any) -> Any | None:
-        """The argument all of whose elements a value holds; None where something else is made of it, or of a part."""
-        while var in self.makers:
-            _, maker = self.makers[var]
-            operands = variables(maker.invars)
-            # A literal that is cast has no operand that is a variable.
-            if maker.primitive.name not in _RELABELLED or [one.aval.size for one in operands] != [var.aval.size]:
-                return None
-            (var,) = operands
-        return var
-
-    def without(self, kept: Collection[Any]) -> Sunk:
-        """The same, but for values that are kept all the same."""
-        return replace(self, makers={var: maker for var, maker in self.makers.items() if var not in kept})
-
-
-def sink(eqns: Sequence[Any], invars: Sequence[Any]) -> Sunk:
-    """Find the values of a flat list that are made again rather than kept."""
-    origins = {var: frozenset((var,)) for var in invars}
-    depth = dict.fromkeys(invars, 0)
-    makers: dict[Any, tuple[int, Any]] = {}
-    for index, eqn in enumerate(eqns):
-        operands = variables(eqn.invars)
-        if eqn.primitive.name not in CHEAP or eqn.effects or not all(var in origins for var in operands):
-            continue
-        steps = 1 + max((depth[var] for var in operands), default=0)
-        if steps > _MOST_STEPS:
-            continue
-        made_of = frozenset[Any]().union(*(origins[var] for var in operands))
-        makers.update((var, (index, eqn)) for var in eqn.outvars)
-        origins.update((var, made_of) for var in eqn.outvars)
-        depth.update((var, steps) for var in eqn.outvars)
-    return Sunk(makers, origins)
 
 
 def residual_bytes(eqns: Sequence[Any], resident: set[Any]) -> np.ndarray:
@@ -537,7 +454,7 @@ def _leaf(eqn: Any) -> Amount:
     return Amount(float(LINK_BYTE * max(sum(map(nbytes, atoms)) for atoms in (eqn.invars, eqn.outvars))))
 
 
-_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
+PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 # Elementwise, if not always cheap: done inside a fusion all the same.
 _FUSED = CHEAP | {
     *("atan2", "cbrt", "cosh", "erf", "erf_inv", "erfc", "exp2", "expm1"),
@@ -557,130 +474,4 @@ def is_fused(eqn: Any) -> bool:
 def has_product(eqn: Any) -> bool:
     """Whether an equation is a matrix product, or has one in its bodies."""
     inner = (each for body in subjaxprs(eqn) for each in body.eqns)
-    return eqn.primitive.name in _PRODUCTS or any(map(has_product, inner))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What is in memory while a list of n equations is differentiated.
-
-    Attributes:
-        rows: int64[values, 3]: bytes of what is held, the equation that makes it, and the first whose derivative uses it.
-        made: int64[n]: bytes each equation makes at once; -1 where it is done inside a fusion.
-        needed: Value -> last equation whose derivative uses it, or something that a fusion makes of it.
-        roots: Value that is a view -> what it is a view of.
-        last_product: The last matrix product that is differentiated; n without one.
-    """
-
-    rows: np.ndarray
-    made: np.ndarray
-    needed: dict[Any, int]
-    roots: dict[Any, Any]
-    last_product: int
-
-    def needed_until(self, var: Any) -> int:
-        """The last equation whose derivative uses a value or a view of it; -1 where none does."""
-        return self.needed.get(self.roots.get(var, var), -1)
-
-
-def held(eqns: Sequence[Any], resident: set[Any]) -> Held:
-    """What a list of equations has in memory while it is differentiated.
-
-    Args:
-        eqns: Flat equations.
-        resident: Values that cost nothing: arguments, constants and sinkable values.
-    """
-    roots, active = view_roots(eqns), _active(eqns, resident)
-    read = {roots.get(var, var) for eqn in eqns if eqn.primitive.name in _PRODUCTS for var in variables(eqn.invars)}
-    wanted, rows = _Wanted(roots), list[tuple[int, int, int]]()
-    for index in reversed(range(len(eqns))):
-        eqn = eqns[index]
-        if not active.isdisjoint(variables(eqn.invars)):
-            rows.append((inner_residual_bytes(eqn), index, index))
-            wanted.add(needed_by(eqn, active), index, index)
-        for var in eqn.outvars:
-            if var not in wanted.first or var in resident:
-                continue
-            if is_fused(eqn) and var not in read:
-                # A fusion makes it anew of its operands, which are wanted as long as it is.
-                wanted.add(variables(eqn.invars), wanted.first[var], wanted.last[var])
-            else:
-                rows.append((nbytes(var), index, wanted.first[var]))
-    made = [-1 if is_fused(eqn) else sum(map(nbytes, eqn.outvars)) for eqn in eqns]
-    products = [
-        index for index, eqn in enumerate(eqns) if has_product(eqn) and not active.isdisjoint(variables(eqn.invars))
-    ]
-    some = np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3)
-    return Held(
-        rows=some,
-        made=np.array(made, np.int64),
-        needed=wanted.last,
-        roots=roots,
-        last_product=products[-1] if products else len(eqns),
-    )
-
-
-def gradient_spans(eqns: Sequence[Any], lives: Sequence[tuple[Any, int, int]]) -> np.ndarray:
-    """Bytes, first and last position of the gradients that are in memory while a list of equations is differentiated.
-
-    What a fusion makes of one value alone has no gradient in memory: it is computed where it goes into that value's. Such are a
-    norm's float32 copies of a bfloat16 value. What it is computed from stays until then: the gradient of a product's operand.
-
-    Args:
-        eqns: Flat equations.
-        lives: Each value with the first and last position at which it is alive.
-    """
-    read = {var for eqn in eqns if eqn.primitive.name in _PRODUCTS for var in variables(eqn.invars)}
-    source, since = dict[Any, Any](), dict[Any, int]()
-    for index, eqn in enumerate(eqns):
-        operands = [var for var in variables(eqn.invars) if is_inexact(var)]
-        most = max(map(_elements, operands), default=0)
-        if not most or not is_fused(eqn):
-            continue
-        large = [var for var in operands if 2 * _elements(var) > most]
-        begins = min(since[var] if var in source else index + 1 for var in large)
-        sources = {source.get(var, var) for var in large}
-        for var in eqn.outvars:
-            since[var] = begins
-            if len(sources) == 1 and var not in read and _elements(var) == most:
-                source[var] = next(iter(sources))
-    rows = [
-        (nbytes(var), min(first, since.get(var, first)), last)
-        for var, first, last in lives
-        if is_inexact(var) and var not in source
-    ]
-    return np.array(rows, np.int64).reshape(-1, 3)
-
-
-def _elements(var: Any) -> int:
-    return math.prod(var.aval.shape)
-
-
-class _Wanted:
-    """The first and the last equation whose derivative uses each value."""
-
-    def __init__(self, roots: dict[Any, Any]) -> None:
-        self._roots = roots
-        self.first: dict[Any, int] = {}
-        self.last: dict[Any, int] = {}
-
-    def add(self, used: Sequence[Any], first: int, last: int) -> None:
-        for var in used:
-            root = self._roots.get(var, var)
-            self.first[root] = min(first, self.first.get(root, first))
-            self.last[root] = max(last, self.last.get(root, last))
-
-
-def _active(eqns: Sequence[Any], resident: set[Any]) -> set[Any]:
-    """The values that are differentiated."""
-    active = {var for var in resident if is_inexact(var)}
-    for eqn in eqns:
-        if not active.isdisjoint(variables(eqn.invars)):
-            active.update(var for var in eqn.outvars if is_inexact(var))
-    return active
-
-
-def held_by_body(eqn: Any) -> int:
-    """Bytes that are held while one step of a loop is differentiated."""
-    flat = flatten(subjaxprs(eqn)[0])
-    return int(held(flat.eqns, set(flat.invars)).rows[:, 0].sum())
+    return eqn.primitive.name in PRODUCTS or any(map(has_product, inner))

@@ -8,31 +8,34 @@ stores least. Distances between cuts follow from bytes, not from layers.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import (
     scan_arity,
+    subjaxprs,
 )
-from jaxmem_callbacks.records.policies import OFFLOAD_CUTS
+from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.costs import (
-    held_by_body,
+    equation_flops,
+    is_inexact,
     nbytes,
+    residual_values,
     scan_carry_bytes,
     scan_step_bytes,
+    view_roots,
 )
-from jaxmem_callbacks.transforms.tracing import (
-    flatten,
-    has_own_checkpoint,
-    reports_inside,
-    side_effects,
-    variables,
-)
+from jaxmem_callbacks.transforms.loss_profile import CheapValues, LiveBytesProfile, LossProfile, alive, held_by_body
+from jaxmem_callbacks.transforms.save_frontier import FrontierCache, MergedFrontier, SaveSet, frontier, merge_frontiers
+from jaxmem_callbacks.transforms.tracing import Equations, flatten, is_movable, operands_of, refuse_effects, variables
 
 # More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
 _MOST_CANDIDATES = 256
@@ -45,74 +48,21 @@ _NOTABLY_LESS = 0.95
 SLACK = 1.02
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Landscape:
-    """Bytes along a list of n equations; a position p lies before equation p, and n is the end.
-
-    Attributes:
-        spans: int64[values, 4]: bytes, first and last position at which a value that must be stored is alive, and the last
-            equation whose derivative needs it (-1 for none).
-        held: int64[values, 3]: bytes of what is in memory while its segment is differentiated, the equation that makes it,
-            and the first whose derivative needs it.
-        gradients: int64[n + 1]: bytes of the gradients that are in memory at each position on the way back.
-        made: int64[n]: bytes each equation makes at once; -1 where compilers do it inside another.
-        stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
-        forced: Positions at which a cut must be, because an equation brings its own checkpoint.
-        residuals: int64[n]: bytes JAX keeps of each equation where it is in no checkpoint; of a loop, what its checkpoints keep.
-        last_product: Position before the last matrix product that is differentiated: behind it a cut would compute that product
-            again. n without one.
-    """
-
-    spans: np.ndarray
-    held: np.ndarray
-    gradients: np.ndarray
-    made: np.ndarray
-    stored: np.ndarray
-    forced: tuple[int, ...]
-    residuals: np.ndarray
-    last_product: int
-
-    @property
-    def length(self) -> int:
-        """Number of equations."""
-        return len(self.made)
-
-
-def lives_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, int, int]]:
-    """Each value that is used, with the first and last position at which it is alive."""
-    last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
-    last |= dict.fromkeys(variables(outvars), len(eqns))
-    return [
-        (var, index + 1, last[var])
-        for index, eqn in enumerate(eqns)
-        for var in eqn.outvars
-        if last.get(var, -1) > index
-    ]
-
-
-def alive(spans: np.ndarray, length: int) -> np.ndarray:
-    """Bytes alive at each position of ``length`` equations, int64[length + 1]; spans of bytes, first and last position."""
-    change = np.zeros(length + 2, np.int64)
-    np.add.at(change, spans[:, 1], spans[:, 0])
-    np.add.at(change, spans[:, 2] + 1, -spans[:, 0])
-    return np.cumsum(change)[: length + 1]
-
-
-def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
+def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[int]:
     """Positions of the cuts, ascending, without 0 and n; empty where cutting cannot help.
 
     Args:
-        land: What lives where.
+        profile: What lives where.
         segments: How many segments to make, or None for as many as the smallest estimated peak asks for.
 
     Raises:
         ValueError: more segments than there are places to cut, or fewer than the forced cuts make.
     """
-    places = _candidates(land)
+    places = _candidates(profile)
     if segments is not None:
-        before = _before_the_head(land, places)
+        before = _before_the_head(profile, places)
         places = before if len(before) > segments else places
-    least = len(set(land.forced)) + 1
+    least = len(set(profile.forced)) + 1
     if segments is not None and segments < least:
         msg = (
             f"segments={segments}: this loss has loops or checkpoints of its own, which stay whole, and so {least} "
@@ -126,13 +76,13 @@ def choose_cuts(land: Landscape, segments: int | None = None) -> list[int]:
         raise ValueError(msg)
     # For a given number the last segment is taken to hold all that JAX keeps of it: so `RematSearch` asks where a compiler fuses
     # less than the number that is chosen here relies on, or may do so.
-    table = _Table(land, places, unfused=segments is not None)
+    table = _Table(profile, places, unfused=segments is not None)
     route = table.route(int(_smallest(table, segments) * SLACK), segments)
     assert route is not None
     return [int(places[index]) for index in route]
 
 
-def choose_two_levels(land: Landscape, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+def choose_two_levels(profile: LiveBytesProfile, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
     """Cuts for two levels of checkpoints, and those of them that bound groups, which have a checkpoint of their own.
 
     While a group is differentiated its own cuts are alive, and of the groups before it those that bound them. So segments may be
@@ -140,30 +90,30 @@ def choose_two_levels(land: Landscape, cuts: Sequence[int]) -> tuple[list[int], 
     single segment holds are tried.
 
     Args:
-        land: What lives where.
+        profile: What lives where.
         cuts: Those of one level, ascending, without the ends.
 
     Returns:
         Positions of all cuts, and of the bounds, each ascending without the ends; as given and none where two levels are not
         estimated to take notably less.
     """
-    places = np.union1d(_before_the_head(land, _candidates(land)), cuts)
-    table = _Table(land, places, unfused=True)
-    here = np.searchsorted(places, [0, *cuts, land.length])
+    places = np.union1d(_before_the_head(profile, _candidates(profile)), cuts)
+    table = _Table(profile, places, unfused=True)
+    here = np.searchsorted(places, [0, *cuts, profile.length])
     most, least = int(table.own[here[:-1], here[1:]].max()), int(table.own[table.allowed].min(initial=0))
-    found = [(_grouped(land, cuts), list(cuts))]
+    found = [(_grouped(profile, cuts), list(cuts))]
     for limit in np.linspace(least, most, _LIMITS).tolist():
         route = table.route(int(limit), None, alone=True)
         if route is not None:
             fine = [int(places[index]) for index in route]
-            found.append((_grouped(land, fine), fine))
+            found.append((_grouped(profile, fine), fine))
     (peak, bounds), fine = min(found, key=lambda each: (each[0][0], len(each[1])))
-    return (fine, bounds) if peak <= _NOTABLY_LESS * max(segment_peaks(land, cuts)) else (list(cuts), [])
+    return (fine, bounds) if peak <= _NOTABLY_LESS * max(segment_peaks(profile, cuts)) else (list(cuts), [])
 
 
-def _grouped(land: Landscape, cuts: Sequence[int]) -> tuple[int, list[int]]:
+def _grouped(profile: LiveBytesProfile, cuts: Sequence[int]) -> tuple[int, list[int]]:
     """The smallest estimated peak of groups of given segments, and the bounds of these groups."""
-    table = _Table(land, np.array([0, *cuts, land.length]), unfused=True)
+    table = _Table(profile, np.array([0, *cuts, profile.length]), unfused=True)
     count = len(table.places)
     here = np.arange(count - 1)
     stored, own = table.stored[here, here + 1], table.own[here, here + 1]
@@ -176,21 +126,21 @@ def _grouped(land: Landscape, cuts: Sequence[int]) -> tuple[int, list[int]]:
     return peak, [int(table.places[index]) for index in route]
 
 
-def _is_head(land: Landscape) -> bool:
+def _is_head(profile: LiveBytesProfile) -> bool:
     """Whether the last product makes more than is alive before it, as logits are; other layers hand on as much as they got."""
-    last = land.last_product
-    return last < land.length and bool(land.made[last] > alive(land.spans, land.length)[last])
+    last = profile.last_product
+    return last < profile.length and bool(profile.made[last] > alive(profile.spans, profile.length)[last])
 
 
-def _before_the_head(land: Landscape, places: np.ndarray) -> np.ndarray:
+def _before_the_head(profile: LiveBytesProfile, places: np.ndarray) -> np.ndarray:
     """The places behind which no head is computed again, the end and the forced ones."""
-    last = land.last_product if _is_head(land) else land.length
-    return places[(places <= last) | (places == land.length) | np.isin(places, land.forced)]
+    last = profile.last_product if _is_head(profile) else profile.length
+    return places[(places <= last) | (places == profile.length) | np.isin(places, profile.forced)]
 
 
-def smallest_peak(land: Landscape) -> int:
+def smallest_peak(profile: LiveBytesProfile) -> int:
     """The estimated peak in bytes under the best cuts."""
-    return _smallest(_Table(land, _candidates(land)), None)
+    return _smallest(_Table(profile, _candidates(profile)), None)
 
 
 def _smallest(table: _Table, segments: int | None) -> int:
@@ -205,118 +155,122 @@ def _smallest(table: _Table, segments: int | None) -> int:
     return high
 
 
-def segment_peaks(land: Landscape, cuts: Sequence[int]) -> list[int]:
+def segment_peaks(profile: LiveBytesProfile, cuts: Sequence[int]) -> list[int]:
     """Estimated bytes alive at most while each segment is differentiated, with what was stored before it.
 
     The last one, most of which has no checkpoint, is taken to hold all that JAX keeps of it: compilers seldom hold as little as
     fusions would let them, and that is how segments that are computed again are estimated.
 
     Args:
-        land: What lives where.
+        profile: What lives where.
         cuts: Positions, ascending, without the ends.
     """
-    table = _Table(land, np.array([0, *cuts, land.length]), unfused=True)
+    table = _Table(profile, np.array([0, *cuts, profile.length]), unfused=True)
     here = np.arange(len(cuts) + 1)
     stored, own = table.stored[here, here + 1], table.own[here, here + 1]
     return (np.cumsum(stored) - stored + own).tolist()
 
 
-def head_position(land: Landscape, cuts: Sequence[int]) -> int | None:
+def head_position(profile: LiveBytesProfile, cuts: Sequence[int]) -> int | None:
     """Position of the last product, such as the logits, where the last segment's peak lies behind it; None elsewhere.
 
     It is so where differentiating what lies from there on takes more than the gradients between the last cut and there: what
     is held in between waits while that peak lasts, and is needed only afterwards.
 
     Args:
-        land: What lives where.
+        profile: What lives where.
         cuts: Positions, ascending, without the ends.
     """
-    head, start = land.last_product, cuts[-1] if cuts else land.length
-    if not start < head < land.length:
+    head, start = profile.last_product, cuts[-1] if cuts else profile.length
+    if not start < head < profile.length:
         return None
-    most = _own_peaks(land, np.array([head, land.length]))[0, 1] + _unneeded(land)[head] + _not_fused(land)[head]
-    return head if most > land.gradients[start:head].max() else None
+    most = (
+        _own_peaks(profile, np.array([head, profile.length]))[0, 1]
+        + _unneeded(profile)[head]
+        + _not_fused(profile)[head]
+    )
+    return head if most > profile.gradients[start:head].max() else None
 
 
-def _candidates(land: Landscape) -> np.ndarray:
+def _candidates(profile: LiveBytesProfile) -> np.ndarray:
     """Positions worth cutting at: the ends, the forced ones, and where little is alive or something lasting is made.
 
     Of too many, those where no neighbour has less alive; of too many of these the least live one of each stretch of work.
     """
-    n, live, inner = land.length, alive(land.spans, land.length), np.arange(1, land.length)
+    n, live, inner = profile.length, alive(profile.spans, profile.length), np.arange(1, profile.length)
     low = inner[(live[inner] <= live[inner - 1]) & (live[inner] <= live[inner + 1])]
-    beside = inner[(land.made[inner - 1] >= 0) | (land.made[inner] >= 0)]
+    beside = inner[(profile.made[inner - 1] >= 0) | (profile.made[inner] >= 0)]
     chosen = np.union1d(low, beside)
     if len(chosen) > _MOST_CANDIDATES:
-        chosen = low if len(low) <= _MOST_CANDIDATES else _spaced(land, low, live)
-    return np.unique(np.concatenate([[0, n], chosen, np.array(land.forced, np.int64)])).astype(np.int64)
+        chosen = low if len(low) <= _MOST_CANDIDATES else _spaced(profile, low, live)
+    return np.unique(np.concatenate([[0, n], chosen, np.array(profile.forced, np.int64)])).astype(np.int64)
 
 
-def _spaced(land: Landscape, places: np.ndarray, live: np.ndarray) -> np.ndarray:
+def _spaced(profile: LiveBytesProfile, places: np.ndarray, live: np.ndarray) -> np.ndarray:
     """Of many places the least live one of each stretch of work."""
-    size, maker, _ = land.held.T
-    made = np.bincount(maker, size, land.length).astype(np.int64)
-    work = np.concatenate([[0], np.cumsum(made + land.stored)])
+    size, maker, _ = profile.held.T
+    made = np.bincount(maker, size, profile.length).astype(np.int64)
+    work = np.concatenate([[0], np.cumsum(made + profile.stored)])
     bucket = work[places] * _MOST_CANDIDATES // max(int(work[-1]), 1)
     order = np.lexsort((places, live[places], bucket))
     return places[order][np.r_[True, np.diff(bucket[order]) != 0]]
 
 
-def _own_peaks(land: Landscape, places: np.ndarray) -> np.ndarray:
+def _own_peaks(profile: LiveBytesProfile, places: np.ndarray) -> np.ndarray:
     """Most bytes that a segment takes besides what was stored before it, as a matrix over (start, end).
 
     Differentiated backwards, an equation finds what the segment holds of those before it, the gradients of what is alive
     there, and of what it makes itself. At the segment's end that is all it holds and the gradients it is handed.
     """
-    gradients, length = land.gradients, land.length
-    size, maker, first = land.held.T
-    fused = land.made < 0
+    gradients, length = profile.gradients, profile.length
+    size, maker, first = profile.held.T
+    fused = profile.made < 0
     peaks = np.zeros((len(places), len(places)), np.int64)
     for index, start in enumerate(places[:-1]):
         ends = places[index + 1 :]
         own = maker >= start  # what lies before the segment is stored, and counted there
         held = np.cumsum(np.bincount(first[own] - start, size[own], length - start).astype(np.int64))
-        most = np.maximum.accumulate(np.where(fused[start:], 0, held + gradients[start:length] + land.made[start:]))
+        most = np.maximum.accumulate(np.where(fused[start:], 0, held + gradients[start:length] + profile.made[start:]))
         handed = held[ends - start - 1] + np.where(ends < length, gradients[ends], 0)
         peaks[index, index + 1 :] = np.maximum(most[ends - start - 1], handed)
-    peaks[:, -1] -= _unneeded(land)[places]
+    peaks[:, -1] -= _unneeded(profile)[places]
     return peaks
 
 
-def _not_fused(land: Landscape) -> np.ndarray:
+def _not_fused(profile: LiveBytesProfile) -> np.ndarray:
     """Bytes that JAX keeps of what lies behind each position above those that fusions hold of it, int64[n + 1]."""
-    size, maker, _ = land.held.T
-    more = land.residuals - np.bincount(maker, size, land.length).astype(np.int64)
+    size, maker, _ = profile.held.T
+    more = profile.residuals - np.bincount(maker, size, profile.length).astype(np.int64)
     return np.maximum(np.append(np.cumsum(more[::-1])[::-1], 0), 0)
 
 
-def _unneeded(land: Landscape) -> np.ndarray:
+def _unneeded(profile: LiveBytesProfile) -> np.ndarray:
     """Bytes alive at each position that no derivative behind it needs.
 
     A segment in the middle is computed again from them. The last one is not, and so does not store them.
     """
-    size, first, last, needed = land.spans[land.spans[:, 2] < land.length].T
+    size, first, last, needed = profile.spans[profile.spans[:, 2] < profile.length].T
     begin = np.maximum(first, needed + 1)
     some = begin <= last
-    return alive(np.stack([size[some], begin[some], last[some]], axis=1), land.length)
+    return alive(np.stack([size[some], begin[some], last[some]], axis=1), profile.length)
 
 
 class _Table:
     """Costs of every segment between two candidate places, as matrices over (start, end).
 
     Args:
-        land: What lives where.
+        profile: What lives where.
         places: Positions, the ends included.
         unfused: Whether the last segment holds all that JAX keeps of it, and not only what fusions would.
     """
 
-    def __init__(self, land: Landscape, places: np.ndarray, *, unfused: bool = False) -> None:
+    def __init__(self, profile: LiveBytesProfile, places: np.ndarray, *, unfused: bool = False) -> None:
         self.places = places
         count = len(places)
         # A value made before place i+1 and alive at place j is stored by every segment that starts at or before its
         # making and ends within its life: a rectangle in (start, end), added at its corners and summed once.
         corners = np.zeros((count + 1, count + 1), np.int64)
-        size, first, last, _ = land.spans.T
+        size, first, last, _ = profile.spans.T
         start = np.searchsorted(places, first - 1, side="right")  # starts 0 .. start-1 lie at or before the making
         begin = np.searchsorted(places, first, side="left")
         end = np.searchsorted(places, last, side="right")  # ends begin .. end-1 lie within the life
@@ -326,11 +280,11 @@ class _Table:
                 np.add.at(corners, (row[alive], column[alive]), sign_row * sign * size[alive])
         self.stored = corners.cumsum(0).cumsum(1)[:count, :count]
         self.stored[:, -1] = 0  # results of the loss leave it anyway
-        always = np.concatenate([[0], np.cumsum(land.stored)])[places]
-        self.own = _own_peaks(land, places)
-        self.own[:, -1] += _not_fused(land)[places] if unfused else 0
+        always = np.concatenate([[0], np.cumsum(profile.stored)])[places]
+        self.own = _own_peaks(profile, places)
+        self.own[:, -1] += _not_fused(profile)[places] if unfused else 0
         self.stored = self.stored + (always[None, :] - always[:, None])
-        forced = np.isin(places, land.forced)
+        forced = np.isin(places, profile.forced)
         until = np.array([next((k for k in range(i + 1, count) if forced[k]), count - 1) for i in range(count)])
         ends = np.arange(count)
         self.allowed = (ends[None, :] > ends[:, None]) & (ends[None, :] <= until[:, None])
@@ -486,13 +440,309 @@ def _choices(loops: Mapping[int, Any]) -> Iterator[dict[int, int]]:
             yield chosen
 
 
-def is_layer_scan(eqn: Any, enough: int) -> bool:
-    """Whether an equation is a loop whose stacked residuals, at least ``enough`` bytes, are worth a checkpointed body.
+# Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
+_UNNOTICED = 0.003
+# Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
+_WORTH_MOVING = 0.05
+# What is left as it is keeps nothing besides.
+_AS_IT_IS = [SaveSet(0, 0, frozenset(), 0.0, 0.0)]
+_OPAQUE = {"jit", "pjit", "shard_map"}
 
-    A body that itself holds a loop or branch which reports is left as it is: its reports would come twice.
+
+class Segment:
+    """A stretch of equations, with the cheap values it uses made inside it.
+
+    Args:
+        eqns: Flat equations.
+        cheap: Values that are made again in each segment.
+        results: What a later segment or the function's result uses.
+        stored: Those of its results that are in memory until the backward pass anyway; None for all.
     """
-    if eqn.primitive.name != "scan" or has_own_checkpoint(eqn):
-        return False
-    if side_effects(eqn) and any(map(reports_inside, flatten(eqn.params["jaxpr"], hoist_constants=False).eqns)):
-        return False
-    return int(eqn.params["length"]) * scan_step_bytes(eqn) >= max(enough, 1)
+
+    def __init__(
+        self, eqns: Sequence[Any], cheap: CheapValues, results: frozenset[Any], stored: frozenset[Any] | None = None
+    ) -> None:
+        self.cheap = cheap
+        self.reports = [eqn for eqn in eqns if is_movable(eqn)]
+        own = [eqn for eqn in eqns if not is_movable(eqn)]
+        self.own = [*cheap.equations_for(operands_of(own)), *own]
+        self.report_makers = cheap.equations_for(operands_of(self.reports))
+        self.results = results
+        self._stored = results if stored is None else stored
+
+    @property
+    def eqns(self) -> list[Any]:
+        """The equations as they are, reports included."""
+        return [*self.own, *self.report_makers, *self.reports]
+
+    def frontier(self, known: FrontierCache, *, inside: bool = True) -> list[SaveSet]:
+        """What the segment may keep besides its inputs and what is stored of its results anyway; see `frontier`."""
+        return frontier(self.own, self._stored, known, inside=inside)
+
+    def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
+        """What a checkpoint around it keeps, so that hardly any operations are done again.
+
+        Args:
+            resident: What is there anyway, such as arguments.
+            flops: Operations of the whole loss, for comparison.
+
+        Returns:
+            None where that is no less than JAX keeps without a checkpoint, or where a loop or custom rule would run again
+            whatever is kept of it.
+        """
+        unnoticed = _UNNOTICED * flops
+        if any(subjaxprs(eqn) and equation_flops(eqn) > unnoticed for eqn in self.own):
+            return None
+        points = self.frontier({})
+        kept = next((point for point in points if point.flops <= unnoticed), points[-1])
+        made, roots = {var for eqn in self.own for var in eqn.outvars}, view_roots(self.own)
+        inputs = operands_of(self.own).keys() - made
+        needed = residual_values(self.own, set(), {var for var in inputs if is_inexact(var)})
+        anyway = {roots.get(var, var) for var in self._stored}
+        without = sum(nbytes(var) for var in made.intersection(needed) - anyway)
+        inputs_too = sum(nbytes(var) for var in inputs.difference(needed, resident))
+        return kept.values if kept.bytes + inputs_too < without else None
+
+
+class Loop:
+    """A `scan` whose body is to keep only its inputs, and what is worth keeping in every step.
+
+    Args:
+        eqn: The scan.
+        chunk: How many steps one checkpoint is put around.
+        offload: The policy's words for what waits in host memory.
+    """
+
+    def __init__(self, eqn: Any, chunk: int, offload: Collection[str]) -> None:
+        self.eqn = eqn
+        self.chunk = chunk
+        self.trips = int(eqn.params["length"])
+        self.keeps_on_host = OFFLOAD_KEPT in offload
+        self.moved = _worth_moving(eqn) if OFFLOAD_CUTS in offload else frozenset[int]()
+        self.flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
+        refuse_effects(self.flat.eqns)
+        own = [inner for inner in self.flat.eqns if not is_movable(inner)]
+        self.body = Segment(own, CheapValues({}, {}), frozenset(variables(self.flat.outvars)), stored=frozenset())
+
+    def frontier(self, known: FrontierCache) -> list[SaveSet]:
+        """What each step may keep; ``known`` as in `frontier`."""
+        # XLA for GPUs fails at a loop in a loop that stacks host memory.
+        return self.body.frontier(known, inside=not self.keeps_on_host)
+
+
+def _worth_moving(eqn: Any) -> frozenset[int]:
+    """Places among a loop's carried values of those that hold most of the bytes it stores between its steps."""
+    consts, count = scan_arity(eqn)
+    carried = eqn.invars[consts : consts + count]
+    least = _WORTH_MOVING * sum(map(nbytes, carried))
+    return frozenset(place for place, atom in enumerate(carried) if is_inexact(atom) and nbytes(atom) >= least)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What lies between two cuts.
+
+    Attributes:
+        segment: Its equations.
+        loop: The loop over layers that it is, which gets checkpoints in its body; None for all others.
+        is_checkpointed: Whether it is put under a checkpoint. The end of a loss, which is differentiated first, is not.
+        kept: What it keeps, or each step of the loop, besides its inputs.
+    """
+
+    segment: Segment
+    loop: Loop | None
+    is_checkpointed: bool
+    kept: frozenset[Any] = frozenset()
+
+    @property
+    def trips(self) -> int:
+        """How often it runs, and so how often its kept values are stored."""
+        return 1 if self.loop is None else self.loop.trips
+
+    def frontier(self, known: FrontierCache) -> list[SaveSet]:
+        """What it may keep; nothing where it is left as it is. ``known`` as in `frontier`."""
+        if self.loop is not None:
+            return self.loop.frontier(known)
+        return self.segment.frontier(known) if self.is_checkpointed else _AS_IT_IS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Where a loss is cut, and what its pieces keep.
+
+    Attributes:
+        pieces: In the order of the forward pass.
+        shared: Cheap values that are made once, in front of all pieces.
+        cheap: The others, which are made again in each piece.
+        levels: 2 for checkpoints around groups of segments and loops of loops too.
+        groups: After how many segments each group but the last ends; none for groups of equally many.
+        frontier: What the pieces could keep instead; None where nobody asked.
+    """
+
+    pieces: tuple[Piece, ...]
+    shared: tuple[Any, ...]
+    cheap: CheapValues
+    levels: int
+    groups: tuple[int, ...]
+    frontier: MergedFrontier | None
+
+
+def choose(
+    loss: LossProfile,
+    policy: StepPolicy,
+    *,
+    differentiated: Collection[Any] | None = None,
+    is_local: bool = False,
+    survey: bool = False,
+) -> Choice:
+    """Choose where a loss is cut and what its pieces keep: a function of the loss and the policy alone.
+
+    Args:
+        loss: The loss.
+        policy: Its ``segments``, ``levels``, ``keep`` and ``offload``.
+        differentiated: Arguments that are; None where that is not known.
+        is_local: Whether the loss is the body of a `shard_map`. It gets one level of checkpoints, and its loops are not traced
+            anew: their collectives have no axis there.
+        survey: Whether to find what the pieces could keep even where ``keep`` is 0.
+
+    Raises:
+        PolicyError: more segments than the loss can be cut into, or fewer than it has.
+    """
+    levels = 1 if is_local else policy.levels
+    steps, profile = _steps_of_loops(loss, policy.offloaded, is_local=is_local)
+    places, groups = _places(profile, policy.segments, loss.flat.eqns, levels)
+    # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
+    # combine with; inside a shard_map its collectives would come again.
+    waits = levels == 1 and not is_local and not offloads_by_kind(policy)
+    head = head_position(profile, places) if waits else None
+    bounds = [0, *places, *([] if head is None else [head]), len(loss.flat.eqns)]
+    shared = _shared(loss.flat, bounds, loss.cheap, differentiated)
+    cheap = loss.cheap.without(shared)
+    pieces = _pieces(
+        loss, bounds, head, cheap, {at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()}
+    )
+    merged = None
+    if policy.keep or survey:
+        known: FrontierCache = {}
+        some = pieces[: len(places) + 1]
+        peaks = segment_peaks(profile, places) if survey else ()
+        merged = merge_frontiers([each.frontier(known) for each in some], [each.trips for each in some], peaks)
+        if policy.keep:
+            chosen = zip(some, merged.keep_within(policy.keep), strict=True)
+            pieces[: len(some)] = [replace(piece, kept=values) for piece, values in chosen]
+    if head is not None:
+        flops = sum(map(equation_flops, loss.flat.eqns))
+        dear = pieces[-2].segment.dear_values([*loss.flat.invars, *shared], flops)
+        if dear is not None:
+            pieces[-2] = replace(pieces[-2], is_checkpointed=True, kept=dear)
+    return Choice(
+        pieces=tuple(pieces), shared=tuple(shared), cheap=cheap, levels=levels, groups=tuple(groups), frontier=merged
+    )
+
+
+def offloads_by_kind(policy: StepPolicy) -> bool:
+    """Whether a policy moves values to the host that have no names, which JAX combines with nothing that is kept by name."""
+    return policy.remat == "offload_dot_with_no_batch_dims"
+
+
+def _steps_of_loops(
+    loss: LossProfile, offload: Collection[str], *, is_local: bool
+) -> tuple[dict[int, int], LiveBytesProfile]:
+    """How many steps of each loop one checkpoint is put around, and the bytes of the loss with its loops so."""
+
+    def with_steps(steps: Mapping[int, int]) -> LiveBytesProfile:
+        return _with_loops(loss.live, loss.flat.eqns, steps)
+
+    steps = dict.fromkeys(loss.loops, 1)
+    if not is_local:
+        scans = {at: loss.flat.eqns[at] for at in loss.loops}
+        steps = steps_together(scans, offload, lambda chosen: smallest_peak(with_steps(chosen)))
+    return steps, with_steps(steps)
+
+
+def _with_loops(profile: LiveBytesProfile, eqns: Sequence[Any], steps: Mapping[int, int]) -> LiveBytesProfile:
+    """The same with loops of so many steps under one checkpoint."""
+    rows, stored, residuals = [profile.held], profile.stored.copy(), profile.residuals.copy()
+    for index, together in steps.items():
+        stored[index] = stored_between(eqns[index], together)  # there for the loop itself too, and for all before it
+        residuals[index] = held_together(eqns[index], together) + stored[index]
+        rows.append(np.array([(residuals[index], index, index)], np.int64))
+    return replace(profile, held=np.vstack(rows), stored=stored, residuals=residuals)
+
+
+def _places(
+    profile: LiveBytesProfile, segments: int | None, eqns: Sequence[Any], levels: int
+) -> tuple[list[int], list[int]]:
+    """Where to cut, and after how many segments each group of two levels ends; no groups where they are of equally many."""
+    try:
+        places = choose_cuts(profile, segments)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
+    # One checkpoint around all that a single equation hides would recompute it and save nothing.
+    opaque = sum(eqn.primitive.name in _OPAQUE for eqn in eqns) == 1
+    if not places and segments is None and not opaque:
+        # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
+        with contextlib.suppress(ValueError):
+            places = choose_cuts(profile, 2)
+    if levels == 1 or not places or profile.forced or segments is not None:
+        return places, []
+    places, bounds = choose_two_levels(profile, places)
+    return places, [places.index(bound) + 1 for bound in bounds]
+
+
+def _pieces(
+    loss: LossProfile, bounds: Sequence[int], head: int | None, cheap: CheapValues, loops: Mapping[int, Loop]
+) -> list[Piece]:
+    """What lies between the cuts; nothing is kept yet."""
+    eqns = loss.flat.eqns
+    results = results_by_segment(eqns, loss.flat.outvars, bounds)
+    stored = [*_stored_results(loss.flat, bounds), None]
+    return [
+        Piece(
+            segment=Segment(eqns[start:end], cheap, results[place], stored[place]),
+            loop=loops.get(start),
+            is_checkpointed=start not in loops and start not in loss.whole and end not in (head, len(eqns)),
+        )
+        for place, (start, end) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _shared(
+    flat: Equations, bounds: Sequence[int], cheap: CheapValues, differentiated: Collection[Any] | None
+) -> list[Any]:
+    """CheapValues values that several segments use and differentiate: casts, such as that of an embedding that is also the head.
+
+    Made again in each segment a cast would have a gradient in each, and these would be added behind it: in another dtype than
+    in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product at the
+    end of the step, and the logits' gradient waits for it. What each segment uses another part of, such as a stack of all
+    layers' weights, or computes something else from is made again all the same: its gradients would need what it is made of.
+    """
+    spans = (flat.eqns[start:end] for start, end in itertools.pairwise(bounds))
+    uses = collections.Counter(var for span in spans for var in cheap.casts_for(operands_of(span), differentiated))
+    return [var for var, count in uses.items() if count > 1]
+
+
+def _stored_results(flat: Equations, bounds: Sequence[int]) -> list[frozenset[Any]]:
+    """What of each segment but the last is in memory until the backward pass, whatever the segment keeps.
+
+    A checkpoint stores all that it takes, and so may a loop or branch. The last segment, which has no checkpoint, stores what
+    derivatives need: not what it only adds.
+    """
+    *bounds, end = bounds
+    last = flat.eqns[bounds[-1] : end]
+    needed = residual_values(last, set(), {var for var in operands_of(last) if is_inexact(var)})
+    inside = operands_of([eqn for eqn in last if subjaxprs(eqn)])
+    return results_by_segment(flat.eqns, [*needed, *inside, *flat.outvars], bounds)
+
+
+def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
+    """What each segment makes that a later one, or the function's result, uses."""
+    last: dict[Any, int] = {}
+    spans = [eqns[start:end] for start, end in itertools.pairwise(bounds)]
+    for position, span in enumerate(spans):
+        last.update(dict.fromkeys(operands_of(span), position))
+    last.update(dict.fromkeys(variables(outvars), len(spans)))
+    return [
+        frozenset(var for eqn in span for var in eqn.outvars if last.get(var, -1) > position)
+        for position, span in enumerate(spans)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jaxmem_callbacks._compat.jaxprs import (
 )
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import GATHERED, StepPolicy
-from jaxmem_callbacks.transforms.costs import Sunk, is_inexact, sink
+from jaxmem_callbacks.transforms.costs import is_inexact
+from jaxmem_callbacks.transforms.loss_profile import CheapValues, LossProfile, cheap_values
 from jaxmem_callbacks.transforms.policy import active_policy
 from jaxmem_callbacks.transforms.sharding.axes import axis_names, mesh_roles
 from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
@@ -83,13 +85,13 @@ def _without(batch: Collection[str], spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in left))
 
 
-def gathering_loop(eqn: Any, weights: Weights, sunk: Sunk, mesh: Any, *, again: bool = False) -> Any:
+def gathering_loop(eqn: Any, weights: Weights, cheap: CheapValues, mesh: Any, *, again: bool = False) -> Any:
     """A `scan` whose body gathers its slices of weights.
 
     Args:
         eqn: The scan.
         weights: Variables that are differentiated arguments of the loss, and how they lie once they are gathered.
-        sunk: What is a cheap function of arguments, such as weights cast to bf16.
+        cheap: What is a cheap function of arguments, such as weights cast to bf16.
         mesh: Over which they are divided.
         again: Whether each gather gets a checkpoint of its own, because none around it has the backward pass gather anew.
     """
@@ -97,7 +99,7 @@ def gathering_loop(eqn: Any, weights: Weights, sunk: Sunk, mesh: Any, *, again: 
     first = sum(scan_arity(eqn))
     sliced: Places = {}
     for outer, inner in zip(eqn.invars[first:], flat.invars[first:], strict=True):
-        stack = _gathered(outer, weights, sunk) if is_variable(outer) and is_inexact(inner) else None
+        stack = _gathered(outer, weights, cheap) if is_variable(outer) and is_inexact(inner) else None
         if stack is not None and inner.aval.shape:
             sliced[inner] = NamedSharding(mesh, PartitionSpec(*stack[1:]))
     if not sliced:
@@ -107,25 +109,50 @@ def gathering_loop(eqn: Any, weights: Weights, sunk: Sunk, mesh: Any, *, again: 
     return eqn.replace(params={**eqn.params, "jaxpr": close(body)})
 
 
-def gathering_loops(flat: Equations, weights: Weights, mesh: Any) -> bool:
-    """Have the loops of a function that nobody cuts gather their weights; whether any does."""
-    sunk, before = sink(flat.eqns, flat.invars), flat.eqns
-    flat.eqns = [
-        gathering_loop(eqn, weights, sunk, mesh, again=True) if eqn.primitive.name == "scan" else eqn for eqn in before
-    ]
-    return any(ours is not theirs for ours, theirs in zip(flat.eqns, before, strict=True))
+def gathering_loops(flat: Equations, weights: Weights, mesh: Any) -> Equations:
+    """A function that nobody cuts, its loops gathering their weights; the same object where none does."""
+    cheap = cheap_values(flat.eqns, flat.invars)
+    eqns = tuple(
+        gathering_loop(eqn, weights, cheap, mesh, again=True) if eqn.primitive.name == "scan" else eqn
+        for eqn in flat.eqns
+    )
+    changed = any(ours is not theirs for ours, theirs in zip(eqns, flat.eqns, strict=True))
+    return replace(flat, eqns=eqns) if changed else flat
 
 
-def _gathered(var: Any, weights: Weights, sunk: Sunk) -> PartitionSpec | None:
+@dataclass(frozen=True, slots=True)
+class Gathers:
+    """How the loops of a function that is cut gather weights.
+
+    Attributes:
+        mesh: Over which they are divided; None where nothing is gathered.
+        weights: Variables that are differentiated arguments, and how they lie once a loop has gathered them.
+    """
+
+    mesh: Any = None
+    weights: Weights = field(default_factory=dict[Any, PartitionSpec])
+
+    def in_loops(self, loss: LossProfile) -> Equations:
+        """The loss with gathers in its loops; those that get no checkpoint gather anew in the backward pass by themselves."""
+        if self.mesh is None:
+            return loss.flat
+        eqns = list(loss.flat.eqns)
+        for at in (*loss.loops, *loss.whole):
+            if eqns[at].primitive.name == "scan":
+                eqns[at] = gathering_loop(eqns[at], self.weights, loss.cheap, self.mesh, again=at in loss.whole)
+        return replace(loss.flat, eqns=tuple(eqns))
+
+
+def _gathered(var: Any, weights: Weights, cheap: CheapValues) -> PartitionSpec | None:
     """How a weight, or what is made of weights alone, lies once it is gathered; None where it is neither, or who knows how."""
     if var in weights:
         return weights[var]
-    made_of = sunk.origins.get(var, frozenset())
+    made_of = cheap.origins.get(var, frozenset())
     if not made_of or not all(origin in weights for origin in made_of):
         return None
-    _, maker = sunk.makers[var]
+    _, maker = cheap.makers[var]
     if maker.primitive.name == "convert_element_type":
-        return _gathered(maker.invars[0], weights, sunk)
+        return _gathered(maker.invars[0], weights, cheap)
     return None if any(axes for origin in made_of for axes in weights[origin]) else PartitionSpec()
 
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,7 +21,7 @@ import jax
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
-from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 #: Which gradients of a step obey its policy: those that are taken through this library, or those of JAX's own functions too.
 Gradients = Literal["own", "all"]
@@ -37,7 +37,8 @@ class ActivePolicy:
         policy: What to apply.
         gradients: Which gradients obey it.
         used: Whether a gradient has met it while tracing.
-        survey: Called once a loss with what other shares of ``keep`` would store and compute again; None where nobody asks.
+        survey: Whether to find what other shares of ``keep`` would store and compute again.
+        frontiers: What was found so, of each loss.
         compared: Called with each gradient that is accumulated though its loss did not say its weight, the batch, the number
             of microbatches and the traced gradient of one; None where nobody asks.
         defer: Called where such a loss is traced, by who will have it compared before anything runs; None where nobody will.
@@ -56,9 +57,9 @@ class ActivePolicy:
     def __init__(
         self,
         policy: StepPolicy,
-        survey: Callable[[list[Share]], None] | None = None,
         *,
         gradients: Gradients = "own",
+        survey: bool = False,
     ) -> None:
         if gradients not in get_args(Gradients):
             msg = (
@@ -71,6 +72,7 @@ class ActivePolicy:
         self.gradients: Gradients = gradients
         self.used = False
         self.survey = survey
+        self.frontiers: list[tuple[FrontierPoint, ...]] = []
         self.compared: Callable[[Any, Any, int, Any], None] | None = None
         self.defer: Callable[[], None] | None = None
         self.mesh: Any = None
@@ -80,6 +82,11 @@ class ActivePolicy:
         self.replaced = False
         self.refused: Exception | None = None
         self.hidden = False
+
+    def record(self, notes: Iterable[str], frontiers: Iterable[tuple[FrontierPoint, ...]]) -> None:
+        """Keep what was found while a loss was cut."""
+        self.notes |= dict.fromkeys(notes)
+        self.frontiers += frontiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,59 +6,39 @@ computed is the same: only what is kept between the forward and the backward pas
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
 import jax
-import numpy as np
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.checkpoints import (
-    Cuts,
+    apply,
     checkpoint_policy,
-    cut,
-    grouped,
-    keeping,
-    loop_in_chunks,
-    loop_in_steps,
-    loop_in_two_levels,
     named_by_the_loss,
-    offloads_by_kind,
     require_names,
     require_offloaded,
 )
-from jaxmem_callbacks.transforms.costs import Held, copies, gradient_spans, held, nbytes, residual_bytes, sink
-from jaxmem_callbacks.transforms.cuts import (
-    Landscape,
-    alive,
-    choose_cuts,
-    choose_two_levels,
-    head_position,
-    held_together,
-    is_layer_scan,
-    lives_of,
-    segment_peaks,
-    smallest_peak,
-    steps_together,
-    stored_between,
-)
+from jaxmem_callbacks.transforms.costs import copies, residual_bytes
+from jaxmem_callbacks.transforms.cuts import choose
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.fsdp_all_gather import (
-    Weights,
-    gathered_places,
-    gathering_loop,
-    gathering_loops,
-    gathering_mesh,
+from jaxmem_callbacks.transforms.fsdp_all_gather import Gathers, gathered_places, gathering_loops, gathering_mesh
+from jaxmem_callbacks.transforms.loss_profile import (
+    CheapValues,
+    LossProfile,
+    cheap_values,
+    is_layer_scan,
+    profile_loss,
+    small_part,
 )
 from jaxmem_callbacks.transforms.own_checkpoints import own_checkpoints, without_checkpoints
 from jaxmem_callbacks.transforms.policy import activate, active_policy
-from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.save_frontier import FrontierPoint, MergedFrontier
 from jaxmem_callbacks.transforms.tracing import (
     Equations,
     TracedResult,
@@ -73,9 +53,6 @@ from jaxmem_callbacks.transforms.tracing import (
     where,
 )
 
-_OPAQUE = {"jit", "pjit", "shard_map"}
-# A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
-_SMALL_SHARE = 0.01
 _ONE_LEVEL = "Inside a shard_map there is one level of checkpoints: levels=2 acts on the rest of the loss."
 
 
@@ -161,17 +138,17 @@ def rematerialised(
         closed = jax.make_jaxpr(traced)(*arrays)
         if replaces:
             written, closed = closed, without_checkpoints(closed)
-            _tell_replaced(loss, was_replaced=closed is not written)
+            _note_replaced(loss, was_replaced=closed is not written)
         flat = flatten(closed)
         places = {} if weights is None or mesh is None else gathered_places(weights(args), policy, mesh)
         mine = list(zip(flat.invars[len(flat.consts) :], arrays, strict=True))
-        own = {var: places[id(array)] for var, array in mine if id(array) in places}
+        divided = {var: places[id(array)] for var, array in mine if id(array) in places}
         if policy.remat != "none":
             trained = set() if weights is None else set(map(id, jax.tree.leaves(weights(args))))
             differentiated = frozenset(var for var, array in mine if id(array) in trained)
-            jaxpr = cut_equations(flat, policy, own, differentiated or None)
-        elif not any(map(side_effects, flat.eqns)) and gathering_loops(flat, own, mesh):
-            jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
+            jaxpr = cut_equations(flat, policy, Gathers(mesh, divided), differentiated or None)
+        elif not any(map(side_effects, flat.eqns)) and (gathered := gathering_loops(flat, divided, mesh)) is not flat:
+            jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=gathered.eqns)
         elif replaces:
             return result.join(evaluate_closed(closed, arrays))
         else:
@@ -181,8 +158,8 @@ def rematerialised(
     return cheaper_loss
 
 
-def _tell_replaced(loss: Callable[..., Any], *, was_replaced: bool) -> None:
-    """Tell the active policy whether it replaced checkpoints; where none is active, refuse that there are none.
+def _note_replaced(loss: Callable[..., Any], *, was_replaced: bool) -> None:
+    """Record with the active policy whether it replaced checkpoints; where none is active, refuse that there are none.
 
     Raises:
         PolicyError: nobody else will know that nothing was replaced.
@@ -211,18 +188,61 @@ def refuse_framework_objects(*trees: Any) -> None:
         raise LossRefusedError(msg)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutLoss:
+    """A function with checkpoints, and what was found while it was cut.
+
+    Attributes:
+        jaxpr: The function, open.
+        notes: What stays as it is, a sentence each.
+        frontiers: What could be kept besides, of the function and of each body in it that is cut; none unless asked for.
+    """
+
+    jaxpr: Any
+    notes: tuple[str, ...] = ()
+    frontiers: tuple[tuple[FrontierPoint, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CutContext:
+    """What holds for a function that is cut, or for the body of a `shard_map` in it.
+
+    Attributes:
+        policy: What is done.
+        keep: What its checkpoints keep, as JAX's policy.
+        survey: Whether to find what could be kept besides.
+        copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
+        gathers: How loops gather weights; none inside a `shard_map`, where everything is local.
+        differentiated: Arguments that are; None where that is not known, such as inside a `shard_map`.
+    """
+
+    policy: StepPolicy
+    keep: Callable[..., Any]
+    survey: bool
+    copies: int = 0
+    gathers: Gathers
+    differentiated: Collection[Any] | None
+
+    def inside(self, eqn: Any) -> _CutContext:
+        """The same for the body of a `shard_map`."""
+        policy = replace(self.policy, segments=None)
+        return replace(self, policy=policy, copies=copies(eqn), gathers=Gathers(), differentiated=None)
+
+
 def cut_equations(
     flat: Equations,
     policy: StepPolicy,
-    weights: Weights | None = None,
+    gathers: Gathers = Gathers(),  # noqa: B008 - immutable
     differentiated: Collection[Any] | None = None,
 ) -> Any:
     """The function as an open jaxpr, cut and checkpointed as the policy says.
 
+    What was found on the way is recorded once with the active policy, where there is one.
+
     Args:
-        flat: The function; its equations are used up.
+        flat: The function.
         policy: What is done to it.
-        weights: Those of its variables that are differentiated arguments, and how they lie once a loop has gathered them.
+        gathers: How its loops gather their weights.
         differentiated: Those of its variables that are differentiated arguments; None where that is not known.
 
     Raises:
@@ -234,133 +254,92 @@ def cut_equations(
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
     active = active_policy()
-    notes, survey = ({}, None) if active is None else (active.notes, active.survey)
-    told = _Told(notes=notes, survey=survey, weights=weights or {}, differentiated=differentiated)
     own, known = own_checkpoints(flat.eqns), checkpointed_functions(flat.eqns)
     if active is not None:
         active.left_alone |= dict.fromkeys(own)
-    jaxpr = _cut(flat, policy, keep, told)
-    if not checkpointed_functions(jaxpr.eqns) - known:
+    survey = active is not None and active.survey
+    context = _CutContext(policy=policy, keep=keep, survey=survey, gathers=gathers, differentiated=differentiated)
+    cut = _cut(flat, context)
+    if active is not None:
+        active.record(cut.notes, cut.frontiers)
+    if not checkpointed_functions(cut.jaxpr.eqns) - known:
         _refuse_no_checkpoint(flat, policy, own)
-    require_offloaded(policy, jaxpr, keep)
-    return jaxpr
+    require_offloaded(policy, cut.jaxpr, keep)
+    return cut.jaxpr
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Told:
-    """Who hears what while a function is cut.
-
-    Attributes:
-        notes: What stays as it is; see `ActivePolicy`.
-        survey: Told what other shares of ``keep`` would keep; see `ActivePolicy`.
-        copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
-        weights: Variables that ``fsdp`` divides; none inside a `shard_map`, where everything is local.
-        differentiated: Arguments that are; None where that is not known, such as inside a `shard_map`.
-    """
-
-    notes: dict[str, None]
-    survey: Callable[[list[Share]], None] | None
-    copies: int = 0
-    weights: Weights = field(default_factory=dict)
-    differentiated: Collection[Any] | None = None
-
-    def inside(self, eqn: Any) -> _Told:
-        """The same for the body of a `shard_map`, whose figures are those of one device."""
-        parts, survey = copies(eqn), self.survey
-
-        def of_all(found: list[Share]) -> None:
-            assert survey is not None
-            survey(
-                [
-                    replace(one, **{name: parts * getattr(one, name) for name in ("bytes", "flops", "work", "peak")})
-                    for one in found
-                ]
-            )
-
-        return replace(self, copies=parts, weights={}, differentiated=None, survey=None if survey is None else of_all)
-
-
-def _cut(flat: Equations, policy: StepPolicy, keep: Callable[..., Any], told: _Told) -> Any:
-    """A function, or the body of a `shard_map`, as an open jaxpr with checkpoints."""
-    sunk = sink(flat.eqns, flat.invars)
-    flat.eqns = [eqn for eqn in flat.eqns if not eqn.outvars or any(var not in sunk.makers for var in eqn.outvars)]
+def _cut(flat: Equations, context: _CutContext) -> CutLoss:
+    """Cut a function, or the body of a `shard_map`: profile it, choose, and apply what was chosen."""
+    cheap = cheap_values(flat.eqns, flat.invars)
+    flat = replace(flat, eqns=tuple(eqn for eqn in flat.eqns if not eqn.outvars or not cheap.makes_all(eqn.outvars)))
     if not flat.eqns:  # a constant, or something cheap of the arguments
-        made = sunk.equations_for(variables(flat.outvars))
-        return derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made)
-    resident = set(sunk.origins)
-    residuals = residual_bytes(flat.eqns, resident)
-    mapped = [index for index, eqn in enumerate(flat.eqns) if _is_worth_opening(eqn, int(residuals[index]), residuals)]
-    for index in mapped:
-        flat.eqns[index] = _with_cut_body(flat.eqns[index], policy, keep, told)
-    enough = int(residuals.sum() * _SMALL_SHARE)
-    residuals = residual_bytes(flat.eqns, resident) if mapped else residuals
-    loops = [index for index, eqn in enumerate(flat.eqns) if is_layer_scan(eqn, enough)]
-    own = {*loops, *(index for index, eqn in enumerate(flat.eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
-    mesh = gathering_mesh(policy)
-    for index in sorted(own) if mesh is not None else ():
-        if flat.eqns[index].primitive.name == "scan":
-            again = index not in loops
-            flat.eqns[index] = gathering_loop(flat.eqns[index], told.weights, sunk, mesh, again=again)
-    bare = _landscape(flat, held(flat.eqns, resident), own, residuals)
-
-    def land_with(together: Mapping[int, int]) -> Landscape:
-        return _with_loops(bare, flat.eqns, together)
-
-    # Inside a shard_map a loop is not traced anew: its collectives have no axis to speak of there.
-    together = dict.fromkeys(loops, 1)
-    if not told.copies:
-        scans = {index: flat.eqns[index] for index in loops}
-        together = steps_together(scans, policy.offloaded, lambda chosen: smallest_peak(land_with(chosen)))
-    land = land_with(together)
-    twice = policy.levels > 1 and not told.copies
-    places, groups = _places(land, policy, flat.eqns, twice=twice)
-    if policy.levels > 1 and told.copies:
-        told.notes.setdefault(_ONE_LEVEL)
-    told.notes.update(dict.fromkeys(_left_whole(flat.eqns, sorted(own.difference(loops, mapped)), residuals)))
-    # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
-    # combine with; inside a shard_map its collectives would come again.
-    cuts = Cuts(
-        places=places,
-        loops=together,
-        whole=frozenset(own.difference(loops)),
-        loop=loop_in_steps if told.copies else loop_in_two_levels if twice else loop_in_chunks,
-        offload=policy.offloaded,
-        head=None if twice or told.copies or offloads_by_kind(policy) else head_position(land, places),
-        differentiated=told.differentiated,
+        made = cheap.equations_for(variables(flat.outvars))
+        return CutLoss(jaxpr=derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made))
+    flat, kept_bytes, bodies = _with_cut_bodies(flat, cheap, context)
+    loss = profile_loss(flat, cheap, kept_bytes)
+    loss = replace(loss, flat=context.gathers.in_loops(loss))
+    choice = choose(
+        loss,
+        context.policy,
+        differentiated=context.differentiated,
+        is_local=bool(context.copies),
+        survey=context.survey,
     )
-    peaks = functools.partial(segment_peaks, land, places)
-    jaxpr = cut(flat, cuts, sunk, keep, keeping(policy.keep, told.survey, peaks))
-    return grouped(flat, jaxpr, groups) if twice else jaxpr
+    notes = [_ONE_LEVEL] if context.policy.levels > choice.levels else []
+    found = () if choice.frontier is None or not context.survey else (_of_all(choice.frontier, context.copies or 1),)
+    return CutLoss(
+        jaxpr=apply(loss, choice, context.keep),
+        notes=(*(note for body in bodies for note in body.notes), *notes, *_left_whole(loss)),
+        frontiers=(*(each for body in bodies for each in body.frontiers), *found),
+    )
 
 
-def _is_worth_opening(eqn: Any, kept: int, residuals: np.ndarray) -> bool:
+def _of_all(frontier: MergedFrontier, copies: int) -> tuple[FrontierPoint, ...]:
+    """A frontier's points, of all devices that each compute a part of the function."""
+    return tuple(point.times(copies) for point in frontier.points())
+
+
+def _with_cut_bodies(
+    flat: Equations, cheap: CheapValues, context: _CutContext
+) -> tuple[Equations, int | None, list[CutLoss]]:
+    """A function with checkpoints inside its `shard_map` bodies, what it kept before, and what was found in each body.
+
+    Where it has no `shard_map` what it keeps is not asked for, and None.
+    """
+    if not any(eqn.primitive.name == "shard_map" for eqn in flat.eqns):
+        return flat, None, []
+    residuals = residual_bytes(flat.eqns, set(cheap.origins))
+    total = int(residuals.sum())
+    eqns, found = list(flat.eqns), []
+    for index, eqn in enumerate(flat.eqns):
+        if _is_worth_opening(eqn, int(residuals[index]), total):
+            body = _cut(flatten(eqn.params["jaxpr"], hoist_constants=False), context.inside(eqn))
+            found.append(body)
+            if any(map(has_own_checkpoint, body.jaxpr.eqns)):
+                eqns[index] = eqn.replace(params={**eqn.params, "jaxpr": body.jaxpr})
+    return replace(flat, eqns=tuple(eqns)), total, found
+
+
+def _is_worth_opening(eqn: Any, kept: int, total: int) -> bool:
     """Whether a `shard_map` is cut inside: it holds loops over layers, or most of what the function keeps.
 
     A smaller one, such as one layer's experts, is computed again as a whole with the segment that it is in.
     """
     if eqn.primitive.name != "shard_map" or has_own_checkpoint(eqn) or reports_inside(eqn):
         return False
-    enough = int(residuals.sum() * _SMALL_SHARE)
     body = flatten(eqn.params["jaxpr"], hoist_constants=False)
-    has_layers = any(is_layer_scan(inner, enough // copies(eqn)) for inner in body.eqns)
-    return has_layers or 2 * kept > int(residuals.sum()) > 0
+    has_layers = any(is_layer_scan(inner, small_part(total) // copies(eqn)) for inner in body.eqns)
+    return has_layers or 2 * kept > total > 0
 
 
-def _with_cut_body(eqn: Any, policy: StepPolicy, keep: Callable[..., Any], told: _Told) -> Any:
-    """A `shard_map` with checkpoints in its body; the equation itself where the body cannot be cut."""
-    body = flatten(eqn.params["jaxpr"], hoist_constants=False)
-    jaxpr = _cut(body, replace(policy, segments=None), keep, told.inside(eqn))
-    return eqn.replace(params={**eqn.params, "jaxpr": jaxpr}) if any(map(has_own_checkpoint, jaxpr.eqns)) else eqn
-
-
-def _left_whole(eqns: Sequence[Any], own: Sequence[int], residuals: np.ndarray) -> list[str]:
+def _left_whole(loss: LossProfile) -> list[str]:
     """What stays as it is and could be thought to be cut: loops and branches that report."""
     return [
-        f"A `{eqns[index].primitive.name}` stays as it is and keeps about {format_bytes(int(residuals[index]))} for the backward "
-        f"pass: it reports from inside a loop or branch, and recomputed it would report twice{where(eqns[index])}. Move its "
+        f"A `{eqn.primitive.name}` stays as it is and keeps about {format_bytes(int(loss.live.residuals[index]))} for the "
+        f"backward pass: it reports from inside a loop or branch, and recomputed it would report twice{where(eqn)}. Move its "
         "jax.debug calls into the body of the outermost loop, or out of it."
-        for index in own
-        if reports_inside(eqns[index])
+        for index, eqn in enumerate(loss.flat.eqns)
+        if index in loss.whole and reports_inside(eqn)
     ]
 
 
@@ -381,47 +360,3 @@ def _refuse_no_checkpoint(flat: Equations, policy: StepPolicy, own: Sequence[Own
         f"{advice} take this gradient with jax.value_and_grad."
     )
     raise LossRefusedError(msg)
-
-
-def _landscape(flat: Equations, found: Held, own: set[int], residuals: np.ndarray) -> Landscape:
-    """What lives where, without what loops hold and store."""
-    lives = lives_of(flat.eqns, flat.outvars)
-    spans = [(nbytes(var), first, last, found.needed_until(var)) for var, first, last in lives]
-    return Landscape(
-        spans=np.array(spans, np.int64).reshape(-1, 4),
-        held=found.rows[~np.isin(found.rows[:, 1], list(own))],
-        gradients=alive(gradient_spans(flat.eqns, lives), len(flat.eqns)),
-        made=found.made,
-        stored=np.zeros(len(flat.eqns), np.int64),
-        forced=tuple(sorted({place for index in own for place in (index, index + 1)} - {0, len(flat.eqns)})),
-        residuals=residuals,
-        last_product=found.last_product,
-    )
-
-
-def _with_loops(land: Landscape, eqns: Sequence[Any], together: Mapping[int, int]) -> Landscape:
-    """The same with loops of so many steps under one checkpoint."""
-    rows, stored, residuals = [land.held], land.stored.copy(), land.residuals.copy()
-    for index, steps in together.items():
-        stored[index] = stored_between(eqns[index], steps)  # there for the loop itself too, and for all before it
-        residuals[index] = held_together(eqns[index], steps) + stored[index]
-        rows.append(np.array([(residuals[index], index, index)], np.int64))
-    return replace(land, held=np.vstack(rows), stored=stored, residuals=residuals)
-
-
-def _places(land: Landscape, policy: StepPolicy, eqns: Sequence[Any], *, twice: bool) -> tuple[list[int], list[int]]:
-    """Where to cut, and after how many segments each group of two levels ends; no groups where these are left to `grouped`."""
-    try:
-        places = choose_cuts(land, policy.segments)
-    except ValueError as error:
-        raise PolicyError(str(error)) from None
-    # One checkpoint around all that a single equation hides would recompute it and save nothing.
-    opaque = sum(eqn.primitive.name in _OPAQUE for eqn in eqns) == 1
-    if not places and policy.segments is None and not opaque:
-        # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
-        with contextlib.suppress(ValueError):
-            places = choose_cuts(land, 2)
-    if not (twice and places) or land.forced or policy.segments is not None:
-        return places, []
-    places, bounds = choose_two_levels(land, places)
-    return places, [places.index(bound) + 1 for bound in bounds]

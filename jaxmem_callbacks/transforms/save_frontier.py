@@ -314,7 +314,7 @@ _LATER_DISCOUNT = 0.05
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Kept:
+class SaveSet:
     """One point of a segment's frontier.
 
     Attributes:
@@ -337,12 +337,12 @@ class Kept:
         return self.flops, self.work
 
 
-Known = dict[Hashable, "tuple[list[Any], list[Kept]]"]
+FrontierCache = dict[Hashable, "tuple[list[Any], list[SaveSet]]"]
 
 
 def frontier(
-    eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: Known | None = None, *, inside: bool = True
-) -> list[Kept]:
+    eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: FrontierCache | None = None, *, inside: bool = True
+) -> list[SaveSet]:
     """What a segment may keep: ascending in bytes, descending in work computed again.
 
     It ends where hardly anything dear is computed again: keeping more would cost bytes and save no time.
@@ -363,7 +363,7 @@ def frontier(
     return [replace(point, values=frozenset(names[var] for var in point.values)) for point in points]
 
 
-def _points(graph: _Graph) -> list[Kept]:
+def _points(graph: _Graph) -> list[SaveSet]:
     none, everything = graph.cheapest(graph.dearest_price), graph.cheapest(0.0)
     points = {none.bytes: none, everything.bytes: everything}
     gaps = [_gap(none, everything)]
@@ -379,14 +379,14 @@ def _points(graph: _Graph) -> list[Kept]:
     return _worth_keeping([*points.values(), *_between(graph, sorted(points.values()))])
 
 
-def _gap(left: Kept, right: Kept) -> tuple[float, Kept, Kept]:
+def _gap(left: SaveSet, right: SaveSet) -> tuple[float, SaveSet, SaveSet]:
     """Two neighbouring points, those with most between them first in a heap."""
     return -float(left.work - right.work) * (right.bytes - left.bytes), left, right
 
 
-def _between(graph: _Graph, points: Sequence[Kept]) -> list[Kept]:
+def _between(graph: _Graph, points: Sequence[SaveSet]) -> list[SaveSet]:
     """What no price finds: sets between neighbouring points, of as many at a time as differ in few values."""
-    found: list[Kept] = []
+    found: list[SaveSet] = []
     place = 0
     while place < len(points) - 1:
         last = place + 1
@@ -401,9 +401,9 @@ def _between(graph: _Graph, points: Sequence[Kept]) -> list[Kept]:
     return found
 
 
-def _worth_keeping(points: Sequence[Kept]) -> list[Kept]:
+def _worth_keeping(points: Sequence[SaveSet]) -> list[SaveSet]:
     """Those that no other beats, as far as what they save is dear; of equals the one that waits shortest."""
-    chosen: list[Kept] = []
+    chosen: list[SaveSet] = []
     for point in sorted(points, key=lambda each: (each.bytes, each.work, each.priced)):
         dear = not chosen or any(
             last > _CHEAP_SHARE * most for last, most in zip(chosen[-1].costs, chosen[0].costs, strict=True)
@@ -414,11 +414,11 @@ def _worth_keeping(points: Sequence[Kept]) -> list[Kept]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class FrontierPoint:
     """One point of what a whole loss may keep.
 
     Attributes:
-        share: Of what keeping everything dear would take, from 0 to 1; `Joined.keep_within` takes it.
+        share: Of what keeping everything dear would take, from 0 to 1; `MergedFrontier.keep_within` takes it.
         bytes: Kept besides the values at the cuts.
         flops: Operations computed again.
         peak: Estimated bytes alive at most in the backward pass, for comparisons of one number of segments with another.
@@ -432,6 +432,16 @@ class Share:
     peak: int = 0
     segments: int = 0
     work: float = 0.0
+
+    def times(self, copies: int) -> FrontierPoint:
+        """The same of so many devices that each compute a part."""
+        return replace(
+            self,
+            bytes=copies * self.bytes,
+            flops=copies * self.flops,
+            peak=copies * self.peak,
+            work=copies * self.work,
+        )
 
 
 def _once(atoms: Sequence[Any]) -> dict[Any, None]:
@@ -504,17 +514,17 @@ class _Graph:
         """Operations a byte, above which nothing is worth keeping."""
         return 4.0 * (self.work.sum() + len(self.work)) / self.sizes[self.sizes > 0].min(initial=np.inf)
 
-    def cheapest(self, price: float) -> Kept:
+    def cheapest(self, price: float) -> SaveSet:
         """The cheapest choice where keeping a byte costs as much as ``price`` operations."""
         if not self.needed:
-            return Kept(0, 0, frozenset(), 0.0, 0.0)
+            return SaveSet(0, 0, frozenset(), 0.0, 0.0)
         kept, again = self._cut(price)
         values = frozenset(self.made[index] for index in np.flatnonzero(kept))
         priced = float((self.sizes * self._later)[kept].sum())
         flops, work = self._opened.total(self._costs * again[:, None])
-        return Kept(int(self.sizes[kept].sum()), int(flops), values, priced, float(work))
+        return SaveSet(int(self.sizes[kept].sum()), int(flops), values, priced, float(work))
 
-    def every_set(self, always: frozenset[Any], free: frozenset[Any]) -> list[Kept]:
+    def every_set(self, always: frozenset[Any], free: frozenset[Any]) -> list[SaveSet]:
         """The best of every set of the ``free`` values, with those that are kept ``always``.
 
         All sets are followed at once through the equations, last first: an array tells for each whether a value must be had.
@@ -537,7 +547,7 @@ class _Graph:
         flops = self._opened.total(self._costs[:, :1] * again[:, best])
         values = [frozenset(var for var, kept in stored.items() if kept[place]) for place in best]
         rows = zip(bytes_[best], flops, values, priced[best], work[best], strict=True)
-        return [Kept(int(size), int(done), some, float(dear), float(cost)) for size, done, some, dear, cost in rows]
+        return [SaveSet(int(size), int(done), some, float(dear), float(cost)) for size, done, some, dear, cost in rows]
 
     def _followed(
         self, sets: np.ndarray, always: frozenset[Any], varied: dict[Any, int], wanted: dict[Any, np.ndarray]
@@ -592,7 +602,7 @@ _MOST_BETWEEN = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Joined:
+class MergedFrontier:
     """The frontier of some segments together.
 
     Attributes:
@@ -609,7 +619,7 @@ class Joined:
     flops: np.ndarray
     work: np.ndarray
     peaks: np.ndarray
-    parts: tuple[Joined, ...] = ()
+    parts: tuple[MergedFrontier, ...] = ()
     chosen: np.ndarray
     values: tuple[frozenset[Any], ...] = ()
 
@@ -619,11 +629,11 @@ class Joined:
             return list(self.values[point : point + 1])
         return [each for part, own in zip(self.parts, self.chosen[point], strict=True) for each in part.kept(int(own))]
 
-    def shares(self) -> list[Share]:
-        """The points as shares of what the last one keeps."""
+    def points(self) -> list[FrontierPoint]:
+        """The points, each with its share of what the last one keeps."""
         whole, segments = int(self.bytes[-1]), len(self.kept(0))
         return [
-            Share(int(kept) / whole if whole else 0.0, int(kept), int(again), int(peak), segments, float(work))
+            FrontierPoint(int(kept) / whole if whole else 0.0, int(kept), int(again), int(peak), segments, float(work))
             for kept, again, peak, work in zip(self.bytes, self.flops, self.peaks, self.work, strict=True)
         ]
 
@@ -634,7 +644,9 @@ class Joined:
         return self.kept(int(np.searchsorted(self.bytes, limit, side="right")) - 1)
 
 
-def join(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], peaks: Sequence[int] = ()) -> Joined:
+def merge_frontiers(
+    frontiers: Sequence[Sequence[SaveSet]], trips: Sequence[int], peaks: Sequence[int] = ()
+) -> MergedFrontier:
     """The frontier of a whole loss: from nothing kept to hardly anything dear computed again.
 
     Of equal savings those of later segments come first: the backward pass frees them first.
@@ -650,12 +662,12 @@ def join(frontiers: Sequence[Sequence[Kept]], trips: Sequence[int], peaks: Seque
     while len(whole) > 1:
         pairs = [whole[place : place + 2] for place in range(0, len(whole), 2)]
         whole = [_both(*pair, known) if len(pair) > 1 else pair[0] for pair in pairs]
-    return whole[0] if whole else _single([Kept(0, 0, frozenset(), 0.0, 0.0)], 1, 0)
+    return whole[0] if whole else _single([SaveSet(0, 0, frozenset(), 0.0, 0.0)], 1, 0)
 
 
-def _single(points: Sequence[Kept], times: int, peak: int) -> Joined:
+def _single(points: Sequence[SaveSet], times: int, peak: int) -> MergedFrontier:
     bytes_ = np.array([point.bytes for point in points], np.int64) * times
-    return Joined(
+    return MergedFrontier(
         bytes=bytes_,
         # What a segment keeps is there anyway while it is differentiated itself; a loop differentiates one step at a time.
         peaks=peak + (bytes_ if times > 1 else np.zeros_like(bytes_)),
@@ -666,14 +678,14 @@ def _single(points: Sequence[Kept], times: int, peak: int) -> Joined:
     )
 
 
-def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], np.ndarray]) -> Joined:
+def _both(left: MergedFrontier, right: MergedFrontier, known: dict[tuple[bytes, ...], np.ndarray]) -> MergedFrontier:
     """Two frontiers joined; layers that were unrolled are alike, and so are the sums of theirs."""
     key = tuple(array.tobytes() for part in (left, right) for array in (part.bytes, part.work))
     if key not in known:
         enough = len(left.bytes) * len(right.bytes) <= _MOST_SUMS
         known[key] = _every_sum(left, right) if enough else _by_price(left, right)
     one, other = known[key].T
-    return Joined(
+    return MergedFrontier(
         bytes=left.bytes[one] + right.bytes[other],
         flops=left.flops[one] + right.flops[other],
         work=left.work[one] + right.work[other],
@@ -683,7 +695,7 @@ def _both(left: Joined, right: Joined, known: dict[tuple[bytes, ...], np.ndarray
     )
 
 
-def _every_sum(left: Joined, right: Joined) -> np.ndarray:
+def _every_sum(left: MergedFrontier, right: MergedFrontier) -> np.ndarray:
     """The points of two frontiers whose sums no others beat; of too many those with a price, and some between."""
     one, other = (places.ravel() for places in np.indices((len(left.bytes), len(right.bytes))))
     bytes_, work = left.bytes[one] + right.bytes[other], left.work[one] + right.work[other]
@@ -703,7 +715,7 @@ def _falls(work: np.ndarray) -> np.ndarray:
     return np.r_[True, work[1:] < np.minimum.accumulate(work)[:-1]]
 
 
-def _by_price(left: Joined, right: Joined) -> np.ndarray:
+def _by_price(left: MergedFrontier, right: MergedFrontier) -> np.ndarray:
     """The points with a price, from one to the next along that frontier where a byte saves more."""
     hulls = [_with_a_price(part.bytes, part.work) for part in (left, right)]
     gains = [

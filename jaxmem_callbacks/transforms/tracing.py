@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ _JITS = {"jit", "pjit"}
 _NO_EFFECTS = {"NamedAxisEffect"}
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Equations:
     """A flat function: ``invars`` (constants first) -> ``outvars`` by ``eqns``.
 
@@ -40,17 +40,13 @@ class Equations:
         consts: Values of the constants.
         eqns: In order of evaluation.
         outvars: Variables or literals.
-        hoist_constants: Whether constants of nested jits may be added to ``consts``.
-        is_inlined: Which equations with a function of their own are replaced by its equations; None for `is_plain_jit`.
     """
 
     template: Any
-    invars: list[Any]
-    consts: list[Any]
-    eqns: list[Any] = field(default_factory=list)
-    outvars: list[Any] = field(default_factory=list)
-    hoist_constants: bool = True
-    is_inlined: Callable[[Any], bool] | None = None
+    invars: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    outvars: tuple[Any, ...]
 
 
 def is_variable(atom: Any) -> bool:
@@ -63,6 +59,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if type(atom) is not core.Literal]
 
 
+def operands_of(eqns: Iterable[Any]) -> dict[Any, None]:
+    """The variables that equations use, each once, in order."""
+    return dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
+
+
 def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
     """Inline nested jits of a closed jaxpr and drop what nobody uses.
 
@@ -72,58 +73,74 @@ def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
             loop's body has no place for them: there such a jit stays one equation.
     """
     flat = inlined(closed, hoist_constants=hoist_constants)
-    flat.eqns = unused_dropped(flat.eqns, flat.outvars)
-    return flat
+    return replace(flat, eqns=tuple(unused_dropped(flat.eqns, flat.outvars)))
 
 
 def inlined(closed: Any, *, hoist_constants: bool = True, is_inlined: Callable[[Any], bool] | None = None) -> Equations:
-    """The same with every equation kept; ``is_inlined`` as in `Equations`."""
-    opened = open_jaxpr(closed)
-    flat = Equations(
-        template=closed,
-        invars=list(opened.constvars),
-        consts=list(consts_of(closed)),
-        hoist_constants=hoist_constants,
-        is_inlined=is_inlined,
-    )
-    arguments = list(opened.invars)
-    flat.outvars = _inline(opened, {}, None, flat)
-    flat.invars = [*flat.invars, *arguments]
-    return flat
-
-
-def _inline(jaxpr: Any, known: dict[Any, Any], call: Any, flat: Equations) -> list[Any]:
-    """Append ``jaxpr``'s equations to ``flat`` and return its results.
+    """The same with every equation kept.
 
     Args:
-        jaxpr: An open jaxpr.
-        known: Its variables that already have another name.
-        call: Scope and source line of the call being inlined, or None at the top, whose variables keep their names.
-        flat: What is being built; constants of inlined jaxprs are added to it.
+        closed: What was traced.
+        hoist_constants: As in `flatten`.
+        is_inlined: Which equations with a function of their own are replaced by its equations; None for `is_plain_jit`.
     """
-    is_inlined = flat.is_inlined or is_plain_jit
+    opened = open_jaxpr(closed)
+    inliner = _Inliner(hoist_constants=hoist_constants, is_inlined=is_inlined or is_plain_jit)
+    outvars = inliner.inline(opened, {}, None)
+    return Equations(
+        template=closed,
+        invars=(*opened.constvars, *inliner.constvars, *opened.invars),
+        consts=(*consts_of(closed), *inliner.consts),
+        eqns=tuple(inliner.eqns),
+        outvars=tuple(outvars),
+    )
 
-    def look(atom: Any) -> Any:
-        return known.get(atom, atom) if is_variable(atom) else atom
 
-    for eqn in jaxpr.eqns:
-        invars = [look(atom) for atom in eqn.invars]
-        source = eqn.source_info if call is None else _seen_from(call, eqn.source_info)
-        if is_inlined(eqn) and (flat.hoist_constants or not consts_of(eqn.params["jaxpr"])):
-            inner = eqn.params["jaxpr"]
-            body = open_jaxpr(inner)
-            fresh = {var: new_variable(var) for var in body.constvars}
-            flat.invars.extend(fresh.values())
-            flat.consts.extend(consts_of(inner))
-            results = _inline(body, fresh | dict(zip(body.invars, invars, strict=True)), source, flat)
-            known.update(zip(eqn.outvars, results, strict=True))
-        elif call is None:
-            flat.eqns.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
-        else:
-            outvars = [new_variable(var) for var in eqn.outvars]
-            known.update(zip(eqn.outvars, outvars, strict=True))
-            flat.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
-    return [look(atom) for atom in jaxpr.outvars]
+class _Inliner:
+    """Collects the equations of a jaxpr and of those inlined in it, and the constants of the latter.
+
+    Args:
+        hoist_constants: Whether a nested function that holds constants is inlined too.
+        is_inlined: Which equations with a function of their own are replaced by its equations.
+    """
+
+    def __init__(self, *, hoist_constants: bool, is_inlined: Callable[[Any], bool]) -> None:
+        self._hoist_constants = hoist_constants
+        self._is_inlined = is_inlined
+        self.constvars: list[Any] = []
+        self.consts: list[Any] = []
+        self.eqns: list[Any] = []
+
+    def inline(self, jaxpr: Any, known: dict[Any, Any], call: Any) -> list[Any]:
+        """Collect a jaxpr's equations and return its results.
+
+        Args:
+            jaxpr: An open jaxpr.
+            known: Its variables that already have another name.
+            call: Scope and source line of the call being inlined, or None at the top, whose variables keep their names.
+        """
+
+        def look(atom: Any) -> Any:
+            return known.get(atom, atom) if is_variable(atom) else atom
+
+        for eqn in jaxpr.eqns:
+            invars = [look(atom) for atom in eqn.invars]
+            source = eqn.source_info if call is None else _seen_from(call, eqn.source_info)
+            if self._is_inlined(eqn) and (self._hoist_constants or not consts_of(eqn.params["jaxpr"])):
+                inner = eqn.params["jaxpr"]
+                body = open_jaxpr(inner)
+                fresh = {var: new_variable(var) for var in body.constvars}
+                self.constvars.extend(fresh.values())
+                self.consts.extend(consts_of(inner))
+                results = self.inline(body, fresh | dict(zip(body.invars, invars, strict=True)), source)
+                known.update(zip(eqn.outvars, results, strict=True))
+            elif call is None:
+                self.eqns.append(eqn if invars == eqn.invars else eqn.replace(invars=invars))
+            else:
+                outvars = [new_variable(var) for var in eqn.outvars]
+                known.update(zip(eqn.outvars, outvars, strict=True))
+                self.eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=source))
+        return [look(atom) for atom in jaxpr.outvars]
 
 
 def _seen_from(call: Any, source: Any) -> Any:
@@ -175,7 +192,7 @@ def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def needed_by(outvars: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
+def needed_equations(outvars: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
     """The equations that ``outvars`` need, and nothing that reports besides."""
     needed = set(variables(outvars))
     kept = []

@@ -73,7 +73,7 @@ from jaxmem_callbacks.transforms.accumulation.microbatch import refuse_second_ac
 from jaxmem_callbacks.transforms.accumulation.step_check import require_accumulable
 from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy, Gradients, activate, require_used
-from jaxmem_callbacks.transforms.save_frontier import Share
+from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
 _Arguments = ParamSpec("_Arguments")
@@ -175,7 +175,7 @@ class JitStep(Generic[_Arguments, _Results]):
         *,
         donate_argnames: tuple[str, ...] | None = None,
         state_shardings: Any = None,
-        survey: Callable[[list[Share]], None] | None = None,
+        survey: bool = False,
         gradients: Gradients = "own",
     ) -> None:
         donate = policy.donate if donate_argnames is None else tuple(donate_argnames)
@@ -196,7 +196,7 @@ class JitStep(Generic[_Arguments, _Results]):
         )
         if self._own_jit is not None:
             self._making.refuse_for_jitted(train_step, donate_argnames)
-        self._active = ActivePolicy(policy, survey, gradients=gradients)
+        self._active = ActivePolicy(policy, gradients=gradients, survey=survey)
         self._active.defer = self._leave_unchecked
         self._active.mesh = mesh_of(state_shardings)
         self.unchecked = False  # whether a loss was traced over microbatches and not compared with its whole batch yet
@@ -344,6 +344,11 @@ class JitStep(Generic[_Arguments, _Results]):
     def notes(self) -> tuple[str, ...]:
         """What the policy left as it was in what has been traced so far, a sentence each."""
         return tuple(self._active.notes)
+
+    @property
+    def frontiers(self) -> tuple[tuple[FrontierPoint, ...], ...]:
+        """What each loss could keep besides its cuts, where the step was made to survey that."""
+        return tuple(self._active.frontiers)
 
     @property
     def left_alone(self) -> tuple[OwnCheckpoint, ...]:

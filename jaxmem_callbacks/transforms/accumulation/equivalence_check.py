@@ -33,7 +33,7 @@ from jaxmem_callbacks.transforms.tracing import (
     TracedResult,
     flatten,
     is_variable,
-    needed_by,
+    needed_equations,
     variables,
 )
 
@@ -105,7 +105,7 @@ def _quotients(parts: Any) -> Iterator[_Quotient]:
 
 def _inputs(flat: Equations, atom: Any) -> tuple[list[Any], list[Any]]:
     """The equations that make a value, and the constants and arguments of the loss that have a part in it."""
-    eqns = needed_by([atom], flat.eqns)
+    eqns = needed_equations([atom], flat.eqns)
     used = {var for part in [[atom], *(eqn.invars for eqn in eqns)] for var in variables(part)}
     return eqns, [var for var in flat.invars if var in used]
 

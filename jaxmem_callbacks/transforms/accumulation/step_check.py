@@ -20,7 +20,7 @@ from jaxmem_callbacks.transforms.accumulation.equivalence_check import Compariso
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy
-from jaxmem_callbacks.transforms.tracing import inlined, is_jit, needed_by
+from jaxmem_callbacks.transforms.tracing import inlined, is_jit, needed_equations
 
 _MARK = "jaxmem_comparison_"
 
@@ -98,7 +98,7 @@ def _at_gradients(
         return []
     outvars = [places[index] for index in range(len(names))]
     # What the step reports besides is reported when it runs.
-    needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=needed_by(outvars, flat.eqns))
+    needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=needed_equations(outvars, flat.eqns))
 
     def jaxmem_accumulation_check(consts: Any, values: Any) -> list[Any]:
         return evaluate(needed, [*consts, *values])

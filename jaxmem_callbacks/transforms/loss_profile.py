@@ -1,0 +1,373 @@
+"""The profile of a loss: its equations, what is made again rather than kept, and the bytes alive along them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxmem_callbacks._compat.jaxprs import (
+    subjaxprs,
+)
+from jaxmem_callbacks.transforms.costs import (
+    CHEAP,
+    PRODUCTS,
+    has_product,
+    inner_residual_bytes,
+    is_fused,
+    is_inexact,
+    nbytes,
+    needed_by,
+    residual_bytes,
+    scan_step_bytes,
+    view_roots,
+)
+from jaxmem_callbacks.transforms.tracing import (
+    Equations,
+    flatten,
+    has_own_checkpoint,
+    reports_inside,
+    side_effects,
+    variables,
+)
+
+# A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
+_SMALL_SHARE = 0.01
+
+
+# The same elements in another dtype, shape or order.
+_RELABELLED = {"convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
+
+
+# A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
+_MOST_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class CheapValues:
+    """Values that are cheap functions of the arguments alone, such as parameters cast to bf16, masks and folded keys.
+
+    Arguments are in memory anyway, so such a value is made again where it is used and never kept across a cut. Without
+    this a cast of all parameters at the top of a loss costs 1.6 times the bytes of hand-written remat.
+
+    Attributes:
+        makers: Value -> the equation that makes it, with its place in the whole list.
+        origins: Value -> the arguments it is made of.
+    """
+
+    makers: dict[Any, tuple[int, Any]]
+    origins: dict[Any, frozenset[Any]]
+
+    def makes_all(self, values: Iterable[Any]) -> bool:
+        """Whether all of some values are made again."""
+        return all(value in self.makers for value in values)
+
+    def equations_for(self, wanted: Iterable[Any]) -> list[Any]:
+        """The equations that make the cheap values among ``wanted``, in order."""
+        found: dict[int, Any] = {}
+        pending = [var for var in wanted if var in self.makers]
+        while pending:
+            index, eqn = self.makers[pending.pop()]
+            if index not in found:
+                found[index] = eqn
+                pending.extend(var for var in variables(eqn.invars) if var in self.makers)
+        return [found[index] for index in sorted(found)]
+
+    def casts_for(self, wanted: Iterable[Any], differentiated: Collection[Any] | None) -> dict[Any, None]:
+        """The cheap values that make those ``wanted`` which are differentiated arguments in another dtype.
+
+        Args:
+            wanted: Values that some equations use.
+            differentiated: The arguments that are; None where that is not known, for all that can be.
+        """
+        found: dict[Any, None] = {}
+        for value in wanted:
+            argument, var = self._argument_of(value), value
+            if argument is None or not (is_inexact(argument) and is_inexact(value)):
+                continue
+            while var.aval.dtype != argument.aval.dtype and (differentiated is None or argument in differentiated):
+                found[var] = None
+                (var,) = variables(self.makers[var][1].invars)
+        return found
+
+    def _argument_of(self, var: Any) -> Any | None:
+        """The argument all of whose elements a value holds; None where something else is made of it, or of a part."""
+        while var in self.makers:
+            _, maker = self.makers[var]
+            operands = variables(maker.invars)
+            # A literal that is cast has no operand that is a variable.
+            if maker.primitive.name not in _RELABELLED or [one.aval.size for one in operands] != [var.aval.size]:
+                return None
+            (var,) = operands
+        return var
+
+    def without(self, kept: Collection[Any]) -> CheapValues:
+        """The same, but for values that are kept all the same."""
+        return replace(self, makers={var: maker for var, maker in self.makers.items() if var not in kept})
+
+
+def cheap_values(eqns: Sequence[Any], invars: Sequence[Any]) -> CheapValues:
+    """Find the values of a flat list that are made again rather than kept."""
+    origins = {var: frozenset((var,)) for var in invars}
+    depth = dict.fromkeys(invars, 0)
+    makers: dict[Any, tuple[int, Any]] = {}
+    for index, eqn in enumerate(eqns):
+        operands = variables(eqn.invars)
+        if eqn.primitive.name not in CHEAP or eqn.effects or not all(var in origins for var in operands):
+            continue
+        steps = 1 + max((depth[var] for var in operands), default=0)
+        if steps > _MOST_STEPS:
+            continue
+        made_of = frozenset[Any]().union(*(origins[var] for var in operands))
+        makers.update((var, (index, eqn)) for var in eqn.outvars)
+        origins.update((var, made_of) for var in eqn.outvars)
+        depth.update((var, steps) for var in eqn.outvars)
+    return CheapValues(makers, origins)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardBytes:
+    """What is in memory while a list of n equations is differentiated.
+
+    Attributes:
+        rows: int64[values, 3]: bytes of what is held, the equation that makes it, and the first whose derivative uses it.
+        made: int64[n]: bytes each equation makes at once; -1 where it is done inside a fusion.
+        needed: Value -> last equation whose derivative uses it, or something that a fusion makes of it.
+        roots: Value that is a view -> what it is a view of.
+        last_product: The last matrix product that is differentiated; n without one.
+    """
+
+    rows: np.ndarray
+    made: np.ndarray
+    needed: dict[Any, int]
+    roots: dict[Any, Any]
+    last_product: int
+
+    def needed_until(self, var: Any) -> int:
+        """The last equation whose derivative uses a value or a view of it; -1 where none does."""
+        return self.needed.get(self.roots.get(var, var), -1)
+
+
+def backward_bytes(eqns: Sequence[Any], resident: set[Any]) -> BackwardBytes:
+    """What a list of equations has in memory while it is differentiated.
+
+    Args:
+        eqns: Flat equations.
+        resident: Values that cost nothing: arguments, constants and cheap values.
+    """
+    roots, active = view_roots(eqns), _active(eqns, resident)
+    read = {roots.get(var, var) for eqn in eqns if eqn.primitive.name in PRODUCTS for var in variables(eqn.invars)}
+    wanted, rows = _Wanted(roots), list[tuple[int, int, int]]()
+    for index in reversed(range(len(eqns))):
+        eqn = eqns[index]
+        if not active.isdisjoint(variables(eqn.invars)):
+            rows.append((inner_residual_bytes(eqn), index, index))
+            wanted.add(needed_by(eqn, active), index, index)
+        for var in eqn.outvars:
+            if var not in wanted.first or var in resident:
+                continue
+            if is_fused(eqn) and var not in read:
+                # A fusion makes it anew of its operands, which are wanted as long as it is.
+                wanted.add(variables(eqn.invars), wanted.first[var], wanted.last[var])
+            else:
+                rows.append((nbytes(var), index, wanted.first[var]))
+    made = [-1 if is_fused(eqn) else sum(map(nbytes, eqn.outvars)) for eqn in eqns]
+    products = [
+        index for index, eqn in enumerate(eqns) if has_product(eqn) and not active.isdisjoint(variables(eqn.invars))
+    ]
+    some = np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3)
+    return BackwardBytes(
+        rows=some,
+        made=np.array(made, np.int64),
+        needed=wanted.last,
+        roots=roots,
+        last_product=products[-1] if products else len(eqns),
+    )
+
+
+def gradient_spans(eqns: Sequence[Any], lives: Sequence[tuple[Any, int, int]]) -> np.ndarray:
+    """Bytes, first and last position of the gradients that are in memory while a list of equations is differentiated.
+
+    What a fusion makes of one value alone has no gradient in memory: it is computed where it goes into that value's. Such are a
+    norm's float32 copies of a bfloat16 value. What it is computed from stays until then: the gradient of a product's operand.
+
+    Args:
+        eqns: Flat equations.
+        lives: Each value with the first and last position at which it is alive.
+    """
+    read = {var for eqn in eqns if eqn.primitive.name in PRODUCTS for var in variables(eqn.invars)}
+    source, since = dict[Any, Any](), dict[Any, int]()
+    for index, eqn in enumerate(eqns):
+        operands = [var for var in variables(eqn.invars) if is_inexact(var)]
+        most = max(map(_elements, operands), default=0)
+        if not most or not is_fused(eqn):
+            continue
+        large = [var for var in operands if 2 * _elements(var) > most]
+        begins = min(since[var] if var in source else index + 1 for var in large)
+        sources = {source.get(var, var) for var in large}
+        for var in eqn.outvars:
+            since[var] = begins
+            if len(sources) == 1 and var not in read and _elements(var) == most:
+                source[var] = next(iter(sources))
+    rows = [
+        (nbytes(var), min(first, since.get(var, first)), last)
+        for var, first, last in lives
+        if is_inexact(var) and var not in source
+    ]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _elements(var: Any) -> int:
+    return math.prod(var.aval.shape)
+
+
+class _Wanted:
+    """The first and the last equation whose derivative uses each value."""
+
+    def __init__(self, roots: dict[Any, Any]) -> None:
+        self._roots = roots
+        self.first: dict[Any, int] = {}
+        self.last: dict[Any, int] = {}
+
+    def add(self, used: Sequence[Any], first: int, last: int) -> None:
+        for var in used:
+            root = self._roots.get(var, var)
+            self.first[root] = min(first, self.first.get(root, first))
+            self.last[root] = max(last, self.last.get(root, last))
+
+
+def _active(eqns: Sequence[Any], resident: set[Any]) -> set[Any]:
+    """The values that are differentiated."""
+    active = {var for var in resident if is_inexact(var)}
+    for eqn in eqns:
+        if not active.isdisjoint(variables(eqn.invars)):
+            active.update(var for var in eqn.outvars if is_inexact(var))
+    return active
+
+
+def held_by_body(eqn: Any) -> int:
+    """Bytes that are held while one step of a loop is differentiated."""
+    flat = flatten(subjaxprs(eqn)[0])
+    return int(backward_bytes(flat.eqns, set(flat.invars)).rows[:, 0].sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveBytesProfile:
+    """Bytes along a list of n equations; a position p lies before equation p, and n is the end.
+
+    Attributes:
+        spans: int64[values, 4]: bytes, first and last position at which a value that must be stored is alive, and the last
+            equation whose derivative needs it (-1 for none).
+        held: int64[values, 3]: bytes of what is in memory while its segment is differentiated, the equation that makes it,
+            and the first whose derivative needs it.
+        gradients: int64[n + 1]: bytes of the gradients that are in memory at each position on the way back.
+        made: int64[n]: bytes each equation makes at once; -1 where compilers do it inside another.
+        stored: int64[n]: bytes an equation stores from forward to backward whatever the cuts (a scan's carries).
+        forced: Positions at which a cut must be, because an equation brings its own checkpoint.
+        residuals: int64[n]: bytes JAX keeps of each equation where it is in no checkpoint; of a loop, what its checkpoints keep.
+        last_product: Position before the last matrix product that is differentiated: behind it a cut would compute that product
+            again. n without one.
+    """
+
+    spans: np.ndarray
+    held: np.ndarray
+    gradients: np.ndarray
+    made: np.ndarray
+    stored: np.ndarray
+    forced: tuple[int, ...]
+    residuals: np.ndarray
+    last_product: int
+
+    @property
+    def length(self) -> int:
+        """Number of equations."""
+        return len(self.made)
+
+
+def lives_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Each value that is used, with the first and last position at which it is alive."""
+    last = {var: index for index, eqn in enumerate(eqns) for var in variables(eqn.invars)}
+    last |= dict.fromkeys(variables(outvars), len(eqns))
+    return [
+        (var, index + 1, last[var])
+        for index, eqn in enumerate(eqns)
+        for var in eqn.outvars
+        if last.get(var, -1) > index
+    ]
+
+
+def alive(spans: np.ndarray, length: int) -> np.ndarray:
+    """Bytes alive at each position of ``length`` equations, int64[length + 1]; spans of bytes, first and last position."""
+    change = np.zeros(length + 2, np.int64)
+    np.add.at(change, spans[:, 1], spans[:, 0])
+    np.add.at(change, spans[:, 2] + 1, -spans[:, 0])
+    return np.cumsum(change)[: length + 1]
+
+
+def is_layer_scan(eqn: Any, enough: int) -> bool:
+    """Whether an equation is a loop whose stacked residuals, at least ``enough`` bytes, are worth a checkpointed body.
+
+    A body that itself holds a loop or branch which reports is left as it is: its reports would come twice.
+    """
+    if eqn.primitive.name != "scan" or has_own_checkpoint(eqn):
+        return False
+    if side_effects(eqn) and any(map(reports_inside, flatten(eqn.params["jaxpr"], hoist_constants=False).eqns)):
+        return False
+    return int(eqn.params["length"]) * scan_step_bytes(eqn) >= max(enough, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossProfile:
+    """A flat loss and all that its cuts are chosen from. Made by `profile_loss`, and never changed.
+
+    Attributes:
+        flat: The loss, without the equations of its cheap values.
+        cheap: Values that are made again where they are used.
+        loops: Equations that are loops over layers: their bodies get checkpoints.
+        whole: Equations that are left as they are: their author's checkpoints, and loops and branches that report.
+        live: Bytes along the equations, without what the loops over layers hold and store.
+    """
+
+    flat: Equations
+    cheap: CheapValues
+    loops: tuple[int, ...]
+    whole: frozenset[int]
+    live: LiveBytesProfile
+
+
+def profile_loss(flat: Equations, cheap: CheapValues, kept_bytes: int | None = None) -> LossProfile:
+    """Estimate what lives where in a loss.
+
+    Args:
+        flat: The loss, without the equations of its cheap values.
+        cheap: Those values.
+        kept_bytes: What the loss as it was written keeps for its backward pass, where checkpoints were put into it since;
+            None for what ``flat`` keeps.
+    """
+    eqns, resident = flat.eqns, set(cheap.origins)
+    residuals = residual_bytes(eqns, resident)
+    least = small_part(residuals.sum() if kept_bytes is None else kept_bytes)
+    loops = tuple(index for index, eqn in enumerate(eqns) if is_layer_scan(eqn, least))
+    alone = {*loops, *(index for index, eqn in enumerate(eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
+    backward = backward_bytes(eqns, resident)
+    lives = lives_of(eqns, flat.outvars)
+    spans = [(nbytes(var), first, last, backward.needed_until(var)) for var, first, last in lives]
+    live = LiveBytesProfile(
+        spans=np.array(spans, np.int64).reshape(-1, 4),
+        held=backward.rows[~np.isin(backward.rows[:, 1], list(alone))],
+        gradients=alive(gradient_spans(eqns, lives), len(eqns)),
+        made=backward.made,
+        stored=np.zeros(len(eqns), np.int64),
+        forced=tuple(sorted({place for index in alone for place in (index, index + 1)} - {0, len(eqns)})),
+        residuals=residuals,
+        last_product=backward.last_product,
+    )
+    return LossProfile(flat=flat, cheap=cheap, loops=loops, whole=frozenset(alone.difference(loops)), live=live)
+
+
+def small_part(kept_bytes: float) -> int:
+    """Bytes that are not worth a checkpoint, of all that a loss keeps."""
+    return int(kept_bytes * _SMALL_SHARE)
