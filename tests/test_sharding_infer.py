@@ -200,7 +200,7 @@ def test_nothing_is_allocated(sharding):
         (
             MESH,
             jm.StepPolicy(),
-            "The policy says nothing about sharding. Expected one that does: jm.load_preset('fsdp')",
+            "The policy sets no sharding. Expected one that does: jm.load_preset('fsdp')",
         ),
         (None, jm.StepPolicy(sharding="fsdp"), "infer_shardings got the mesh None"),
         (

@@ -170,17 +170,17 @@ def test_nnx_inserts_its_layer_axis_into_the_names():
         (
             boxed(("fsdp", None), (510, 4)),
             "fsdp",
-            "state['w'].value of shape [510, 4] cannot be sharded as its annotation 'fsdp' says for dimension 0: its size 510",
+            "state['w'].value of shape [510, 4] cannot be sharded as its annotation 'fsdp' asks for dimension 0: its size 510",
         ),
         (
             boxed(("fsdp", None), (510, 4)),
             "fsdp",
-            "does not divide by 4 devices (mesh fsdp=4, tensor=2). Make it a multiple of 4, change the mesh, or say None.",
+            "does not divide by 4 devices (mesh fsdp=4, tensor=2). Make it a multiple of 4, change the mesh, or use None.",
         ),
         (
             boxed(("embed", None), (510, 4)),
             {"embed": "fsdp"},
-            "as the rule 'embed' -> 'fsdp' says for dimension 0: its size 510",
+            "as the rule 'embed' -> 'fsdp' asks for dimension 0: its size 510",
         ),
         (
             boxed(("embed", None)),

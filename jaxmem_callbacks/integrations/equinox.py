@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from jaxmem_callbacks.records.errors import require_function
-from jaxmem_callbacks.transforms.accumulation.batch import Said
+from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice
 from jaxmem_callbacks.transforms.gradients import gradient_function
 
 __all__ = ["grad", "value_and_grad"]
@@ -72,8 +72,8 @@ def value_and_grad(
             value_and_grad, has_aux=has_aux, batch_argnames=batch_argnames, batch_argnums=batch_argnums, **options
         )
     require_function(loss, "jm.eqx.value_and_grad")
-    said = Said(argnames=batch_argnames, argnums=batch_argnums)
-    return gradient_function(loss, 0, said, options, has_aux=has_aux, inexact_only=True)
+    batch = BatchChoice(argnames=batch_argnames, argnums=batch_argnums)
+    return gradient_function(loss, 0, batch, options, has_aux=has_aux, inexact_only=True)
 
 
 @overload

@@ -19,7 +19,7 @@ from jaxmem_callbacks.integrations.nnx_modules import remat
 from jaxmem_callbacks.records.arguments import require_wholes
 from jaxmem_callbacks.records.errors import require_function
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, take_apart, whole
-from jaxmem_callbacks.transforms.accumulation.batch import Found, Said, find_batch
+from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, Found, find_batch
 from jaxmem_callbacks.transforms.accumulation.microbatch import accumulated, state_after, unseen
 from jaxmem_callbacks.transforms.frameworks import LossWithState
 from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy, taking
@@ -124,7 +124,7 @@ def value_and_grad(
     for each in cast("Sequence[Any]", argnums) if isinstance(argnums, list | tuple) else (argnums,):
         if not isinstance(each, nnx.DiffState):
             require_wholes(VALUE_AND_GRAD, "argnums", each)
-    said = Said(argnames=batch_argnames, argnums=batch_argnums)
+    batch = BatchChoice(argnames=batch_argnames, argnums=batch_argnums)
 
     @functools.wraps(loss)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def value_and_grad(
                     args,
                     kwargs,
                     differentiated=_places(argnums, len(args)),
-                    said=said,
+                    choice=batch,
                     count=active.policy.microbatches,
                 )
                 value, aux, gradients = _over_microbatches(

@@ -23,7 +23,7 @@ _LOCAL = "logdir='runs/a'"
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseClass]
-    """Tells a `MemoryMonitor` every step, and calls the profiler that the place was made for.
+    """Report every step to a `MemoryMonitor`, and call the profiler that the place was made for.
 
     Kauldron calls it on its lead host only, so of several processes the first alone is watched. The monitor is made at the first
     step and writes beside Kauldron's own curves, into the folder ``memory`` of the run; it ends with the process, or by
@@ -45,13 +45,13 @@ class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseCla
 
     @functools.cached_property
     def watching(self) -> MemoryMonitor:
-        """The monitor that is told."""
+        """The monitor that is called."""
         if self.monitor is not None:
             return self.monitor
         workdir = os.fspath(self.workdir)
         if "://" in workdir:
             say(
-                f"no memory curves are written, since workdir={workdir!r} is no local folder; events are told here. "
+                f"no memory curves are written, since workdir={workdir!r} is no local folder; events are printed here. "
                 f"Give a local one: MemoryProfiler(monitor={advise('monitor.call', arguments=_LOCAL)})."
             )
             return MemoryMonitor(self.preset)

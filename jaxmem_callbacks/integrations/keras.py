@@ -1,7 +1,7 @@
 """Keras 3 on the JAX backend: `MemoryCallback(monitor)` for `model.fit`. Keras is imported here, so only when this file is.
 
-Keras calls `on_train_batch_end` on threads of a pool, in any order, once the values are there. So a step is told at the beginning
-of the next one, on the thread that dispatches, where nothing waits.
+Keras calls `on_train_batch_end` on threads of a pool, in any order, once the values are there. So a step is reported at the
+beginning of the next one, on the thread that dispatches, where nothing waits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LOCAL = "logdir='runs/a'"
 
 @final
 class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `keras` for this file
-    """Tells a `MemoryMonitor` every step of `model.fit`, without a sync: neither the values nor the state are waited for.
+    """Report every step of `model.fit` to a `MemoryMonitor`, without a sync: neither the values nor the state are waited for.
 
     Steps are counted over epochs and over calls of `fit`, where Keras begins anew; with ``steps_per_execution=4`` they are 3, 7
-    and so on, as Keras tells its batches. A step's metrics come with it where Keras knew them in time, an epoch's with its
-    last step, but for data without a length, whose last step is told before. Validation and `evaluate` are no steps. The monitor
-    stays the user's to close.
+    and so on, as Keras counts its batches. A step's metrics come with it where Keras knew them in time, an epoch's with its
+    last step, but for data without a length, whose last step is reported before. Validation and `evaluate` are no steps. The
+    monitor stays the user's to close.
 
     Args:
-        monitor: What is told.
+        monitor: Called with each step.
 
     Raises:
         TypeError: ``monitor`` is none.
@@ -58,19 +58,19 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `k
         super().__init__()
         self._monitor = monitor
         self._before = 0  # batches of earlier epochs
-        self._told = -1  # the latest batch of this epoch that the monitor knows
+        self._reported = -1  # the latest batch of this epoch that the monitor knows
         self._lock = threading.Lock()
         self._latest: tuple[int, Mapping[str, Any] | None] = (-1, None)
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - Keras's signature
-        """A training begins behind the batches of one that was interrupted, whose last is not told."""
+        """A training begins behind the batches of one that was interrupted, whose last is not reported."""
         self._next_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - Keras's signature
-        """Tell the step before, which has been dispatched."""
+        """Report the step before, which has been dispatched."""
         if batch > 0:
             known, metrics = self._latest
-            self._tell(batch - 1, metrics if known == batch - 1 else None)
+            self._report(batch - 1, metrics if known == batch - 1 else None)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Keep what belongs to the latest batch; on any thread, in any order."""
@@ -79,18 +79,18 @@ class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `k
                 self._latest = batch, logs
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:  # noqa: ARG002 - Keras's signature
-        """Tell the epoch's last step, with the epoch's metrics.
+        """Report the epoch's last step, with the epoch's metrics.
 
-        Of data without a length Keras begins one batch too many, so that the last step was told then.
+        Of data without a length Keras begins one batch too many, so that the last step was reported then.
         """
-        self._tell(self._latest[0], logs)
+        self._report(self._latest[0], logs)
         self._next_epoch()
 
-    def _tell(self, batch: int, metrics: Mapping[str, Any] | None) -> None:
-        if batch > self._told:
-            self._told = batch
+    def _report(self, batch: int, metrics: Mapping[str, Any] | None) -> None:
+        if batch > self._reported:
+            self._reported = batch
             self._monitor(self._before + batch, metrics)
 
     def _next_epoch(self) -> None:
-        last = max(self._told, self._latest[0])
-        self._before, self._told, self._latest = self._before + last + 1, -1, (-1, None)
+        last = max(self._reported, self._latest[0])
+        self._before, self._reported, self._latest = self._before + last + 1, -1, (-1, None)

@@ -1,4 +1,4 @@
-"""Flax Linen: what a metadata box (``nn.Partitioned``, ``nn.LogicallyPartitioned``) says about the axes of its array."""
+"""Flax Linen: the axis names of an array in a metadata box (``nn.Partitioned``, ``nn.LogicallyPartitioned``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flax NNX: what a Variable's metadata says about the axes of its array, by ``out_sharding`` and ``sharding_rules``."""
+"""Flax NNX: the axis names in a Variable's metadata, by ``out_sharding`` and ``sharding_rules``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_annotated(node: Any) -> bool:
 def annotation(node: Any) -> Annotation | None:
     """The variable's axis names; an optimizer's variables carry those of their parameters."""
     metadata = node.get_metadata()
-    said = metadata.get("out_sharding") or metadata.get("sharding")
-    names = said.spec if isinstance(said, NamedSharding) else said
+    given = metadata.get("out_sharding") or metadata.get("sharding")
+    names = given.spec if isinstance(given, NamedSharding) else given
     if not isinstance(names, tuple | PartitionSpec) or not names:
         return None
     own = metadata.get("sharding_rules") or ()

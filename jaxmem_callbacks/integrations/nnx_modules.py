@@ -208,7 +208,7 @@ def _rematerialised_class(own: type, policy: str) -> type:
         _MARK: policy,
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # said once already, when the class itself was made
+        warnings.simplefilter("ignore", DeprecationWarning)  # warned of already, when the class itself was made
         try:
             return type(own)(own.__name__, (own,), body, pytree=getattr(own, "_pytree__is_pytree", True))
         except Exception as error:

@@ -124,7 +124,7 @@ def _as_wanted(leaf: Any, like: Any) -> Any:
 
 
 def _kind_of_key(like: Any) -> Any:
-    """The generator of a key, also of one that is a shape: only a trace tells that of both."""
+    """The generator of a key, also of one that is a shape: only a trace has that of both."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
     return found[0]

@@ -58,7 +58,7 @@ class StepGate:
             **kwargs: The step's keyword arguments.
 
         Returns:
-            What `jm.step_memory` told.
+            What `jm.step_memory` returned.
 
         Raises:
             JaxmemError: as `jm.step_memory`, such as a target whose compiler is not installed; a baseline that cannot be read.
@@ -117,8 +117,8 @@ class StepGate:
             pytest.fail(f"{refusal}\n{remedy}", pytrace=False)
         if too_much:
             after = _account(memory, policy, with_peak=True)
-            told = growth_text(growth(before, after, most), after)
-            pytest.fail(f"{told}\nThe baseline is {self._near(path)}. {remedy}", pytrace=False)
+            report = growth_text(growth(before, after, most), after)
+            pytest.fail(f"{report}\nThe baseline is {self._near(path)}. {remedy}", pytrace=False)
 
     def _near(self, path: Path) -> Path:
         root = self._node.config.rootpath

@@ -1,7 +1,7 @@
 """Tunix: `MemoryHooks(monitor)` for `PeftTrainer.with_training_hooks`. Tunix is imported here, so only when this file is.
 
-Tunix tells the end of a step one step late, and of several micro-steps only the last; the start it tells of each. So a micro-step
-is told at the start of the next one, when it has been dispatched.
+Tunix reports the end of a step one step late, and of several micro-steps only the last, but the start of each. So a micro-step
+is reported at the start of the next one, when it has been dispatched.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LOCAL = "logdir='runs/a'"
 
 @final
 class MemoryHooks(TrainingHooks):  # pyright: ignore[reportUntypedBaseClass]
-    """Tells a `MemoryMonitor` every micro-step of a trainer by ``train_ctx.iter_steps``; evaluation is no step.
+    """Report every micro-step of a trainer to a `MemoryMonitor` by ``train_ctx.iter_steps``; evaluation is no step.
 
     The trainer has one place for hooks, so other ones go on inside. The monitor stays the user's to close.
 
     Args:
-        monitor: What is told.
+        monitor: Called with each micro-step.
         hooks: The trainer's hooks so far, called before the monitor.
 
     Raises:
@@ -41,26 +41,26 @@ class MemoryHooks(TrainingHooks):  # pyright: ignore[reportUntypedBaseClass]
             raise TypeError(msg)
         self._monitor = monitor
         self._hooks = hooks
-        self._began: int | None = None  # the micro-step that is not told yet
+        self._began: int | None = None  # the micro-step that is not reported yet
 
     def on_train_start(self, train_ctx: Any) -> None:
-        """A training begins; what was left of one that failed is not told."""
+        """A training begins; what was left of one that failed is not reported."""
         self._began = None
         if self._hooks is not None:
             self._hooks.on_train_start(train_ctx)
 
     def on_train_step_start(self, train_ctx: Any) -> None:
-        """Tell the micro-step before."""
+        """Report the micro-step before."""
         if self._hooks is not None:
             self._hooks.on_train_step_start(train_ctx)
-        self._tell()
+        self._report()
         self._began = train_ctx.iter_steps
 
     def on_train_end(self, train_ctx: Any) -> None:
-        """Tell the last one."""
+        """Report the last one."""
         if self._hooks is not None:
             self._hooks.on_train_end(train_ctx)
-        self._tell()
+        self._report()
 
     def on_train_step_end(self, train_ctx: Any, train_step: int, train_loss: float) -> None:
         """For the other hooks."""
@@ -77,7 +77,7 @@ class MemoryHooks(TrainingHooks):  # pyright: ignore[reportUntypedBaseClass]
         if self._hooks is not None:
             self._hooks.on_eval_step_end(train_ctx, eval_loss)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._began is not None:
             step, self._began = self._began, None
             self._monitor(step)

@@ -44,7 +44,7 @@ class NodeKind:
 
 
 def kind_of_node(node: Any) -> NodeKind | None:
-    """What a node holds as its class says: an NNX variable or an Optax state; None for all others."""
+    """What a node holds by its class: an NNX variable or an Optax state; None for all others."""
     return _kind_of_class(type(node))
 
 

@@ -226,7 +226,7 @@ def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) 
             raise PolicyError(_NO_LOOP)
 
 
-# The same words whatever was asked for: a plan tells once what all its policies that offload share.
+# The same words whatever was asked for: a plan prints once what all its policies that offload share.
 _NO_LOOP = (
     f"In offload {OFFLOAD_CUTS!r} moves what a loop over layers hands from step to step, {OFFLOAD_KEPT!r} moves what keep keeps "
     "of each step, and this loss has no loop that stores what was asked for. Layers written out one by one are never offloaded: "
@@ -412,7 +412,7 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
     consts, carry = scan_arity(eqn)
     body = core.jaxpr_as_fun(eqn.params["jaxpr"])
     # As the user wrote the loop; the outer one is this library's, and its steps are large enough.
-    said = {name: eqn.params[name] for name in ("reverse", "_split_transpose") if name in eqn.params}
+    as_written = {name: eqn.params[name] for name in ("reverse", "_split_transpose") if name in eqn.params}
     unroll = min(eqn.params["unroll"], inner)
 
     left = length % inner
@@ -430,16 +430,16 @@ def _loop_of_loops(eqn: Any, inner: int, policy: Policy, moved: frozenset[int]) 
                 checkpoint_name(value, ON_HOST[OFFLOAD_CUTS]) if place in moved else value
                 for place, value in enumerate(state)
             )
-            return jax.lax.scan(step, state, slices, length=inner, unroll=unroll, **said)
+            return jax.lax.scan(step, state, slices, length=inner, unroll=unroll, **as_written)
 
         @functools.partial(jax.checkpoint, policy=policy)
         def last(state: Any, slices: Any) -> Any:
-            return jax.lax.scan(step, state, slices, length=left, unroll=min(unroll, left), **said)
+            return jax.lax.scan(step, state, slices, length=left, unroll=min(unroll, left), **as_written)
 
         # The loop ends with its first elements where it runs backwards.
         divided = [_divided(x, left, first=eqn.params["reverse"]) for x in stacked]
         parts = tuple(x.reshape(length // inner, inner, *x.shape[1:]) for x, _ in divided)
-        end, made = jax.lax.scan(part, tuple(start), parts, length=length // inner, **said)
+        end, made = jax.lax.scan(part, tuple(start), parts, length=length // inner, **as_written)
         made = [y.reshape(length - left, *y.shape[2:]) for y in made]
         if left:
             end, more = last(end, tuple(rest for _, rest in divided))
@@ -467,7 +467,7 @@ def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
         return None
     names = dict(zip(flat.invars, eqn.invars, strict=True)) | dict(zip(results, eqn.outvars, strict=True))
     return [
-        _said_by(
+        _with_source(
             one.replace(
                 invars=[names.get(atom, atom) if is_variable(atom) else atom for atom in one.invars],
                 outvars=[names.get(var, var) for var in one.outvars],
@@ -479,7 +479,7 @@ def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
     ]
 
 
-def _said_by(one: Any, source: Any, depth: int) -> Any:
+def _with_source(one: Any, source: Any, depth: int) -> Any:
     """An equation of ours with the user's line and scope: the outer loop, the checkpoint in it or left over, the loop in that.
 
     What lies deeper is the user's own body, which has its lines.
@@ -488,7 +488,7 @@ def _said_by(one: Any, source: Any, depth: int) -> Any:
     if depth and "jaxpr" in params:
         body = open_jaxpr(params["jaxpr"])
         plain = source.replace(name_stack=one.source_info.name_stack)
-        eqns = [_said_by(inner, plain, depth - 1) for inner in body.eqns]
+        eqns = [_with_source(inner, plain, depth - 1) for inner in body.eqns]
         derived = derive(params["jaxpr"], invars=body.invars, outvars=body.outvars, eqns=eqns)
         params["jaxpr"] = close(derived) if one.primitive.name == "scan" else derived
     return one.replace(params=params, source_info=source)

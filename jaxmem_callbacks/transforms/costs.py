@@ -36,7 +36,7 @@ class FlopCount:
     Attributes:
         flops: All of them.
         dot_flops: Those of matrix products and convolutions, a part of ``flops``.
-        loops_once: While loops in it, whose trip count no trace tells: their bodies are counted once.
+        loops_once: While loops in it, whose trip count no trace has: their bodies are counted once.
     """
 
     flops: int
@@ -75,7 +75,7 @@ def jaxpr_flops(closed_jaxpr: Any) -> int:
 def count_flops(closed_jaxpr: Any) -> FlopCount:
     """Operations of a traced program, by kind.
 
-    Scan bodies count as often as they run, while bodies once (and are told), of a conditional the dearest branch, a
+    Scan bodies count as often as they run, while bodies once (see ``loops_once``), of a conditional the dearest branch, a
     `shard_map` body on every device of its mesh.
     """
     return total_cost(closed_jaxpr, leaf_flops, _NOTHING, FlopCount(flops=0, loops_once=1))
@@ -434,8 +434,8 @@ def _body_bytes(body: Any) -> int:
     return int(residual_bytes(flat.eqns, set(flat.invars)).sum())
 
 
-# Operations of bfloat16 products in the time in which a byte goes through a device's links to others: the middle of what data
-# sheets say of A100 (1040), v4 (1833), v5e (1970), H100 (2198), B200 (2500) and v6e (4098).
+# Operations of bfloat16 products in the time in which a byte goes through a device's links to others: the middle of the data
+# sheets' figures: A100 (1040), v4 (1833), v5e (1970), H100 (2198), B200 (2500) and v6e (4098).
 LINK_BYTE = 2000
 _COLLECTIVES = {
     *("all_gather", "all_gather_invariant", "all_to_all", "pmax", "pmin", "ppermute"),

@@ -35,11 +35,11 @@ class Annotator(Protocol):
     """One framework's way to annotate. Implemented by a module of ``integrations``."""
 
     def is_annotated(self, node: Any) -> bool:
-        """Whether a node wraps one array and may say something about its axes."""
+        """Whether a node wraps one array and may name its axes."""
         ...
 
     def annotation(self, node: Any) -> Annotation | None:
-        """What it says; None where nothing was said."""
+        """The names it gives the axes; None where it gives none."""
         ...
 
 
@@ -154,7 +154,7 @@ def is_equinox_module(value: Any) -> bool:
 
 
 def annotator_of(node: Any) -> Annotator | None:
-    """Who reads what a node says about the axes of its array, or None for plain containers and arrays."""
+    """The reader of a node's names for the axes of its array, or None for plain containers and arrays."""
     place = _place_of(type(node), _ANNOTATORS)
     if place is None:
         return None

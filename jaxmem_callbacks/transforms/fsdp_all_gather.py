@@ -48,7 +48,7 @@ def gathering_mesh(policy: StepPolicy) -> Any:
     """The mesh over which a policy's loops gather weights, or None where they do not.
 
     The one that is set around the step, else that of the shardings that its state is pinned to. Only where every axis divides the
-    batch, or under ``fsdp_tensor`` matrices. On explicit axes the user's own types say where values lie.
+    batch, or under ``fsdp_tensor`` matrices. On explicit axes the user's own types place the values.
     """
     mesh, active = jax.sharding.get_abstract_mesh(), active_policy()
     if mesh.empty and active is not None and active.mesh is not None:
@@ -64,7 +64,7 @@ def gathering_mesh(policy: StepPolicy) -> Any:
 def gathered_places(trees: Sequence[Any], policy: StepPolicy, mesh: Any) -> dict[int, PartitionSpec]:
     """How each array of some trees, by its id, lies once it is gathered: whole, or split by what is for matrices alone.
 
-    Empty where the mesh has no places for them; `jm.jit_step` says so.
+    Empty where the mesh has no places for them; `jm.jit_step` reports it.
     """
     leaves, tree = jax.tree.flatten(list(trees))
     if policy.sharding != "fsdp_tensor":

@@ -20,7 +20,7 @@ from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, requi
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, take_apart, whole
-from jaxmem_callbacks.transforms.accumulation.batch import Said, find_batch
+from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, find_batch
 from jaxmem_callbacks.transforms.accumulation.microbatch import (
     accumulated,
     refuse_second_accumulation,
@@ -74,14 +74,14 @@ def value_and_grad(
     """
     require_function(loss, "jm.value_and_grad")
     require_wholes("jm.value_and_grad", "argnums", argnums)
-    said = Said(argnames=batch_argnames, argnums=batch_argnums)
-    return gradient_function(loss, argnums, said, options, has_aux=has_aux)
+    batch = BatchChoice(argnames=batch_argnames, argnums=batch_argnums)
+    return gradient_function(loss, argnums, batch, options, has_aux=has_aux)
 
 
 def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
     loss: Callable[..., Any],
     argnums: int | Sequence[int],
-    said: Said,
+    batch: BatchChoice,
     options: Mapping[str, Any],
     *,
     has_aux: bool,
@@ -92,7 +92,7 @@ def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
     Args:
         loss: As there.
         argnums: As there.
-        said: What was said of the batch.
+        batch: The user's choice of the batch.
         options: The other options of `jax.value_and_grad`.
         has_aux: As there.
         inexact_only: Whether all that is no inexact array is left out of every tree, as Equinox does it; else of modules only.
@@ -134,7 +134,7 @@ def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
         else:
             assert isinstance(active, ActivePolicy)
             places = {place % len(args) for place in _places(argnums) if -len(args) <= place < len(args)}
-            found = find_batch(loss, args, kwargs, differentiated=places, said=said, count=count)
+            found = find_batch(loss, args, kwargs, differentiated=places, choice=batch, count=count)
             call = GradientCall(name=_name(loss), differentiate=differentiate, evaluate=evaluate)
             value, aux, gradients = accumulated(active, call, args, kwargs, found)
         return ((value, aux) if has_aux else value), gradients
@@ -236,7 +236,7 @@ def _is_inexact(leaf: Any) -> bool:
 def _is_refused_by_jax(tree: Any, options: Mapping[str, Any]) -> bool:
     """Whether a tree has leaves that are no numbers, or Equinox modules in it whole ones: a dropout's switch, a table of places.
 
-    Whole numbers elsewhere are left for JAX to refuse, which says so in words that its users know.
+    Whole numbers elsewhere are left for JAX to refuse, in words that its users know.
     """
     if not all(isinstance(leaf, _NUMBERS) for leaf in jax.tree.leaves(tree)):
         return True
@@ -257,7 +257,7 @@ def apply_policy(
         gradients: ``own``: to what the step takes by ``jm.value_and_grad``, ``jm.grad`` or ``jm.nnx.value_and_grad``. ``all``:
             to what it takes by `jax.value_and_grad`, `jax.grad` and by Flax NNX's and Equinox's functions too, in your code
             and in any package. A gradient that a policy cannot change, such as that of a single number, stays as it is.
-            Of steps inside each other, the innermost says which of its gradients obey, and what.
+            Of steps inside each other, the innermost decides which of its gradients obey, and what.
 
     Returns:
         A function with the same arguments and results.
@@ -381,7 +381,9 @@ def _of_modules_in_parts(active: ActivePolicy, call: TakenGradient, carried: Los
     numbers = [call.argnums] if isinstance(call.argnums, int) else [*call.argnums]
     numbers = [number % len(args) for number in numbers]
     modules = {place for place, each in enumerate(args) if carried.holds_state(each)}
-    found = find_batch(call.loss, args, call.kwargs, differentiated={*numbers, *modules}, said=Said(), count=count)
+    found = find_batch(
+        call.loss, args, call.kwargs, differentiated={*numbers, *modules}, choice=BatchChoice(), count=count
+    )
     # What the loss holds besides its arguments comes first: each microbatch has random numbers of its own.
     found = replace(found, places=_one_on(found.places), keys=_one_on(found.keys))
     args, argnums = (carried.hidden, *args), tuple(number + 1 for number in numbers)

@@ -20,7 +20,7 @@ from jaxmem_callbacks.records.source_files import short_path
 from jaxmem_callbacks.transforms.checkpoints import KEPT, ON_HOST
 from jaxmem_callbacks.transforms.tracing import has_own_checkpoint, inlined, is_checkpoint, is_variable
 
-# `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or says which are kept.
+# `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or chooses which are kept.
 _MAKERS = re.compile(r"(?!checkpoint_(name|polic))\w*(checkpoint|remat)\w*")
 _Line = tuple[str, int]
 
@@ -106,7 +106,7 @@ def _tree_of(file: str) -> ast.AST:
 def _tree(text: str) -> ast.AST:
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError):  # a notebook's cell, say
+    except (SyntaxError, ValueError):  # such as a notebook's cell
         return ast.Module([], [])
 
 
@@ -120,7 +120,7 @@ _OUR_NAMES = {KEPT, *ON_HOST.values()}
 def own_checkpoints(eqns: Iterable[Any]) -> tuple[OwnCheckpoint, ...]:
     """The checkpoints among equations and in their bodies, by place, in the order of their first appearance.
 
-    To be called where the user's own code asks for what the equations compute: a trace does not say what stands around it.
+    To be called where the user's own code asks for what the equations compute: a trace does not hold the code around it.
     """
     found: collections.Counter[tuple[str, str]] = collections.Counter()
 

@@ -39,7 +39,7 @@ class ActivePolicy:
         used: Whether a gradient has met it while tracing.
         survey: Whether to find what other shares of ``keep`` would store and compute again.
         frontiers: What was found so, of each loss.
-        compared: Called with each gradient that is accumulated though its loss did not say its weight, the batch, the number
+        compared: Called with each gradient that is accumulated though its loss gives no weight, the batch, the number
             of microbatches and the traced gradient of one; None where nobody asks.
         defer: Called where such a loss is traced, by who will have it compared before anything runs; None where nobody will.
         mesh: That of the shardings that the state is pinned to, for where no mesh is set around the step; or None.

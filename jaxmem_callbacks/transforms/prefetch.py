@@ -124,8 +124,8 @@ class _Channel:
     def __init__(self, source: Iterator[Any], sharding: Any, batches: int, limit: int | None) -> None:
         self._source, self._sharding, self._batches, self._limit = source, sharding, batches, limit
         config: Any = jax.config  # its types name no settings on jax 0.10
-        self._default_device = config.jax_default_device  # what `jax.default_device` says holds for one thread only
-        # Reentrant: an array may be let go of, and tell so, on the thread that holds the lock.
+        self._default_device = config.jax_default_device  # `jax.default_device` holds for one thread only
+        # Reentrant: an array may be let go of, and its finalizer run, on the thread that holds the lock.
         self._changed = threading.Condition(threading.RLock())
         self._ready: deque[Any] = deque()
         self._made: list[_Made] = []

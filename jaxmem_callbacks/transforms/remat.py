@@ -235,7 +235,7 @@ def cut_equations(
     gathers: Gathers = Gathers(),  # noqa: B008 - immutable
     differentiated: Collection[Any] | None = None,
 ) -> Any:
-    """The function as an open jaxpr, cut and checkpointed as the policy says.
+    """The function as an open jaxpr, cut and checkpointed under the policy.
 
     What was found on the way is recorded once with the active policy, where there is one.
 

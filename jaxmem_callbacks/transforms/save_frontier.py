@@ -37,7 +37,7 @@ _Cost = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """A value inside an equation's body, told by its place: equal layers may share one body and its variables.
+    """A value inside an equation's body, known by its place: equal layers may share one body and its variables.
 
     Attributes:
         owner: The equation's first result, itself inside another where that is.
@@ -175,7 +175,7 @@ def _open_loop(eqn: Any, found: Opened, least: float, run: _Run) -> None:
     for place, var in enumerate(taken):
         handed = [eqn.invars[consts + place], *results[place : min(place + 1, carry)]]
         found.add(_Link(_HANDED, handed, [var]), within)
-    _tell_inside(eqn, 0, eqns, found)
+    _record_inside(eqn, 0, eqns, found)
     _open(eqns, [_cost(one) for one in eqns], found, least, within)
     for result, var in zip(results, eqn.outvars, strict=True):
         found.add(_Link(_HANDED, [result], [var]), run)
@@ -190,7 +190,7 @@ def _open_branches(eqn: Any, found: Opened, least: float, run: _Run) -> None:
     results = []
     for number, body in enumerate(bodies):
         eqns, made = _copied(body.eqns, dict(zip(body.invars, eqn.invars[1:], strict=True)))
-        _tell_inside(eqn, number, eqns, found)
+        _record_inside(eqn, number, eqns, found)
         _open(
             eqns,
             costs[number],
@@ -214,7 +214,7 @@ def _copied(eqns: Sequence[Any], known: Mapping[Any, Any]) -> tuple[list[Any], d
     return copied, names
 
 
-def _tell_inside(eqn: Any, body: int, eqns: Sequence[Any], found: Opened) -> None:
+def _record_inside(eqn: Any, body: int, eqns: Sequence[Any], found: Opened) -> None:
     owner = found.inside.get(eqn.outvars[0], eqn.outvars[0])
     found.inside.update(
         (var, Inside(owner, body, place, result))
@@ -527,7 +527,7 @@ class _Graph:
     def every_set(self, always: frozenset[Any], free: frozenset[Any]) -> list[SaveSet]:
         """The best of every set of the ``free`` values, with those that are kept ``always``.
 
-        All sets are followed at once through the equations, last first: an array tells for each whether a value must be had.
+        All sets are followed at once through the equations, last first: an array holds for each whether a value must be had.
         Of more than the most that can be tried, the largest are varied and the others kept.
         """
         ordered = sorted(free, key=lambda var: (-self.sizes[self._place[var]], self._place[var]))

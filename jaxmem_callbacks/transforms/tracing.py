@@ -153,12 +153,12 @@ def _seen_from(call: Any, source: Any) -> Any:
 
 
 def is_jit(eqn: Any) -> bool:
-    """Whether an equation is a nested jit. Inlined, what it says of where values are placed is lost."""
+    """Whether an equation is a nested jit. Inlined, its placement of values is lost."""
     return eqn.primitive.name in _JITS
 
 
 def is_plain_jit(eqn: Any) -> bool:
-    """Whether an equation is a nested jit that says nothing about placement, so that inlining it changes nothing."""
+    """Whether an equation is a nested jit without a placement of values, so that inlining it changes nothing."""
     if eqn.primitive.name not in _JITS:
         return False
     params = eqn.params
@@ -300,7 +300,7 @@ class TracedResult:
 
 
 def traced_dtype(leaf: Any) -> Any:
-    """The dtype that an array has in a trace: NumPy's 64 bits are 32 there, unless JAX was told otherwise.
+    """The dtype that an array has in a trace: NumPy's 64 bits are 32 there, unless JAX is configured otherwise.
 
     JAX turns a NumPy array without a word, and warns where a shape asks for 64 bits.
     """

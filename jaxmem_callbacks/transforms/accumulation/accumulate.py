@@ -40,7 +40,7 @@ class Weighted:
 
 
 def weighted(total: Any, weight: Any) -> Weighted:
-    """The value ``total / weight`` of a batch, said in a way that microbatches can add up exactly.
+    """The value ``total / weight`` of a batch, in a form that microbatches can add up exactly.
 
         def loss(params, batch):
             losses = cross_entropy(params, batch)
@@ -96,7 +96,7 @@ def in_parts(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
                 )
                 raise LossRefusedError(msg)
             if not isinstance(result, (tuple, list)) or len(result) != 2:  # noqa: PLR2004 - a pair
-                return result  # no pair: JAX says so in its own words
+                return result  # no pair: JAX refuses it in its own words
             value, aux = result
         if isinstance(value, Weighted):
             return value.total, (value.weight, aux)

@@ -1,4 +1,4 @@
-"""The arguments of a loss's call that are its batch, or an error that says what to type.
+"""The arguments of a loss's call that are its batch, or an error with what to type.
 
 Never a guess that could be wrong: an argument that might be rows or might not is asked about, not sliced.
 """
@@ -24,8 +24,8 @@ _RAW_KEYS = ((2,), (4,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """What the user wrote down in `jm.value_and_grad`; None where nothing.
+class BatchChoice:
+    """The user's choice of the batch in `jm.value_and_grad`; None where there is none.
 
     Attributes:
         argnames: Names of the loss's arguments that are the batch.
@@ -90,12 +90,12 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
     kwargs: Mapping[str, Any],
     *,
     differentiated: set[int],
-    said: Said,
+    choice: BatchChoice,
     count: int,
 ) -> Found:
     """The arguments to slice into ``count`` microbatches.
 
-    What the user said is taken. Else the arguments named like a batch (`transforms.arg_roles`); where none is, all arguments
+    The user's choice is taken. Else the arguments named like a batch (`transforms.arg_roles`); where none is, all arguments
     whose arrays have one leading dimension in common. Scalars in a batch go whole to every microbatch.
 
     Raises:
@@ -109,12 +109,12 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
     name = getattr(loss, "__name__", type(loss).__name__)
     keys = [one for one in everything if one.is_raw_key and one.arrays]
     others = [one for one in everything if one.arrays and one not in keys]
-    if said.argnames is None and said.argnums is None:
+    if choice.argnames is None and choice.argnums is None:
         batch = _by_name(others, name, count) or _by_shape(
             others, name, count, _given(loss, args, kwargs, differentiated)
         )
     else:
-        batch = _as_said(everything, said, name, len(args))
+        batch = _as_chosen(everything, choice, name, len(args))
         keys = [one for one in keys if one not in batch]
     rows = _common_rows(batch, name, count)
     if rows % count:
@@ -146,16 +146,16 @@ def _named(
     return [*positional, *((key, key, value) for key, value in kwargs.items())]
 
 
-def _as_said(everything: Sequence[_Argument], said: Said, name: str, count: int) -> list[_Argument]:
-    names = [said.argnames] if isinstance(said.argnames, str) else list(said.argnames or ())
-    numbers = [said.argnums] if isinstance(said.argnums, int) else list(said.argnums or ())
+def _as_chosen(everything: Sequence[_Argument], choice: BatchChoice, name: str, count: int) -> list[_Argument]:
+    names = [choice.argnames] if isinstance(choice.argnames, str) else list(choice.argnames or ())
+    numbers = [choice.argnums] if isinstance(choice.argnums, int) else list(choice.argnums or ())
     places = {number % count if -count <= number < count else number for number in numbers}
     batch = [one for one in everything if one.name in names or one.place in places]
     missing = [*(set(names) - {one.name for one in batch}), *(places - {one.place for one in batch})]
     if missing or not batch:
         msg = (
-            f"microbatches, batch_argnames={said.argnames!r}, batch_argnums={said.argnums!r}: {name} has no such argument that "
-            f"is not differentiated: {', '.join(map(repr, missing)) or 'none was named'}. Expected some of: "
+            f"microbatches, batch_argnames={choice.argnames!r}, batch_argnums={choice.argnums!r}: {name} has no such argument "
+            f"that is not differentiated: {', '.join(map(repr, missing)) or 'none was named'}. Expected some of: "
             f"{', '.join(one.name for one in everything) or 'none'}."
         )
         raise PolicyError(msg)
@@ -180,7 +180,7 @@ def _by_name(others: Sequence[_Argument], name: str, count: int) -> list[_Argume
         with_all = (*names, *(one.name for one in unsure))
         msg = (
             f"microbatches={count}: the batch of {name} is {_list(batch)} with {rows} rows, and {_list(unsure)} has a leading "
-            f"dimension of {rows} too. Expected to be told whether it has rows of the batch: "
+            f"dimension of {rows} too. Expected batch_argnames that settle whether it has rows of the batch: "
             f"{advise('loss.batch', loss=name, names=repr(with_all))} if so, batch_argnames={names!r} if not."
         )
         raise PolicyError(msg)
@@ -188,7 +188,7 @@ def _by_name(others: Sequence[_Argument], name: str, count: int) -> list[_Argume
 
 
 def _by_shape(others: Sequence[_Argument], name: str, count: int, given: str) -> list[_Argument]:
-    """All arguments that hold arrays, where these share one leading dimension and no name says anything."""
+    """All arguments that hold arrays, where these share one leading dimension and no name decides."""
     candidates = [one for one in others if kind_of_argument(one.name) == OTHER]
     sizes = {one.common_rows for one in candidates}
     if candidates and len(sizes) == 1 and None not in sizes:
@@ -201,16 +201,16 @@ def _by_shape(others: Sequence[_Argument], name: str, count: int, given: str) ->
     msg = (
         f"microbatches={count}: no batch among the arguments of {name}. Given: {given}. {known}Expected arguments whose arrays "
         "all have the batch as their leading dimension; a batch that the loss closes over must become an argument "
-        f"of {name}. Or say which it is: {advise('loss.batch', loss=name, names=repr(('x',)))}."
+        f"of {name}. Or name it: {advise('loss.batch', loss=name, names=repr(('x',)))}."
     )
     raise PolicyError(msg)
 
 
 def _given(loss: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], differentiated: set[int]) -> str:
-    told = [
+    names = [
         f"{name} (differentiated)" if place in differentiated else name for place, name, _ in _named(loss, args, kwargs)
     ]
-    return ", ".join(told) or "nothing"
+    return ", ".join(names) or "nothing"
 
 
 def _common_rows(batch: Sequence[_Argument], name: str, count: int) -> int:
@@ -220,9 +220,9 @@ def _common_rows(batch: Sequence[_Argument], name: str, count: int) -> int:
     rows = max(set(sizes), key=sizes.count, default=0)
     odd = [f"{path} {_type(leaf)}" for path, leaf in arrays if leaf.shape[0] != rows]
     if odd or not rows:
-        told = f"{', '.join(odd)} beside others of {rows} rows" if odd else "no array that has rows"
+        problem = f"{', '.join(odd)} beside others of {rows} rows" if odd else "no array that has rows"
         msg = (
-            f"microbatches={count}: the batch of {name} ({_list(batch)}) has {told}. Expected the same leading dimension "
+            f"microbatches={count}: the batch of {name} ({_list(batch)}) has {problem}. Expected the same leading dimension "
             "in all of its arrays. What does not belong to rows must be an argument of its own, outside the batch."
         )
         raise PolicyError(msg)

@@ -57,7 +57,7 @@ def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) ->
         count: Number of microbatches.
 
     Raises:
-        PolicyError: says which weight, and what to write instead.
+        PolicyError: names the weight, and what to write instead.
     """
     flat, quotients = _traced(call, batch, count)
     fixed = [
@@ -169,7 +169,7 @@ class Comparison:
         tolerance: What it explains of anything as large as what it is made of.
         parts: The parts of the gradient and floating entries of aux, of which the last columns are: how far apart each is, then
             its size.
-        moved: Of each of these, its place among what `rounding` tells.
+        moved: Of each of these, its place among the results of `rounding`.
         epsilon: Relative size of a unit in the last place, of float32 where the loss computes with fewer bits.
         masks: What some rows were masked with, in the variants after the first two.
         differences: One row a variant; relative in the first columns.
@@ -208,7 +208,7 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
     call, program = _precise(call, batch, program)
     bits = jnp.finfo(coarsest(program))
     tolerance = TOLERANCE.get(bits.bits, TOLERANCE[8])
-    told: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
 
     def one(stacked: dict[int, Any]) -> jax.Array:
         arrays = few.variant(stacked)
@@ -229,8 +229,8 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
             **unlike,
         }
         parts = gradients | entries
-        told["what"], told["allowed"] = tuple(columns), tuple(allowed for _, allowed in columns.values())
-        told["parts"], told["moved"] = tuple(parts), tuple(place for *_, place in parts.values())
+        labels["what"], labels["allowed"] = tuple(columns), tuple(allowed for _, allowed in columns.values())
+        labels["parts"], labels["moved"] = tuple(parts), tuple(place for *_, place in parts.values())
         apart, sizes = ([each[index] for each in parts.values()] for index in (0, 1))
         return jnp.stack([*(column for column, _ in columns.values()), *apart, *sizes])
 
@@ -244,7 +244,7 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
         epsilon=float(min(bits.eps, jnp.finfo("float32").eps)),
         masks=few.masks,
         differences=differences,
-        **told,
+        **labels,
     )
 
 
@@ -335,11 +335,11 @@ def _aux_apart(
         done: What their microbatches gave.
         rows: How many rows.
         turned: The share of whole numbers that rounding makes other ones.
-        first: The place among what `rounding` tells of the first floating entry.
+        first: The place of the first floating entry among the results of `rounding`.
 
     Returns:
         By entry, the share of it that is another number, or finite in one of the two alone, and what rounding explains of that.
-        By floating entry how far it is apart otherwise, its size, and its place among what `rounding` tells.
+        By floating entry how far it is apart otherwise, its size, and its place among the results of `rounding`.
     """
     (_, (_, aux)), _ = full
     stacked = jax.tree_util.tree_flatten_with_path(done.parts[1][1], is_leaf=is_weighted)[0]
@@ -388,7 +388,7 @@ def _wide(array: jax.Array) -> jax.Array:
 
 
 def _norm(*arrays: jax.Array) -> jax.Array:
-    """Of all together; a sum, since a product of arrays that a mesh divides would have to say how it is divided."""
+    """Of all together; a sum, since a product of arrays that a mesh divides would need a sharding."""
     squares = (jnp.square(jnp.abs(_wide(array))).sum().astype(jnp.float32) for array in arrays)
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
@@ -414,7 +414,7 @@ def require_equal(comparison: Comparison, differences: Any, moved: Callable[[], 
         moved: Computes what `rounding` traces; called only where a part differs, of the gradient or of aux, and no whole does.
 
     Raises:
-        PolicyError: says by how much they differ, and what to write instead.
+        PolicyError: by how much they differ, and what to write instead.
     """
     table = np.asarray(differences, np.float64)
     table = table.reshape(-1, len(comparison.variants), table.shape[-1]).max(axis=0)

@@ -61,7 +61,7 @@ def _is_multi_steps(node: Any) -> bool:
     return type(node).__name__ == "MultiStepsState" and type(node).__module__.partition(".")[0] == "optax"
 
 
-_TOLD = 4
+_SHOWN = 4
 
 
 def unseen(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def accumulated(
 
 
 def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, done: Accumulated) -> None:
-    """Have a loss compared that did not say what it sums and what it divides by."""
+    """Have a loss compared that does not return what it sums and what it divides by."""
     if active.compared is not None:
         active.compared(call, batch, count, done.program)
         return
@@ -159,7 +159,7 @@ def state_after(call: GradientCall, batch: Whole, count: int) -> Any:
 
 
 def _require_independent(call: GradientCall, batch: Whole, count: int, state: Any) -> None:
-    """JAX's own batching says what depends on the rows: mapped over microbatches, such a state would be mapped too."""
+    """JAX's own batching finds what depends on the rows: mapped over microbatches, such a state would be mapped too."""
     axes = [0 if role == ROWS else None for role in batch.roles]
     stacked = [
         jax.ShapeDtypeStruct((count, array.shape[0] // count, *array.shape[1:]), array.dtype) if role == ROWS else array
@@ -179,10 +179,10 @@ def _require_independent(call: GradientCall, batch: Whole, count: int, state: An
     if holds(lambda values: values):
         return
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
-    paths = [_told(jax.tree_util.keystr(path)) for path, leaf in flat if isinstance(leaf, jax.Array)]
+    paths = [_readable(jax.tree_util.keystr(path)) for path, leaf in flat if isinstance(leaf, jax.Array)]
     changed = (path for i, path in enumerate(paths) if not holds(lambda values, i=i: [values[i]]))
     msg = (
-        f"microbatches={count}: {call.name} changes state by the batch: {', '.join(itertools.islice(changed, _TOLD))}. "
+        f"microbatches={count}: {call.name} changes state by the batch: {', '.join(itertools.islice(changed, _SHOWN))}. "
         "Statistics of a whole batch (BatchNorm) are other numbers for microbatches; what is sown would be that of one. "
         "Expected state that does not depend on the batch, such as counters of random streams. Take this gradient without "
         "microbatches, or write use_running_average=True, or LayerNorm in place of BatchNorm."
@@ -190,6 +190,6 @@ def _require_independent(call: GradientCall, batch: Whole, count: int, state: An
     raise PolicyError(msg)
 
 
-def _told(path: str) -> str:
+def _readable(path: str) -> str:
     """A path without the places that only the splitting of objects made: from the first name on."""
     return path[max(path.find("['"), 0) :].removesuffix(".value")

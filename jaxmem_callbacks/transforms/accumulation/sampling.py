@@ -126,7 +126,7 @@ def _whole(value: Any) -> int | None:
 
 _MASKS = (0, -100)
 _ROWS_EACH = 2
-_ROWS_OF_NOISE = 5  # a number that hardly any other dimension has: noise is told by it to belong to rows
+_ROWS_OF_NOISE = 5  # a number that hardly any other dimension has: by it noise is known to belong to rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

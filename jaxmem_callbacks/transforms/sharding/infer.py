@@ -64,21 +64,21 @@ def _walk(
     is_optimizer: bool,  # noqa: FBT001 - handed down
     annotation: Annotation | None,
 ) -> Iterator[_Found]:
-    """Leaves under a node; stops at nodes whose class says something, and goes on inside them."""
+    """Leaves under a node; stops at nodes whose class has a meaning, and goes on inside them."""
     annotator = annotator_of(node)
     if annotator is not None:
         annotation = annotator.annotation(node) or annotation
     kind = kind_of_node(node)
     is_optimizer = is_optimizer or (kind is not None and kind.name == OPTIMIZER)
 
-    def tells(inner: Any) -> bool:
+    def has_meaning(inner: Any) -> bool:
         return inner is not node and (annotator_of(inner) is not None or kind_of_node(inner) is not None)
 
-    for step, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=tells)[0]:
+    for step, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=has_meaning)[0]:
         deeper = (*path, *step)
         # The wrapper's own field is no name of the user's.
         named = words if annotator is not None else (*words, *map(_word, step))
-        if tells(inner):
+        if has_meaning(inner):
             yield from _walk(inner, deeper, named, is_optimizer, annotation)
         else:
             by_name = kind_of_argument("", deeper) == OPTIMIZER
@@ -255,7 +255,7 @@ def would_split(shape: tuple[int, ...], size_bytes: int, devices: int) -> bool:
 
 
 def require_shardings(call: str, name: str, tree: Any) -> None:
-    """Refuse a tree with something in it that says no place: no sharding, device, format or memory of JAX's.
+    """Refuse a tree with something in it that is no place: no sharding, device, format or memory of JAX's.
 
     Raises:
         TypeError: as `refuse` words it.
@@ -277,7 +277,7 @@ def named_axes(
         leaf: The array with its annotation.
         roles: The mesh.
         given: The user's rules of the policy; those of the annotation come before them.
-        shipped: Rules that are tried where nothing else says a dimension.
+        shipped: Rules that are tried where nothing else decides a dimension.
 
     Raises:
         PolicyError: an axis that the mesh has not, a dimension that does not divide, one axis for two dimensions. Never for
@@ -340,7 +340,7 @@ def _is_misspelt(name: str, other: str) -> bool:
 
 
 def _names(leaf: StateLeaf) -> list[Any] | None:
-    """The names, padded to the array's dimensions; None where nothing was said."""
+    """The names, padded to the array's dimensions; None where it has none."""
     if leaf.annotation is None:
         return None
     names = list(leaf.annotation.names)
@@ -371,12 +371,12 @@ def _are_axes(name: Any, roles: MeshRoles) -> bool:
 def _put(  # noqa: PLR0913, PLR0917 - what is decided, for whom, and in whose words
     leaf: StateLeaf, roles: MeshRoles, found: dict[int, MeshAxes], index: int, axes: MeshAxes, words: str
 ) -> None:
-    """Give a dimension what the user said, or refuse it."""
+    """Give a dimension the user's mesh axes, or refuse it."""
     wrong = _wrong(leaf, roles, found, index, axes)
     if wrong is None:
         found[index] = axes
     elif not leaf.is_optimizer:
-        msg = f"{_where(leaf)} cannot be sharded as {words} says for dimension {index}: {wrong}"
+        msg = f"{_where(leaf)} cannot be sharded as {words} asks for dimension {index}: {wrong}"
         raise PolicyError(msg)
 
 
@@ -392,7 +392,7 @@ def _wrong(leaf: StateLeaf, roles: MeshRoles, found: dict[int, MeshAxes], index:
     if leaf.shape[index] % size:
         return (
             f"its size {leaf.shape[index]} does not divide by {size} devices (mesh {there}). Make it a multiple of {size}, "
-            "change the mesh, or say None."
+            "change the mesh, or use None."
         )
     return None
 
@@ -440,7 +440,7 @@ def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | 
 def _required_sharding(policy: StepPolicy) -> str | ShardingRules:
     if policy.sharding is None:
         msg = (
-            f"The policy says nothing about sharding. Expected one that does: {advise('preset.load', names=repr('fsdp'))} or "
+            f"The policy sets no sharding. Expected one that does: {advise('preset.load', names=repr('fsdp'))} or "
             f"{advise('train.policy', said=_SHARDED)}."
         )
         raise PolicyError(msg)
@@ -500,8 +500,8 @@ class _Placing:
 
     def _parameter(self, leaf: StateLeaf, layers: frozenset[int]) -> _Decided:
         if self._name in {"replicate", "zero1"}:
-            said = named_axes(leaf, self._roles, given=(), shipped=()) or [None] * len(leaf.shape)
-            own = [self._without_batch(axes) for axes in said]
+            annotated = named_axes(leaf, self._roles, given=(), shipped=()) or [None] * len(leaf.shape)
+            own = [self._without_batch(axes) for axes in annotated]
             if self._name == "replicate":
                 return _Decided(own, own)
             return _Decided(own, self._by_shape.axes(leaf, layers, own))

@@ -19,7 +19,7 @@ from jaxmem_callbacks.transforms.sharding.axes import Axes, fitting_axes, parse_
 
 
 def slice_count(devices: Sequence[Any]) -> int:
-    """How many slices the devices say that they are of; 1 where they say nothing."""
+    """The number of slices by the devices' own attributes; 1 where they have none."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
@@ -31,10 +31,10 @@ def slices_by_axis(
     Args:
         sizes: Axis -> size, filled in.
         devices: All devices of the mesh.
-        across: What the user said: an axis, axes with counts, or nothing.
+        across: The user's choice: an axis, axes with counts, or None.
 
     Raises:
-        PolicyError: axes that are none, counts that do not fit; nothing was said and no axis can cross the slices.
+        PolicyError: axes that are none, counts that do not fit; without a choice, no axis that can cross the slices.
     """
     slices = slice_count(devices)
     parts = slices if slices > 1 else len({device.process_index for device in devices})
@@ -113,7 +113,7 @@ def make_mesh(
             takes the devices that the others leave.
         devices: Which devices, all of them used; None for all that JAX sees.
         axis_types: ``auto`` (the compiler places intermediates; what ordinary models need) or ``explicit`` (shardings are part
-            of the types, and the model says where they change), for all axes or by name. `jax.make_mesh` itself takes explicit.
+            of the types, and the model declares where they change), for all axes or by name. `jax.make_mesh` takes explicit.
         across_slices: Which axis crosses slices, or axes with the number of slices along each, ``{"data": 4}``. Where the devices
             know no slices (GPUs, CPUs), a process's devices count as one. None: the first axis that the number of TPU slices
             divides; devices without slices are ordered as one.
@@ -122,7 +122,7 @@ def make_mesh(
         The mesh. `jax.set_mesh` makes it the one that ``jm.jit_step`` uses.
 
     Raises:
-        PolicyError: axes that are none, or whose product is not the number of devices; says what is there and what to type.
+        PolicyError: axes that are none, or whose product is not the number of devices; with what is there and what to type.
     """
     if devices is not None:
         expected = "a list of devices, such as jax.devices()[:4]"
@@ -157,7 +157,7 @@ def abstract_mesh(axes: Axes, device_count: int, *, axis_types: AxisTypes = "aut
 
 
 def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[str, _Fewer], str]) -> dict[str, int]:
-    """The sizes with -1 filled in; their product is the number of devices, or the error says what to type."""
+    """The sizes with -1 filled in; their product is the number of devices, or an error with what to type."""
     given = math.prod(size for size in sizes.values() if size != -1)
     free = next((name for name, size in sizes.items() if size == -1), None)
     if free is not None and count % given == 0 and count >= given:
