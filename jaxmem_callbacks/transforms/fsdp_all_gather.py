@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import (
     scan_arity,
 )
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import GATHERED, StepPolicy
+from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.costs import is_inexact
 from jaxmem_callbacks.transforms.loss_profile import CheapValues, LossProfile, cheap_values
 from jaxmem_callbacks.transforms.policy import active_policy
@@ -45,7 +45,7 @@ _VIEWS = {"copy", "expand_dims", "reshape", "rev", "squeeze", "transpose"}
 
 
 def gathering_mesh(policy: StepPolicy) -> Any:
-    """The mesh over which a policy's loops gather weights, or None where they do not.
+    """The mesh over which the loops of a policy that is `GATHERED` gather weights, or None where they do not.
 
     The one that is set around the step, else that of the shardings that its state is pinned to. Only where every axis divides the
     batch, or under ``fsdp_tensor`` matrices. On explicit axes the user's own types place the values.
@@ -53,7 +53,7 @@ def gathering_mesh(policy: StepPolicy) -> Any:
     mesh, active = jax.sharding.get_abstract_mesh(), active_policy()
     if mesh.empty and active is not None and active.mesh is not None:
         mesh = active.mesh
-    if policy.sharding not in GATHERED or mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
     roles = mesh_roles(mesh)
     tensor = (roles.tensor,) if policy.sharding == "fsdp_tensor" else ()
@@ -125,17 +125,15 @@ class Gathers:
     """How the loops of a function that is cut gather weights.
 
     Attributes:
-        mesh: Over which they are divided; None where nothing is gathered.
+        mesh: Over which they are divided.
         weights: Variables that are differentiated arguments, and how they lie once a loop has gathered them.
     """
 
-    mesh: Any = None
-    weights: Weights = field(default_factory=dict[Any, PartitionSpec])
+    mesh: Any
+    weights: Weights
 
     def in_loops(self, loss: LossProfile) -> Equations:
         """The loss with gathers in its loops; those that get no checkpoint gather anew in the backward pass by themselves."""
-        if self.mesh is None:
-            return loss.flat
         eqns = list(loss.flat.eqns)
         for at in (*loss.loops, *loss.whole):
             if eqns[at].primitive.name == "scan":

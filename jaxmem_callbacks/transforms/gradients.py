@@ -271,7 +271,8 @@ def apply_policy(
 
     @functools.wraps(train_step)
     def step_under_policy(*args: Any, **kwargs: Any) -> Any:
-        refuse_second_accumulation(active.policy, args, kwargs)
+        if active.policy.microbatches > 1:
+            refuse_second_accumulation(active.policy, args, kwargs)
         if (outer := active_policy()) is not None:
             outer.hidden = True
         with applied(active):

@@ -15,7 +15,7 @@ import jax
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
-from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
+from jaxmem_callbacks.records.policies import GATHERED, OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.checkpoints import (
     apply,
@@ -117,7 +117,7 @@ def rematerialised(
         policy: What is done to it.
         weights: From the positional arguments to those that are differentiated, which ``fsdp`` divides.
     """
-    mesh = gathering_mesh(policy)
+    mesh = gathering_mesh(policy) if policy.sharding in GATHERED else None
     replaces = policy.own_checkpoints == "replace"
     if policy.remat == "none" and mesh is None and not replaces:
         return loss
@@ -146,7 +146,8 @@ def rematerialised(
         if policy.remat != "none":
             trained = set() if weights is None else set(map(id, jax.tree.leaves(weights(args))))
             differentiated = frozenset(var for var, array in mine if id(array) in trained)
-            jaxpr = cut_equations(flat, policy, Gathers(mesh, divided), differentiated or None)
+            gathers = None if mesh is None else Gathers(mesh, divided)
+            jaxpr = cut_equations(flat, policy, gathers, differentiated or None)
         elif not any(map(side_effects, flat.eqns)) and (gathered := gathering_loops(flat, divided, mesh)) is not flat:
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=gathered.eqns)
         elif replaces:
@@ -212,7 +213,7 @@ class _CutContext:
         keep: What its checkpoints keep, as JAX's policy.
         survey: Whether to find what could be kept besides.
         copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
-        gathers: How loops gather weights; none inside a `shard_map`, where everything is local.
+        gathers: How loops gather weights; None where they do not, as inside a `shard_map`, where everything is local.
         differentiated: Arguments that are; None where that is not known, such as inside a `shard_map`.
     """
 
@@ -220,19 +221,19 @@ class _CutContext:
     keep: Callable[..., Any]
     survey: bool
     copies: int = 0
-    gathers: Gathers
+    gathers: Gathers | None
     differentiated: Collection[Any] | None
 
     def inside(self, eqn: Any) -> _CutContext:
         """The same for the body of a `shard_map`."""
         policy = replace(self.policy, segments=None)
-        return replace(self, policy=policy, copies=copies(eqn), gathers=Gathers(), differentiated=None)
+        return replace(self, policy=policy, copies=copies(eqn), gathers=None, differentiated=None)
 
 
 def cut_equations(
     flat: Equations,
     policy: StepPolicy,
-    gathers: Gathers = Gathers(),  # noqa: B008 - immutable
+    gathers: Gathers | None = None,
     differentiated: Collection[Any] | None = None,
 ) -> Any:
     """The function as an open jaxpr, cut and checkpointed under the policy.
@@ -242,7 +243,7 @@ def cut_equations(
     Args:
         flat: The function.
         policy: What is done to it.
-        gathers: How its loops gather their weights.
+        gathers: How its loops gather their weights; None where they do not.
         differentiated: Those of its variables that are differentiated arguments; None where that is not known.
 
     Raises:
@@ -254,7 +255,8 @@ def cut_equations(
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
     active = active_policy()
-    own, known = own_checkpoints(flat.eqns), checkpointed_functions(flat.eqns)
+    known = checkpointed_functions(flat.eqns)
+    own = own_checkpoints(flat.eqns) if known else ()
     if active is not None:
         active.left_alone |= dict.fromkeys(own)
     survey = active is not None and active.survey
@@ -277,7 +279,8 @@ def _cut(flat: Equations, context: _CutContext) -> CutLoss:
         return CutLoss(jaxpr=derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made))
     flat, kept_bytes, bodies = _with_cut_bodies(flat, cheap, context)
     loss = profile_loss(flat, cheap, kept_bytes)
-    loss = replace(loss, flat=context.gathers.in_loops(loss))
+    if context.gathers is not None:
+        loss = replace(loss, flat=context.gathers.in_loops(loss))
     choice = choose(
         loss,
         context.policy,

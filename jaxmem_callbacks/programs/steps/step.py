@@ -422,7 +422,8 @@ class JitStep(Generic[_Arguments, _Results]):
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
         """The jit for these arguments: the user's own, or one whose static and donated arguments are decided now."""
-        refuse_second_accumulation(self.policy, args, kwargs)
+        if self.policy.microbatches > 1:
+            refuse_second_accumulation(self.policy, args, kwargs)
         if self._own_jit is not None:
             return self._own_jit
         with self._lock, self._tracing():

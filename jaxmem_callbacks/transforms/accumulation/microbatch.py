@@ -42,8 +42,6 @@ def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
     Raises:
         PolicyError: both would accumulate.
     """
-    if policy.microbatches == 1:
-        return
     if accumulates_already(*trees):
         msg = (
             f"microbatches={policy.microbatches} and optax.MultiSteps (its MultiStepsState is among the step's arguments) would "
