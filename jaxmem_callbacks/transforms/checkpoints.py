@@ -24,10 +24,7 @@ from jaxmem_callbacks._compat.jaxprs import (
 )
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
-from jaxmem_callbacks.transforms.costs import (
-    is_complex,
-    view_roots,
-)
+from jaxmem_callbacks.transforms.costs import is_complex, view_roots
 from jaxmem_callbacks.transforms.cuts import Choice, Loop, Segment, offloads_by_kind, results_by_segment, sizes
 from jaxmem_callbacks.transforms.loss_profile import CheapValues, LossProfile
 from jaxmem_callbacks.transforms.save_frontier import named

@@ -1,9 +1,10 @@
-"""Where to cut a loss: positions in its list of equations that make the estimated peak of the backward pass smallest.
+"""Where to cut a loss, and what its pieces keep.
 
-Behind the choice is a model of what is alive while one segment is
-differentiated: the values stored at the cuts before it, what it holds of its own, and gradients. The smallest budget under
-which a sequence of segments exists is found by bisection; for one budget a dynamic programme finds the sequence that
-stores least. Distances between cuts follow from bytes, not from layers.
+`choose` makes a `Choice` of the profile of a loss and a policy; `checkpoints.apply` puts it into effect. Cuts are positions in
+the list of equations that make the estimated peak of the backward pass smallest. Behind them is a model of what is alive while
+one segment is differentiated: the values stored at the cuts before it, what it holds of its own, and gradients. The smallest
+budget under which a sequence of segments exists is found by bisection; for one budget a dynamic programme finds the sequence
+that stores least. Distances between cuts follow from bytes, not from layers.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import (
-    scan_arity,
-    subjaxprs,
-)
+from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.costs import (
@@ -36,6 +34,314 @@ from jaxmem_callbacks.transforms.costs import (
 from jaxmem_callbacks.transforms.loss_profile import CheapValues, LiveBytesProfile, LossProfile, alive, held_by_body
 from jaxmem_callbacks.transforms.save_frontier import FrontierCache, MergedFrontier, SaveSet, frontier, merge_frontiers
 from jaxmem_callbacks.transforms.tracing import Equations, flatten, is_movable, operands_of, refuse_effects, variables
+
+# Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
+_UNNOTICED = 0.003
+# Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
+_WORTH_MOVING = 0.05
+# What is left as it is keeps nothing besides.
+_AS_IT_IS = [SaveSet(0, 0, frozenset(), 0.0, 0.0)]
+_OPAQUE = {"jit", "pjit", "shard_map"}
+
+
+class Segment:
+    """A stretch of equations, with the cheap values it uses made inside it.
+
+    Args:
+        eqns: Flat equations.
+        cheap: Values that are made again in each segment.
+        results: What a later segment or the function's result uses.
+        stored: Those of its results that are in memory until the backward pass anyway; None for all.
+    """
+
+    def __init__(
+        self, eqns: Sequence[Any], cheap: CheapValues, results: frozenset[Any], stored: frozenset[Any] | None = None
+    ) -> None:
+        self.cheap = cheap
+        self.reports = [eqn for eqn in eqns if is_movable(eqn)]
+        own = [eqn for eqn in eqns if not is_movable(eqn)]
+        self.own = [*cheap.equations_for(operands_of(own)), *own]
+        self.report_makers = cheap.equations_for(operands_of(self.reports))
+        self.results = results
+        self._stored = results if stored is None else stored
+
+    @property
+    def eqns(self) -> list[Any]:
+        """The equations as they are, reports included."""
+        return [*self.own, *self.report_makers, *self.reports]
+
+    def frontier(self, known: FrontierCache, *, inside: bool = True) -> list[SaveSet]:
+        """What the segment may keep besides its inputs and what is stored of its results anyway; see `frontier`."""
+        return frontier(self.own, self._stored, known, inside=inside)
+
+    def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
+        """What a checkpoint around it keeps, so that hardly any operations are done again.
+
+        Args:
+            resident: What is there anyway, such as arguments.
+            flops: Operations of the whole loss, for comparison.
+
+        Returns:
+            None where that is no less than JAX keeps without a checkpoint, or where a loop or custom rule would run again
+            whatever is kept of it.
+        """
+        unnoticed = _UNNOTICED * flops
+        if any(subjaxprs(eqn) and equation_flops(eqn) > unnoticed for eqn in self.own):
+            return None
+        points = self.frontier({})
+        kept = next((point for point in points if point.flops <= unnoticed), points[-1])
+        made, roots = {var for eqn in self.own for var in eqn.outvars}, view_roots(self.own)
+        inputs = operands_of(self.own).keys() - made
+        needed = residual_values(self.own, set(), {var for var in inputs if is_inexact(var)})
+        anyway = {roots.get(var, var) for var in self._stored}
+        without = sum(nbytes(var) for var in made.intersection(needed) - anyway)
+        inputs_too = sum(nbytes(var) for var in inputs.difference(needed, resident))
+        return kept.values if kept.bytes + inputs_too < without else None
+
+
+class Loop:
+    """A `scan` whose body is to keep only its inputs, and what is worth keeping in every step.
+
+    Args:
+        eqn: The scan.
+        chunk: How many steps one checkpoint is put around.
+        offload: The policy's words for what waits in host memory.
+    """
+
+    def __init__(self, eqn: Any, chunk: int, offload: Collection[str]) -> None:
+        self.eqn = eqn
+        self.chunk = chunk
+        self.trips = int(eqn.params["length"])
+        self.keeps_on_host = OFFLOAD_KEPT in offload
+        self.moved = _worth_moving(eqn) if OFFLOAD_CUTS in offload else frozenset[int]()
+        self.flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
+        refuse_effects(self.flat.eqns)
+        own = [inner for inner in self.flat.eqns if not is_movable(inner)]
+        self.body = Segment(own, CheapValues({}, {}), frozenset(variables(self.flat.outvars)), stored=frozenset())
+
+    def frontier(self, known: FrontierCache) -> list[SaveSet]:
+        """What each step may keep; ``known`` as in `frontier`."""
+        # XLA for GPUs fails at a loop in a loop that stacks host memory.
+        return self.body.frontier(known, inside=not self.keeps_on_host)
+
+
+def _worth_moving(eqn: Any) -> frozenset[int]:
+    """Places among a loop's carried values of those that hold most of the bytes it stores between its steps."""
+    consts, count = scan_arity(eqn)
+    carried = eqn.invars[consts : consts + count]
+    least = _WORTH_MOVING * sum(map(nbytes, carried))
+    return frozenset(place for place, atom in enumerate(carried) if is_inexact(atom) and nbytes(atom) >= least)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What lies between two cuts.
+
+    Attributes:
+        segment: Its equations.
+        loop: The loop over layers that it is, which gets checkpoints in its body; None for all others.
+        is_checkpointed: Whether it is put under a checkpoint. The end of a loss, which is differentiated first, is not.
+        kept: What it keeps, or each step of the loop, besides its inputs.
+    """
+
+    segment: Segment
+    loop: Loop | None
+    is_checkpointed: bool
+    kept: frozenset[Any] = frozenset()
+
+    @property
+    def trips(self) -> int:
+        """How often it runs, and so how often its kept values are stored."""
+        return 1 if self.loop is None else self.loop.trips
+
+    def frontier(self, known: FrontierCache) -> list[SaveSet]:
+        """What it may keep; nothing where it is left as it is. ``known`` as in `frontier`."""
+        if self.loop is not None:
+            return self.loop.frontier(known)
+        return self.segment.frontier(known) if self.is_checkpointed else _AS_IT_IS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Where a loss is cut, and what its pieces keep.
+
+    Attributes:
+        pieces: In the order of the forward pass.
+        shared: Cheap values that are made once, in front of all pieces.
+        cheap: The others, which are made again in each piece.
+        levels: 2 for checkpoints around groups of segments and loops of loops too.
+        groups: After how many segments each group but the last ends; none for groups of equally many.
+        frontier: What the pieces could keep instead; None where nobody asked.
+    """
+
+    pieces: tuple[Piece, ...]
+    shared: tuple[Any, ...]
+    cheap: CheapValues
+    levels: int
+    groups: tuple[int, ...]
+    frontier: MergedFrontier | None
+
+
+def choose(
+    loss: LossProfile,
+    policy: StepPolicy,
+    *,
+    differentiated: Collection[Any] | None = None,
+    is_local: bool = False,
+    survey: bool = False,
+) -> Choice:
+    """Choose where a loss is cut and what its pieces keep: a function of the loss and the policy alone.
+
+    Args:
+        loss: The loss.
+        policy: Its ``segments``, ``levels``, ``keep`` and ``offload``.
+        differentiated: Arguments that are; None where that is not known.
+        is_local: Whether the loss is the body of a `shard_map`. It gets one level of checkpoints, and its loops are not traced
+            anew: their collectives have no axis there.
+        survey: Whether to find what the pieces could keep even where ``keep`` is 0.
+
+    Raises:
+        PolicyError: more segments than the loss can be cut into, or fewer than it has.
+    """
+    levels = 1 if is_local else policy.levels
+    steps, profile = _steps_of_loops(loss, policy.offloaded, is_local=is_local)
+    places, groups = _places(profile, policy.segments, loss.flat.eqns, levels)
+    # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
+    # combine with; inside a shard_map its collectives would come again.
+    waits = levels == 1 and not is_local and not offloads_by_kind(policy)
+    head = head_position(profile, places) if waits else None
+    bounds = [0, *places, *([] if head is None else [head]), len(loss.flat.eqns)]
+    shared = _shared(loss.flat, bounds, loss.cheap, differentiated)
+    cheap = loss.cheap.without(shared)
+    pieces = _pieces(
+        loss, bounds, head, cheap, {at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()}
+    )
+    merged = None
+    if policy.keep or survey:
+        known: FrontierCache = {}
+        some = pieces[: len(places) + 1]
+        peaks = segment_peaks(profile, places) if survey else ()
+        merged = merge_frontiers([each.frontier(known) for each in some], [each.trips for each in some], peaks)
+        if policy.keep:
+            chosen = zip(some, merged.keep_within(policy.keep), strict=True)
+            pieces[: len(some)] = [replace(piece, kept=values) for piece, values in chosen]
+    if head is not None:
+        flops = sum(map(equation_flops, loss.flat.eqns))
+        dear = pieces[-2].segment.dear_values([*loss.flat.invars, *shared], flops)
+        if dear is not None:
+            pieces[-2] = replace(pieces[-2], is_checkpointed=True, kept=dear)
+    return Choice(
+        pieces=tuple(pieces), shared=tuple(shared), cheap=cheap, levels=levels, groups=tuple(groups), frontier=merged
+    )
+
+
+def offloads_by_kind(policy: StepPolicy) -> bool:
+    """Whether a policy moves values to the host that have no names, which JAX combines with nothing that is kept by name."""
+    return policy.remat == "offload_dot_with_no_batch_dims"
+
+
+def _steps_of_loops(
+    loss: LossProfile, offload: Collection[str], *, is_local: bool
+) -> tuple[dict[int, int], LiveBytesProfile]:
+    """How many steps of each loop one checkpoint is put around, and the bytes of the loss with its loops so."""
+
+    def with_steps(steps: Mapping[int, int]) -> LiveBytesProfile:
+        return _with_loops(loss.live, loss.flat.eqns, steps)
+
+    steps = dict.fromkeys(loss.loops, 1)
+    if not is_local:
+        scans = {at: loss.flat.eqns[at] for at in loss.loops}
+        steps = steps_together(scans, offload, lambda chosen: smallest_peak(with_steps(chosen)))
+    return steps, with_steps(steps)
+
+
+def _with_loops(profile: LiveBytesProfile, eqns: Sequence[Any], steps: Mapping[int, int]) -> LiveBytesProfile:
+    """The same with loops of so many steps under one checkpoint."""
+    rows, stored, residuals = [profile.held], profile.stored.copy(), profile.residuals.copy()
+    for index, together in steps.items():
+        stored[index] = stored_between(eqns[index], together)  # there for the loop itself too, and for all before it
+        residuals[index] = held_together(eqns[index], together) + stored[index]
+        rows.append(np.array([(residuals[index], index, index)], np.int64))
+    return replace(profile, held=np.vstack(rows), stored=stored, residuals=residuals)
+
+
+def _places(
+    profile: LiveBytesProfile, segments: int | None, eqns: Sequence[Any], levels: int
+) -> tuple[list[int], list[int]]:
+    """Where to cut, and after how many segments each group of two levels ends; no groups where they are of equally many."""
+    try:
+        places = choose_cuts(profile, segments)
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
+    # One checkpoint around all that a single equation hides would recompute it and save nothing.
+    opaque = sum(eqn.primitive.name in _OPAQUE for eqn in eqns) == 1
+    if not places and segments is None and not opaque:
+        # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
+        with contextlib.suppress(ValueError):
+            places = choose_cuts(profile, 2)
+    if levels == 1 or not places or profile.forced or segments is not None:
+        return places, []
+    places, bounds = choose_two_levels(profile, places)
+    return places, [places.index(bound) + 1 for bound in bounds]
+
+
+def _pieces(
+    loss: LossProfile, bounds: Sequence[int], head: int | None, cheap: CheapValues, loops: Mapping[int, Loop]
+) -> list[Piece]:
+    """What lies between the cuts; nothing is kept yet."""
+    eqns = loss.flat.eqns
+    results = results_by_segment(eqns, loss.flat.outvars, bounds)
+    stored = [*_stored_results(loss.flat, bounds), None]
+    return [
+        Piece(
+            segment=Segment(eqns[start:end], cheap, results[place], stored[place]),
+            loop=loops.get(start),
+            is_checkpointed=start not in loops and start not in loss.whole and end not in (head, len(eqns)),
+        )
+        for place, (start, end) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _shared(
+    flat: Equations, bounds: Sequence[int], cheap: CheapValues, differentiated: Collection[Any] | None
+) -> list[Any]:
+    """CheapValues values that several segments use and differentiate: casts, such as that of an embedding that is also the head.
+
+    Made again in each segment a cast would have a gradient in each, and these would be added behind it: in another dtype than
+    in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product at the
+    end of the step, and the logits' gradient waits for it. What each segment uses another part of, such as a stack of all
+    layers' weights, or computes something else from is made again all the same: its gradients would need what it is made of.
+    """
+    spans = (flat.eqns[start:end] for start, end in itertools.pairwise(bounds))
+    uses = collections.Counter(var for span in spans for var in cheap.casts_for(operands_of(span), differentiated))
+    return [var for var, count in uses.items() if count > 1]
+
+
+def _stored_results(flat: Equations, bounds: Sequence[int]) -> list[frozenset[Any]]:
+    """What of each segment but the last is in memory until the backward pass, whatever the segment keeps.
+
+    A checkpoint stores all that it takes, and so may a loop or branch. The last segment, which has no checkpoint, stores what
+    derivatives need: not what it only adds.
+    """
+    *bounds, end = bounds
+    last = flat.eqns[bounds[-1] : end]
+    needed = residual_values(last, set(), {var for var in operands_of(last) if is_inexact(var)})
+    inside = operands_of([eqn for eqn in last if subjaxprs(eqn)])
+    return results_by_segment(flat.eqns, [*needed, *inside, *flat.outvars], bounds)
+
+
+def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
+    """What each segment makes that a later one, or the function's result, uses."""
+    last: dict[Any, int] = {}
+    spans = [eqns[start:end] for start, end in itertools.pairwise(bounds)]
+    for position, span in enumerate(spans):
+        last.update(dict.fromkeys(operands_of(span), position))
+    last.update(dict.fromkeys(variables(outvars), len(spans)))
+    return [
+        frozenset(var for eqn in span for var in eqn.outvars if last.get(var, -1) > position)
+        for position, span in enumerate(spans)
+    ]
+
 
 # More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
 _MOST_CANDIDATES = 256
@@ -347,8 +653,6 @@ class _Table:
 
 # Steps are put together where that takes at most this share of the loop's estimated bytes.
 _WORTH = 0.9
-
-
 # An estimated peak this little above the smallest is the same.
 _SAME = 1.001
 
@@ -438,311 +742,3 @@ def _choices(loops: Mapping[int, Any]) -> Iterator[dict[int, int]]:
         if chosen not in seen:
             seen.append(chosen)
             yield chosen
-
-
-# Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
-_UNNOTICED = 0.003
-# Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
-_WORTH_MOVING = 0.05
-# What is left as it is keeps nothing besides.
-_AS_IT_IS = [SaveSet(0, 0, frozenset(), 0.0, 0.0)]
-_OPAQUE = {"jit", "pjit", "shard_map"}
-
-
-class Segment:
-    """A stretch of equations, with the cheap values it uses made inside it.
-
-    Args:
-        eqns: Flat equations.
-        cheap: Values that are made again in each segment.
-        results: What a later segment or the function's result uses.
-        stored: Those of its results that are in memory until the backward pass anyway; None for all.
-    """
-
-    def __init__(
-        self, eqns: Sequence[Any], cheap: CheapValues, results: frozenset[Any], stored: frozenset[Any] | None = None
-    ) -> None:
-        self.cheap = cheap
-        self.reports = [eqn for eqn in eqns if is_movable(eqn)]
-        own = [eqn for eqn in eqns if not is_movable(eqn)]
-        self.own = [*cheap.equations_for(operands_of(own)), *own]
-        self.report_makers = cheap.equations_for(operands_of(self.reports))
-        self.results = results
-        self._stored = results if stored is None else stored
-
-    @property
-    def eqns(self) -> list[Any]:
-        """The equations as they are, reports included."""
-        return [*self.own, *self.report_makers, *self.reports]
-
-    def frontier(self, known: FrontierCache, *, inside: bool = True) -> list[SaveSet]:
-        """What the segment may keep besides its inputs and what is stored of its results anyway; see `frontier`."""
-        return frontier(self.own, self._stored, known, inside=inside)
-
-    def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
-        """What a checkpoint around it keeps, so that hardly any operations are done again.
-
-        Args:
-            resident: What is there anyway, such as arguments.
-            flops: Operations of the whole loss, for comparison.
-
-        Returns:
-            None where that is no less than JAX keeps without a checkpoint, or where a loop or custom rule would run again
-            whatever is kept of it.
-        """
-        unnoticed = _UNNOTICED * flops
-        if any(subjaxprs(eqn) and equation_flops(eqn) > unnoticed for eqn in self.own):
-            return None
-        points = self.frontier({})
-        kept = next((point for point in points if point.flops <= unnoticed), points[-1])
-        made, roots = {var for eqn in self.own for var in eqn.outvars}, view_roots(self.own)
-        inputs = operands_of(self.own).keys() - made
-        needed = residual_values(self.own, set(), {var for var in inputs if is_inexact(var)})
-        anyway = {roots.get(var, var) for var in self._stored}
-        without = sum(nbytes(var) for var in made.intersection(needed) - anyway)
-        inputs_too = sum(nbytes(var) for var in inputs.difference(needed, resident))
-        return kept.values if kept.bytes + inputs_too < without else None
-
-
-class Loop:
-    """A `scan` whose body is to keep only its inputs, and what is worth keeping in every step.
-
-    Args:
-        eqn: The scan.
-        chunk: How many steps one checkpoint is put around.
-        offload: The policy's words for what waits in host memory.
-    """
-
-    def __init__(self, eqn: Any, chunk: int, offload: Collection[str]) -> None:
-        self.eqn = eqn
-        self.chunk = chunk
-        self.trips = int(eqn.params["length"])
-        self.keeps_on_host = OFFLOAD_KEPT in offload
-        self.moved = _worth_moving(eqn) if OFFLOAD_CUTS in offload else frozenset[int]()
-        self.flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
-        refuse_effects(self.flat.eqns)
-        own = [inner for inner in self.flat.eqns if not is_movable(inner)]
-        self.body = Segment(own, CheapValues({}, {}), frozenset(variables(self.flat.outvars)), stored=frozenset())
-
-    def frontier(self, known: FrontierCache) -> list[SaveSet]:
-        """What each step may keep; ``known`` as in `frontier`."""
-        # XLA for GPUs fails at a loop in a loop that stacks host memory.
-        return self.body.frontier(known, inside=not self.keeps_on_host)
-
-
-def _worth_moving(eqn: Any) -> frozenset[int]:
-    """Places among a loop's carried values of those that hold most of the bytes it stores between its steps."""
-    consts, count = scan_arity(eqn)
-    carried = eqn.invars[consts : consts + count]
-    least = _WORTH_MOVING * sum(map(nbytes, carried))
-    return frozenset(place for place, atom in enumerate(carried) if is_inexact(atom) and nbytes(atom) >= least)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """What lies between two cuts.
-
-    Attributes:
-        segment: Its equations.
-        loop: The loop over layers that it is, which gets checkpoints in its body; None for all others.
-        is_checkpointed: Whether it is put under a checkpoint. The end of a loss, which is differentiated first, is not.
-        kept: What it keeps, or each step of the loop, besides its inputs.
-    """
-
-    segment: Segment
-    loop: Loop | None
-    is_checkpointed: bool
-    kept: frozenset[Any] = frozenset()
-
-    @property
-    def trips(self) -> int:
-        """How often it runs, and so how often its kept values are stored."""
-        return 1 if self.loop is None else self.loop.trips
-
-    def frontier(self, known: FrontierCache) -> list[SaveSet]:
-        """What it may keep; nothing where it is left as it is. ``known`` as in `frontier`."""
-        if self.loop is not None:
-            return self.loop.frontier(known)
-        return self.segment.frontier(known) if self.is_checkpointed else _AS_IT_IS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Where a loss is cut, and what its pieces keep.
-
-    Attributes:
-        pieces: In the order of the forward pass.
-        shared: Cheap values that are made once, in front of all pieces.
-        cheap: The others, which are made again in each piece.
-        levels: 2 for checkpoints around groups of segments and loops of loops too.
-        groups: After how many segments each group but the last ends; none for groups of equally many.
-        frontier: What the pieces could keep instead; None where nobody asked.
-    """
-
-    pieces: tuple[Piece, ...]
-    shared: tuple[Any, ...]
-    cheap: CheapValues
-    levels: int
-    groups: tuple[int, ...]
-    frontier: MergedFrontier | None
-
-
-def choose(
-    loss: LossProfile,
-    policy: StepPolicy,
-    *,
-    differentiated: Collection[Any] | None = None,
-    is_local: bool = False,
-    survey: bool = False,
-) -> Choice:
-    """Choose where a loss is cut and what its pieces keep: a function of the loss and the policy alone.
-
-    Args:
-        loss: The loss.
-        policy: Its ``segments``, ``levels``, ``keep`` and ``offload``.
-        differentiated: Arguments that are; None where that is not known.
-        is_local: Whether the loss is the body of a `shard_map`. It gets one level of checkpoints, and its loops are not traced
-            anew: their collectives have no axis there.
-        survey: Whether to find what the pieces could keep even where ``keep`` is 0.
-
-    Raises:
-        PolicyError: more segments than the loss can be cut into, or fewer than it has.
-    """
-    levels = 1 if is_local else policy.levels
-    steps, profile = _steps_of_loops(loss, policy.offloaded, is_local=is_local)
-    places, groups = _places(profile, policy.segments, loss.flat.eqns, levels)
-    # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
-    # combine with; inside a shard_map its collectives would come again.
-    waits = levels == 1 and not is_local and not offloads_by_kind(policy)
-    head = head_position(profile, places) if waits else None
-    bounds = [0, *places, *([] if head is None else [head]), len(loss.flat.eqns)]
-    shared = _shared(loss.flat, bounds, loss.cheap, differentiated)
-    cheap = loss.cheap.without(shared)
-    pieces = _pieces(
-        loss, bounds, head, cheap, {at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()}
-    )
-    merged = None
-    if policy.keep or survey:
-        known: FrontierCache = {}
-        some = pieces[: len(places) + 1]
-        peaks = segment_peaks(profile, places) if survey else ()
-        merged = merge_frontiers([each.frontier(known) for each in some], [each.trips for each in some], peaks)
-        if policy.keep:
-            chosen = zip(some, merged.keep_within(policy.keep), strict=True)
-            pieces[: len(some)] = [replace(piece, kept=values) for piece, values in chosen]
-    if head is not None:
-        flops = sum(map(equation_flops, loss.flat.eqns))
-        dear = pieces[-2].segment.dear_values([*loss.flat.invars, *shared], flops)
-        if dear is not None:
-            pieces[-2] = replace(pieces[-2], is_checkpointed=True, kept=dear)
-    return Choice(
-        pieces=tuple(pieces), shared=tuple(shared), cheap=cheap, levels=levels, groups=tuple(groups), frontier=merged
-    )
-
-
-def offloads_by_kind(policy: StepPolicy) -> bool:
-    """Whether a policy moves values to the host that have no names, which JAX combines with nothing that is kept by name."""
-    return policy.remat == "offload_dot_with_no_batch_dims"
-
-
-def _steps_of_loops(
-    loss: LossProfile, offload: Collection[str], *, is_local: bool
-) -> tuple[dict[int, int], LiveBytesProfile]:
-    """How many steps of each loop one checkpoint is put around, and the bytes of the loss with its loops so."""
-
-    def with_steps(steps: Mapping[int, int]) -> LiveBytesProfile:
-        return _with_loops(loss.live, loss.flat.eqns, steps)
-
-    steps = dict.fromkeys(loss.loops, 1)
-    if not is_local:
-        scans = {at: loss.flat.eqns[at] for at in loss.loops}
-        steps = steps_together(scans, offload, lambda chosen: smallest_peak(with_steps(chosen)))
-    return steps, with_steps(steps)
-
-
-def _with_loops(profile: LiveBytesProfile, eqns: Sequence[Any], steps: Mapping[int, int]) -> LiveBytesProfile:
-    """The same with loops of so many steps under one checkpoint."""
-    rows, stored, residuals = [profile.held], profile.stored.copy(), profile.residuals.copy()
-    for index, together in steps.items():
-        stored[index] = stored_between(eqns[index], together)  # there for the loop itself too, and for all before it
-        residuals[index] = held_together(eqns[index], together) + stored[index]
-        rows.append(np.array([(residuals[index], index, index)], np.int64))
-    return replace(profile, held=np.vstack(rows), stored=stored, residuals=residuals)
-
-
-def _places(
-    profile: LiveBytesProfile, segments: int | None, eqns: Sequence[Any], levels: int
-) -> tuple[list[int], list[int]]:
-    """Where to cut, and after how many segments each group of two levels ends; no groups where they are of equally many."""
-    try:
-        places = choose_cuts(profile, segments)
-    except ValueError as error:
-        raise PolicyError(str(error)) from None
-    # One checkpoint around all that a single equation hides would recompute it and save nothing.
-    opaque = sum(eqn.primitive.name in _OPAQUE for eqn in eqns) == 1
-    if not places and segments is None and not opaque:
-        # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
-        with contextlib.suppress(ValueError):
-            places = choose_cuts(profile, 2)
-    if levels == 1 or not places or profile.forced or segments is not None:
-        return places, []
-    places, bounds = choose_two_levels(profile, places)
-    return places, [places.index(bound) + 1 for bound in bounds]
-
-
-def _pieces(
-    loss: LossProfile, bounds: Sequence[int], head: int | None, cheap: CheapValues, loops: Mapping[int, Loop]
-) -> list[Piece]:
-    """What lies between the cuts; nothing is kept yet."""
-    eqns = loss.flat.eqns
-    results = results_by_segment(eqns, loss.flat.outvars, bounds)
-    stored = [*_stored_results(loss.flat, bounds), None]
-    return [
-        Piece(
-            segment=Segment(eqns[start:end], cheap, results[place], stored[place]),
-            loop=loops.get(start),
-            is_checkpointed=start not in loops and start not in loss.whole and end not in (head, len(eqns)),
-        )
-        for place, (start, end) in enumerate(itertools.pairwise(bounds))
-    ]
-
-
-def _shared(
-    flat: Equations, bounds: Sequence[int], cheap: CheapValues, differentiated: Collection[Any] | None
-) -> list[Any]:
-    """CheapValues values that several segments use and differentiate: casts, such as that of an embedding that is also the head.
-
-    Made again in each segment a cast would have a gradient in each, and these would be added behind it: in another dtype than
-    in the loss as it is written, and by some compilers not before all are there. A v5e's then makes the head's product at the
-    end of the step, and the logits' gradient waits for it. What each segment uses another part of, such as a stack of all
-    layers' weights, or computes something else from is made again all the same: its gradients would need what it is made of.
-    """
-    spans = (flat.eqns[start:end] for start, end in itertools.pairwise(bounds))
-    uses = collections.Counter(var for span in spans for var in cheap.casts_for(operands_of(span), differentiated))
-    return [var for var, count in uses.items() if count > 1]
-
-
-def _stored_results(flat: Equations, bounds: Sequence[int]) -> list[frozenset[Any]]:
-    """What of each segment but the last is in memory until the backward pass, whatever the segment keeps.
-
-    A checkpoint stores all that it takes, and so may a loop or branch. The last segment, which has no checkpoint, stores what
-    derivatives need: not what it only adds.
-    """
-    *bounds, end = bounds
-    last = flat.eqns[bounds[-1] : end]
-    needed = residual_values(last, set(), {var for var in operands_of(last) if is_inexact(var)})
-    inside = operands_of([eqn for eqn in last if subjaxprs(eqn)])
-    return results_by_segment(flat.eqns, [*needed, *inside, *flat.outvars], bounds)
-
-
-def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequence[int]) -> list[frozenset[Any]]:
-    """What each segment makes that a later one, or the function's result, uses."""
-    last: dict[Any, int] = {}
-    spans = [eqns[start:end] for start, end in itertools.pairwise(bounds)]
-    for position, span in enumerate(spans):
-        last.update(dict.fromkeys(operands_of(span), position))
-    last.update(dict.fromkeys(variables(outvars), len(spans)))
-    return [
-        frozenset(var for eqn in span for var in eqn.outvars if last.get(var, -1) > position)
-        for position, span in enumerate(spans)
-    ]

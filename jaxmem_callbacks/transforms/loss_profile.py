@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import (
-    subjaxprs,
-)
+from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.transforms.costs import (
     CHEAP,
     PRODUCTS,
@@ -36,12 +34,8 @@ from jaxmem_callbacks.transforms.tracing import (
 
 # A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
 _SMALL_SHARE = 0.01
-
-
 # The same elements in another dtype, shape or order.
 _RELABELLED = {"convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
-
-
 # A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
 _MOST_STEPS = 24
 

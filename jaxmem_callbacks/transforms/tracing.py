@@ -16,11 +16,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
-from jaxmem_callbacks._compat.jaxprs import (
-    consts_of,
-    open_jaxpr,
-    subjaxprs,
-)
+from jaxmem_callbacks._compat.jaxprs import consts_of, open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import LossRefusedError
 
 # A debug effect without results is moved behind its segment; every other effect would be repeated by a recomputation.
