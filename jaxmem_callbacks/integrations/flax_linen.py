@@ -13,7 +13,7 @@ from typing import Any, cast
 from flax import linen as nn
 
 from jaxmem_callbacks.integrations.module_remat import (
-    Parting,
+    CallSplitter,
     Pattern,
     Rule,
     is_marked,
@@ -30,7 +30,7 @@ from jaxmem_callbacks.transforms.checkpoints import named_policy
 
 __all__ = ["remat"]
 
-_PARTING = Parting(lambda value: isinstance(value, (nn.Module, nn.Variable)) and value.scope is not None)
+_SPLITTER = CallSplitter(lambda value: isinstance(value, (nn.Module, nn.Variable)) and value.scope is not None)
 _AROUND = (
     "\nAnother jm.linen.remat is around this one. If it takes the module, give both patterns to one call, as a mapping."
 )
@@ -110,9 +110,7 @@ class _Calls:
             return call(*args, **kwargs)
         refuse_second_checkpoint(f"`{path}` ({type(module).__name__})")
         self.used.add(self._wanted.index(rule))
-        return _PARTING.through(
-            functools.partial(_checkpointed, named_policy(rule.policy)), module, method, args, kwargs
-        )
+        return _SPLITTER.run(functools.partial(_checkpointed, named_policy(rule.policy)), module, method, args, kwargs)
 
     def unused(self, rule: Rule) -> str:
         """The message about a rule under which nothing was rematerialised."""

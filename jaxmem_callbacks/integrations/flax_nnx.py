@@ -18,8 +18,8 @@ from flax.nnx.transforms.general import merge_inputs, split_inputs
 from jaxmem_callbacks.integrations.nnx_modules import remat
 from jaxmem_callbacks.records.arguments import require_wholes
 from jaxmem_callbacks.records.errors import require_function
-from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, take_apart, whole
-from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, Found, find_batch
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch, split_call
+from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, BatchPlaces, find_batch
 from jaxmem_callbacks.transforms.accumulation.microbatch import accumulated, state_after, unseen
 from jaxmem_callbacks.transforms.frameworks import LossWithState
 from jaxmem_callbacks.transforms.policy import ActivePolicy, active_policy, taking
@@ -149,7 +149,7 @@ def value_and_grad(
                 chosen = _cheaper(loss, active.policy, argnums)
         both = nnx.value_and_grad(in_parts(chosen, has_aux=has_aux), argnums=argnums, has_aux=True, **options)
         with taking(active):
-            value, aux, gradients = whole(*both(*args, **kwargs))
+            value, aux, gradients = of_whole_batch(*both(*args, **kwargs))
         return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
@@ -163,7 +163,7 @@ def _places(argnums: Any, count: int) -> set[int]:
 
 
 def _over_microbatches(
-    loss: Callable[..., Any], active: ActivePolicy, found: Found, *, has_aux: bool, options: dict[str, Any]
+    loss: Callable[..., Any], active: ActivePolicy, found: BatchPlaces, *, has_aux: bool, options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A function of ``(args, kwargs)`` to value, aux and gradients; the modules are left as one plain call leaves them."""
     plain = unseen(loss)
@@ -191,7 +191,7 @@ def _over_microbatches(
     )
 
     def on_arrays(args: Any, kwargs: Any) -> Any:
-        state = state_after(call, take_apart(args, kwargs, found), active.policy.microbatches)
+        state = state_after(call, split_call(args, kwargs, found), active.policy.microbatches)
         return state, accumulated(active, call, args, kwargs, found)
 
     return split_inputs(on_arrays, ctxtag=_ACCUMULATION)

@@ -184,7 +184,7 @@ def refuse_second_checkpoint(name: str) -> None:
         raise PolicyError(msg)
 
 
-class Parting:
+class CallSplitter:
     """Parts pytrees into what is traced and the rest.
 
     Args:
@@ -194,7 +194,7 @@ class Parting:
     def __init__(self, is_object: Callable[[Any], bool]) -> None:
         self._is_object = is_object
 
-    def through(
+    def run(
         self, checkpointed: Callable[..., Any], module: Any, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """The result of ``call(module, *args, **kwargs)``, run by ``checkpointed``.

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxmem_callbacks._compat.checkpoints import is_checkpointed
 from jaxmem_callbacks.integrations.module_remat import (
-    Parting,
+    CallSplitter,
     Pattern,
     Rule,
     is_rematerialising,
@@ -30,7 +30,7 @@ from jaxmem_callbacks.records.errors import PatternError, PolicyError
 from jaxmem_callbacks.transforms.checkpoints import named_policy
 
 _MARK = "_jaxmem_policy"
-_PARTING = Parting(lambda value: isinstance(value, (nnx.Pytree, nnx.Variable)))
+_SPLITTER = CallSplitter(lambda value: isinstance(value, (nnx.Pytree, nnx.Variable)))
 
 
 class Undo:
@@ -186,7 +186,7 @@ def _rematerialised_class(own: type, policy: str) -> type:
         if is_rematerialising():
             return call(self, *args, **kwargs)
         refuse_second_checkpoint(f"A {own.__name__} meant by jm.nnx.remat")
-        return _PARTING.through(functools.partial(_checkpointed, keep), self, call, args, kwargs)
+        return _SPLITTER.run(functools.partial(_checkpointed, keep), self, call, args, kwargs)
 
     def reduce(self: nnx.Module, protocol: Any) -> Any:
         # A pickle must be readable without this process and this library: it holds the module as its author's class.

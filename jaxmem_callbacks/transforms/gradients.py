@@ -19,7 +19,7 @@ from jaxmem_callbacks.records.arguments import require_wholes
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, take_apart, whole
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch, split_call
 from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, find_batch
 from jaxmem_callbacks.transforms.accumulation.microbatch import (
     accumulated,
@@ -130,7 +130,7 @@ def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
             return in_parts(plain, has_aux=has_aux)(*inner_args, **inner_kwargs), None
 
         if count == 1:
-            value, aux, gradients = whole(*differentiate(args, kwargs))
+            value, aux, gradients = of_whole_batch(*differentiate(args, kwargs))
         else:
             assert isinstance(active, ActivePolicy)
             places = {place % len(args) for place in _places(argnums) if -len(args) <= place < len(args)}
@@ -406,7 +406,7 @@ def _of_modules_in_parts(active: ActivePolicy, call: TakenGradient, carried: Los
 
     name = getattr(call.loss, "__name__", type(call.loss).__name__)
     taken = GradientCall(name=name, differentiate=differentiate, evaluate=evaluate)
-    state = state_after(taken, take_apart(args, call.kwargs, found), count)
+    state = state_after(taken, split_call(args, call.kwargs, found), count)
     value, aux, gradients = accumulated(active, taken, args, call.kwargs, found)
     return value, carried.joined(aux, state), gradients[0] if isinstance(call.argnums, int) else gradients
 

@@ -19,7 +19,7 @@ from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxp
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
-from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, Found, is_key
+from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, BatchPlaces, is_key
 from jaxmem_callbacks.transforms.tracing import TracedResult, is_weak, split_arrays, typed
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
@@ -120,7 +120,7 @@ def ratios(aux: Any) -> Any:
     )
 
 
-def whole(parts: Any, gradients: Any) -> tuple[Any, Any, Any]:
+def of_whole_batch(parts: Any, gradients: Any) -> tuple[Any, Any, Any]:
     """Value, aux and gradients of one batch that was taken whole."""
     value, (weight, aux) = parts
     if weight is None:
@@ -157,7 +157,7 @@ class GradientCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
+class SplitCall:
     """The arguments of a call, taken apart.
 
     Attributes:
@@ -180,7 +180,7 @@ class Whole:
         ]
         return self.join(taken)
 
-    def replaced(self, arrays: Sequence[Any], rows: int | None = None) -> Whole:
+    def replaced(self, arrays: Sequence[Any], rows: int | None = None) -> SplitCall:
         """The same call with other arrays."""
         return replace(self, arrays=arrays, rows=self.rows if rows is None else rows)
 
@@ -192,7 +192,7 @@ class Slot:
     index: int
 
 
-def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any], found: Found) -> Whole:
+def split_call(args: Sequence[Any], kwargs: Mapping[str, Any], found: BatchPlaces) -> SplitCall:
     """The arguments of a call, its batch being known."""
 
     def as_array(leaf: Any) -> Any:
@@ -206,10 +206,10 @@ def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any], found: Found) -> 
     kwargs = {k: jax.tree.map(as_array, value) if k in found.places else value for k, value in sorted(kwargs.items())}
     arrays, join = split_arrays((args, kwargs))
     roles = [role for place, value in [*enumerate(args), *kwargs.items()] for role in roles_of(place, value)]
-    return Whole(arrays=arrays, roles=roles, join=join, rows=found.rows)
+    return SplitCall(arrays=arrays, roles=roles, join=join, rows=found.rows)
 
 
-def _role(leaf: jax.Array, place: int | str, found: Found) -> str:
+def _role(leaf: jax.Array, place: int | str, found: BatchPlaces) -> str:
     if place in found.places and leaf.ndim:
         return ROWS
     return KEY if is_key(leaf) or place in found.keys else WHOLE
@@ -258,7 +258,7 @@ class Accumulated:
     program: Any = field(repr=False)
 
 
-def accumulate(call: GradientCall, batch: Whole, count: int, key_of: KeyOf = folded) -> Accumulated:
+def accumulate(call: GradientCall, batch: SplitCall, count: int, key_of: KeyOf = folded) -> Accumulated:
     """The call's results over ``count`` microbatches: gradients summed, everything else stacked."""
     result = TracedResult()
 
@@ -324,7 +324,7 @@ def zeros_like(aval: Any) -> jax.Array:
     return jax.lax.pcast(zeros, varying, to="varying") if varying else zeros
 
 
-def joined(call: GradientCall, batch: Whole, count: int, done: Accumulated) -> tuple[Any, Any, Any]:
+def joined(call: GradientCall, batch: SplitCall, count: int, done: Accumulated) -> tuple[Any, Any, Any]:
     """Value, aux and gradients of the whole batch from those of its microbatches.
 
     Args:
@@ -361,7 +361,7 @@ def narrowed(gradients: Any, types: Sequence[Any]) -> Any:
     return join([typed(array, like.dtype, weak=is_weak(like)) for array, like in zip(arrays, types, strict=True)])
 
 
-def _joined_aux(call: GradientCall, batch: Whole, count: int, aux: Any) -> Any:
+def _joined_aux(call: GradientCall, batch: SplitCall, count: int, aux: Any) -> Any:
     """Scalars as means, weighted values exactly, arrays with one entry a row in the order of the batch."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
     scales = [isinstance(leaf, jax.Array) and leaf.ndim > 1 for _, leaf in flat]

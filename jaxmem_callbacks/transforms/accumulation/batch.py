@@ -37,7 +37,7 @@ class BatchChoice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class BatchPlaces:
     """The batch of one call.
 
     Attributes:
@@ -92,7 +92,7 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
     differentiated: set[int],
     choice: BatchChoice,
     count: int,
-) -> Found:
+) -> BatchPlaces:
     """The arguments to slice into ``count`` microbatches.
 
     The user's choice is taken. Else the arguments named like a batch (`transforms.arg_roles`); where none is, all arguments
@@ -125,7 +125,9 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
             f"Expected a batch of {' or '.join(map(str, near))} rows, or microbatches={' or '.join(fitting) or 1}."
         )
         raise PolicyError(msg)
-    return Found(places=frozenset(one.place for one in batch), keys=frozenset(one.place for one in keys), rows=rows)
+    return BatchPlaces(
+        places=frozenset(one.place for one in batch), keys=frozenset(one.place for one in keys), rows=rows
+    )
 
 
 def is_key(leaf: Any) -> bool:

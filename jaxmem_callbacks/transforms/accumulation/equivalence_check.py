@@ -17,7 +17,7 @@ from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
-    Whole,
+    SplitCall,
     accumulate,
     coarsest,
     in_order,
@@ -48,7 +48,7 @@ class _Quotient(NamedTuple):
     weight: Any
 
 
-def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) -> None:
+def require_weights_that_add_up(call: GradientCall, batch: SplitCall, count: int) -> None:
     """Refuse a weight, of the loss or in its aux, that is not ``count`` times as large for the whole batch as for a microbatch.
 
     Args:
@@ -82,7 +82,7 @@ def require_weights_that_add_up(call: GradientCall, batch: Whole, count: int) ->
         raise PolicyError(msg)
 
 
-def _traced(call: GradientCall, batch: Whole, count: int) -> tuple[Equations, list[_Quotient]]:
+def _traced(call: GradientCall, batch: SplitCall, count: int) -> tuple[Equations, list[_Quotient]]:
     """The loss on one of ``count`` microbatches."""
     result = TracedResult()
 
@@ -110,7 +110,7 @@ def _inputs(flat: Equations, atom: Any) -> tuple[list[Any], list[Any]]:
     return eqns, [var for var in flat.invars if var in used]
 
 
-def _varies(flat: Equations, batch: Whole, atom: Any) -> bool:
+def _varies(flat: Equations, batch: SplitCall, atom: Any) -> bool:
     """Whether rows or random keys have a part in a value."""
     arguments = flat.invars[-len(batch.arrays) :]
     varying = {var for var, role in zip(arguments, batch.roles, strict=True) if role != WHOLE}
@@ -194,7 +194,7 @@ class Comparison:
         return ("on rows of this batch", "on rows of this batch, each repeated", *masked)
 
 
-def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: int = 1) -> Comparison:
+def compare(call: GradientCall, batch: SplitCall, count: int, program: Any, shards: int = 1) -> Comparison:
     """Trace the comparison for a loss that returned a plain scalar.
 
     Args:
@@ -248,7 +248,7 @@ def compare(call: GradientCall, batch: Whole, count: int, program: Any, shards: 
     )
 
 
-def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards: int = 1) -> jax.Array:
+def rounding(call: GradientCall, batch: SplitCall, count: int, program: Any, shards: int = 1) -> jax.Array:
     """Trace how far each part of the full gradient, and each floating entry of aux, moves by rounding: one row a variant.
 
     Args:
@@ -285,7 +285,7 @@ def rounding(call: GradientCall, batch: Whole, count: int, program: Any, shards:
         return jax.lax.map(one, few.stacked)
 
 
-def _precise(call: GradientCall, batch: Whole, program: Any) -> tuple[GradientCall, Any]:
+def _precise(call: GradientCall, batch: SplitCall, program: Any) -> tuple[GradientCall, Any]:
     """A gradient, and that of one microbatch as traced, with what has 16 and fewer bits computed in float32."""
     dtypes = [array.dtype for array in batch.arrays if jnp.issubdtype(array.dtype, jnp.floating)]
     if min(jnp.finfo(dtype).bits for dtype in [coarsest(program), *dtypes]) >= _FLOAT32_BITS:

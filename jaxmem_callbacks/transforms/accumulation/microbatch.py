@@ -19,13 +19,13 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
-    Whole,
+    SplitCall,
     accumulate,
     is_weighted,
     joined,
-    take_apart,
+    split_call,
 )
-from jaxmem_callbacks.transforms.accumulation.batch import ROWS, Found
+from jaxmem_callbacks.transforms.accumulation.batch import ROWS, BatchPlaces
 from jaxmem_callbacks.transforms.accumulation.equivalence_check import (
     compare,
     require_equal,
@@ -74,7 +74,7 @@ def unseen(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulated(
-    active: ActivePolicy, call: GradientCall, args: Sequence[Any], kwargs: Mapping[str, Any], found: Found
+    active: ActivePolicy, call: GradientCall, args: Sequence[Any], kwargs: Mapping[str, Any], found: BatchPlaces
 ) -> tuple[Any, Any, Any]:
     """Value, aux and gradients of a call, taken over microbatches.
 
@@ -89,7 +89,7 @@ def accumulated(
         PolicyError: the loss's gradient would be another one, or that could not be checked; an entry of aux can't be joined.
     """
     count = active.policy.microbatches
-    batch = take_apart(args, kwargs, found)
+    batch = split_call(args, kwargs, found)
     done = accumulate(call, batch, count)
     _, (weight, aux) = done.parts
     if weight is None:
@@ -99,7 +99,7 @@ def accumulated(
     return joined(call, batch, count, done)
 
 
-def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, done: Accumulated) -> None:
+def _admit(active: ActivePolicy, call: GradientCall, batch: SplitCall, count: int, done: Accumulated) -> None:
     """Have a loss compared that does not return what it sums and what it divides by."""
     if active.compared is not None:
         active.compared(call, batch, count, done.program)
@@ -122,7 +122,7 @@ def _admit(active: ActivePolicy, call: GradientCall, batch: Whole, count: int, d
         active.checked.add(signature)
 
 
-def _compare_now(call: GradientCall, batch: Whole, count: int, program: Any) -> None:
+def _compare_now(call: GradientCall, batch: SplitCall, count: int, program: Any) -> None:
     comparisons = []
 
     def differences(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -137,7 +137,7 @@ def _compare_now(call: GradientCall, batch: Whole, count: int, program: Any) -> 
         require_equal(comparisons[0], found, lambda: jax.jit(moved)(batch.arrays))
 
 
-def state_after(call: GradientCall, batch: Whole, count: int) -> Any:
+def state_after(call: GradientCall, batch: SplitCall, count: int) -> Any:
     """The state that one plain call of the loss leaves, which no row of the batch may have a part in.
 
     Raises:
@@ -156,7 +156,7 @@ def state_after(call: GradientCall, batch: Whole, count: int) -> Any:
     return state
 
 
-def _require_independent(call: GradientCall, batch: Whole, count: int, state: Any) -> None:
+def _require_independent(call: GradientCall, batch: SplitCall, count: int, state: Any) -> None:
     """JAX's own batching finds what depends on the rows: mapped over microbatches, such a state would be mapped too."""
     axes = [0 if role == ROWS else None for role in batch.roles]
     stacked = [

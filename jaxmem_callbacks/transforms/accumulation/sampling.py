@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl
 
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
-from jaxmem_callbacks.transforms.accumulation.accumulate import Whole, explicit_place
+from jaxmem_callbacks.transforms.accumulation.accumulate import SplitCall, explicit_place
 from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, is_key
 from jaxmem_callbacks.transforms.tracing import is_variable
 
@@ -141,7 +141,7 @@ class Sample:
         stacked: By the index of each array that has rows: the rows in all variants, one behind the other.
     """
 
-    batch: Whole
+    batch: SplitCall
     rows: int
     few: int
     masks: tuple[int, ...]
@@ -163,7 +163,7 @@ class Sample:
         return _noise(key, number, self.few, self.rows // self.few)
 
 
-def sample(batch: Whole, count: int, program: Any, shards: int) -> Sample:
+def sample(batch: SplitCall, count: int, program: Any, shards: int) -> Sample:
     """A few rows of a batch.
 
     Args:
