@@ -14,6 +14,15 @@ import pytest
 UNOPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
+def kept_compiles(folder):
+    """Variables of processes that compile the same programs: each is compiled once, and read from the folder then."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def alive(process):
     """Whether a process still does anything; what is left of one whose parent died may wait for ever to be looked at."""
     try:

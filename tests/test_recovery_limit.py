@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import UNOPTIMISED
+from tests.processes import UNOPTIMISED, kept_compiles
 
 pytestmark = pytest.mark.timeout(900)  # minutes, where others take the processor
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ def runs(folder, scenarios, **more):
     """What each scenario gave, and stderr; ``more`` variables of the environment."""
     command = [sys.executable, "-m", "tests.recovering", str(folder), *scenarios]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **more}
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **kept_compiles(folder / "compiles"), **more}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout), "stderr": done.stderr}
