@@ -7,6 +7,7 @@ from typing import final
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import CompileResults
 from jaxmem_callbacks.records.plans import Candidate
 
 
@@ -20,15 +21,14 @@ class Said:
 
     def __init__(self, bytes_of: Callable[[jm.StepPolicy], int | None]) -> None:
         self._bytes_of = bytes_of
-        self.left = 6
+        self.remaining = 6
         self.asked = list[jm.StepPolicy]()
-        self.notes = list[str]()
-        self.note = self.notes.append
+        self.results = CompileResults()
 
     def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
-        """As the planner's ledger does."""
-        new, self.asked = asked[: self.left], [*self.asked, *(policy for _, policy in asked[: self.left])]
-        self.left -= len(new)
+        """As the planner's queue does."""
+        new, self.asked = asked[: self.remaining], [*self.asked, *(policy for _, policy in asked[: self.remaining])]
+        self.remaining -= len(new)
         answers = [self._candidate(compiler, policy) for compiler, policy in new]
         return [*answers, *[None] * (len(asked) - len(new))]
 

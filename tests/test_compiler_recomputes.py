@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -12,6 +11,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import CompileResults
 from jaxmem_callbacks.planning.orchestrate import explore
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget, budget_for
@@ -64,15 +64,17 @@ class Said:
 
     def __init__(self, recomputed: Callable[[jm.StepPolicy], int]) -> None:
         self._recomputed = recomputed
-        self.left = 16
+        self.remaining = 16
         self.asked = list[jm.StepPolicy]()
-        self.notes = list[str]()
-        self.note = self.notes.append
-        self.within = contextlib.nullcontext
+        self.results = CompileResults()
+
+    def at_most(self, _compiles: int) -> Said:
+        """All of it."""
+        return self
 
     def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
-        """As the planner's ledger does."""
-        self.left -= len(asked)
+        """As the planner's queue does."""
+        self.remaining -= len(asked)
         self.asked += [policy for _, policy in asked]
         return [self._candidate(compiler, policy) for compiler, policy in asked]
 
@@ -100,18 +102,18 @@ def small() -> Compiler:
 @pytest.mark.core
 @pytest.mark.parametrize("own", [0, 5])
 def test_a_plain_step_that_fits_ends_a_search_only_where_nothing_is_recomputed(small: Compiler, own: int) -> None:
-    ledger: Any = Said(lambda policy: own if policy.remat == "none" else 0)
-    explore(small, (), ledger, remat=True, frontier=False)
-    assert [policy.remat for policy in ledger.asked[:2]] == ["none", "full"]
-    assert (len(ledger.asked) > 2) is bool(own)
+    queue: Any = Said(lambda policy: own if policy.remat == "none" else 0)
+    explore(small, (), queue, remat=True, frontier=False)
+    assert [policy.remat for policy in queue.asked[:2]] == ["none", "full"]
+    assert (len(queue.asked) > 2) is bool(own)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("own", [0, 5])
 def test_fewest_microbatches_fit_only_where_nothing_is_recomputed(small: Compiler, own: int) -> None:
     """Of the whole batch the compiler recomputes some; of microbatches too, or not: then no remat is tried over them."""
-    ledger: Any = Said(lambda policy: 0 if policy.remat != "none" else own if policy.microbatches > 1 else 5)
-    explore(small, (2, 4), ledger, remat=True, frontier=False)
-    over = [policy.remat for policy in ledger.asked if policy.microbatches > 1]
+    queue: Any = Said(lambda policy: 0 if policy.remat != "none" else own if policy.microbatches > 1 else 5)
+    explore(small, (2, 4), queue, remat=True, frontier=False)
+    over = [policy.remat for policy in queue.asked if policy.microbatches > 1]
     assert "none" in over
     assert ("full" in over) is bool(own)

@@ -120,11 +120,11 @@ def asked(
         needs = deeper_needs if policy.segments == deeper.segments else own
         return None if needs is None else needs + int(policy.keep * 1000)
 
-    ledger = Said(bytes_of)
-    ledger.left = left
-    search = RematSearch(compiler, ledger)
+    queue = Said(bytes_of)
+    queue.remaining = left
+    search = RematSearch(compiler, queue)
     search.run(frontier=compiler.problem.budget.bytes is None)
-    return ledger.asked, search
+    return queue.asked, search
 
 
 @pytest.fixture(scope="module")

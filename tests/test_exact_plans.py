@@ -16,6 +16,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.candidate_policies import offers
 from jaxmem_callbacks.planning.choice import choose
 from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compile_queue import CompileResults
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch
@@ -116,9 +117,8 @@ class Reference:
         self.model = model_of(spec)
         self._loss, self._args = loss_of(spec)
         self._traced = jax.make_jaxpr(self._loss)(*self._args)
-        self.left = 0
-        self.notes: list[str] = []
-        self.note = self.notes.append
+        self.remaining = 0
+        self.results = CompileResults()
         self._plans: dict[jm.StepPolicy, Plan] = {}
 
     def compiler(self, budget: int | None = None) -> Compiler:
@@ -139,9 +139,9 @@ class Reference:
         return self.model.cost(self._plans[policy])
 
     def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
-        """As the planner's ledger does."""
-        new = asked[: self.left]
-        self.left -= len(new)
+        """As the planner's queue does."""
+        new = asked[: self.remaining]
+        self.remaining -= len(new)
         answers: list[Candidate | None] = [None] * len(asked)
         for place, (compiler, policy) in enumerate(new):
             needs, again = self.cost(policy)
@@ -164,7 +164,7 @@ class Reference:
 
     def planned(self, budget: int) -> int | None:
         """Operations that are computed again by what the planner chooses for a budget; None where nothing fits."""
-        self.left = COMPILES
+        self.remaining = COMPILES
         search = RematSearch(self.compiler(budget), self)
         search.run(frontier=False)
         found = list(search.found.values())

@@ -66,12 +66,12 @@ def fewer(compiler: Compiler) -> tuple[jm.StepPolicy, int]:
 @pytest.mark.parametrize("budget", [None, 150_000], ids=["frontier", "budget"])
 def test_the_better_of_the_two_goes_on(fewer: tuple[jm.StepPolicy, int], budget: int | None) -> None:
     policy, estimate = fewer
-    ledger = said({None: estimate + 1, policy.segments: estimate // 2})
-    search = RematSearch(compiler_for(budget), ledger)
+    queue = said({None: estimate + 1, policy.segments: estimate // 2})
+    search = RematSearch(compiler_for(budget), queue)
     search.run(frontier=budget is None)
-    assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
-    assert len(ledger.asked) > 3
-    assert {each.segments for each in ledger.asked[3:]} == {policy.segments}
+    assert queue.asked[:3] == [jm.StepPolicy(), FULL, policy]
+    assert len(queue.asked) > 3
+    assert {each.segments for each in queue.asked[3:]} == {policy.segments}
     assert search.full is search.found[policy]
 
 
@@ -82,10 +82,10 @@ def test_what_more_cuts_gave_is_a_point_of_the_frontier_where_it_is_not_beaten(
     policy, estimate = fewer
     kept: dict[int, list[float]] = {}
     for more in (10**3, 10**6):
-        ledger = said({None: estimate + more, policy.segments: estimate})
-        RematSearch(compiler, ledger).run(frontier=True)
-        assert ledger.asked[3].keep == 1, "alone, since it tells what the others are chosen by"
-        kept[more] = sorted(each.keep for each in ledger.asked[4:])
+        queue = said({None: estimate + more, policy.segments: estimate})
+        RematSearch(compiler, queue).run(frontier=True)
+        assert queue.asked[3].keep == 1, "alone, since it tells what the others are chosen by"
+        kept[more] = sorted(each.keep for each in queue.asked[4:])
         assert len(kept[more]) == 2
     near, beaten = kept.values()
     assert near[0] > beaten[0], kept
@@ -94,18 +94,18 @@ def test_what_more_cuts_gave_is_a_point_of_the_frontier_where_it_is_not_beaten(
 
 def test_more_bytes_change_nothing(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
     policy, estimate = fewer
-    ledger = said({None: estimate + 1, policy.segments: estimate + 2})
-    search = RematSearch(compiler, ledger)
+    queue = said({None: estimate + 1, policy.segments: estimate + 2})
+    search = RematSearch(compiler, queue)
     search.run(frontier=True)
-    assert ledger.asked[:3] == [jm.StepPolicy(), FULL, policy]
-    assert {each.segments for each in ledger.asked[3:]} == {None}
+    assert queue.asked[:3] == [jm.StepPolicy(), FULL, policy]
+    assert {each.segments for each in queue.asked[3:]} == {None}
     assert search.full is search.found[FULL]
 
 
 def test_a_compiler_that_fuses_as_estimated_is_not_asked(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
-    ledger = said({None: fewer[1]})
-    RematSearch(compiler, ledger).run(frontier=True)
-    assert {each.segments for each in ledger.asked} == {None}
+    queue = said({None: fewer[1]})
+    RematSearch(compiler, queue).run(frontier=True)
+    assert {each.segments for each in queue.asked} == {None}
 
 
 def step_with_a_head(weights: Any, batch: Any, layers: int = LAYERS, products: int = 1) -> Any:
@@ -130,10 +130,10 @@ def asked_for_fewer(platform: str, layers: int, products: int) -> tuple[float, b
     many = offers(compiler, FULL)
     few = with_enough_cuts(compiler, FULL, many.segments)
     assert few is not None
-    ledger = said({None: few.offered.peak // 2, few.policy.segments: few.offered.peak // 4})
+    queue = said({None: few.offered.peak // 2, few.policy.segments: few.offered.peak // 4})
     there = replace(resolve_target("cpu"), platform=platform)
-    RematSearch(Compiler(replace(compiler.problem, target=there)), ledger).run(frontier=True)
-    return few.offered.peak / many.peak, few.is_less, ledger.asked[2] == few.policy
+    RematSearch(Compiler(replace(compiler.problem, target=there)), queue).run(frontier=True)
+    return few.offered.peak / many.peak, few.is_less, queue.asked[2] == few.policy
 
 
 def test_a_tpus_compiler_is_asked_where_the_estimate_itself_is_less() -> None:
@@ -169,11 +169,11 @@ def test_a_tpus_compiler_is_asked_for_as_many_cuts_as_leave_no_other_segment_muc
 
 
 def test_without_a_compile_left_nothing_is_traced_or_told(compiler: Compiler, fewer: tuple[jm.StepPolicy, int]) -> None:
-    ledger = said({None: fewer[1] + 1})
-    ledger.left = 2
-    RematSearch(compiler, ledger).run(frontier=True)
-    assert ledger.asked == [jm.StepPolicy(), FULL]
-    assert not ledger.notes
+    queue = said({None: fewer[1] + 1})
+    queue.remaining = 2
+    RematSearch(compiler, queue).run(frontier=True)
+    assert queue.asked == [jm.StepPolicy(), FULL]
+    assert not queue.results.notes
 
 
 def test_few_segments_are_not_halved(compiler: Compiler) -> None:

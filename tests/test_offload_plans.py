@@ -15,7 +15,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, offers, offloading_policies
 from jaxmem_callbacks.planning.choice import with_offload
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
 from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
@@ -94,8 +94,8 @@ def test_a_placement_whose_compiles_all_fail_keeps_no_other_from_being_tried(mon
         )
         return Compiler(Problem(train_step=train_step, args=args, kwargs={}, target=target, budget=none))
 
-    failing, other, ledger = compiler(48), compiler(128), Ledger(None, MOST_POLICIES + 2)
-    ledger.compile([(other, other.problem.base)])  # or the compiler would seem to hang, and nothing more be asked
+    failing, other, queue = compiler(48), compiler(128), CompileQueue(budget=CompileBudget(MOST_POLICIES + 2))
+    queue.compile([(other, other.problem.base)])  # or the compiler would seem to hang, and nothing more be asked
 
     def placements() -> Iterator[Compiler]:
         with monkeypatch.context() as patch:
@@ -103,9 +103,9 @@ def test_a_placement_whose_compiles_all_fail_keeps_no_other_from_being_tried(mon
             yield failing
         yield other
 
-    offload(placements(), ledger)
-    assert sum("was ended after 0.01 s" in str(error) for error in ledger.failed) == MOST_POLICIES
-    assert [each.compiler is other for each in ledger.entries] == [True, True]
+    offload(placements(), queue)
+    assert sum("was ended after 0.01 s" in str(error) for error in queue.results.failed) == MOST_POLICIES
+    assert [each.compiler is other for each in queue.results.entries] == [True, True]
 
 
 @pytest.mark.core
@@ -114,16 +114,16 @@ def test_what_one_placement_refuses_is_not_asked_of_the_others() -> None:
         return weights - jm.grad(unrolled)(weights, x)
 
     (first, _), (other, _) = tried_on(step, "cpu", *arguments()), tried_on(step, "cpu", *arguments())
-    ledger, asked = Ledger(None, 16), list[Compiler]()
+    queue, asked = CompileQueue(budget=CompileBudget(16)), list[Compiler]()
 
     def placements() -> Iterator[Compiler]:
         for each in (first, other):
             asked.append(each)
             yield each
 
-    offload(placements(), ledger)
+    offload(placements(), queue)
     assert asked == [first]
-    assert ledger.left == 16
+    assert queue.remaining == 16
 
 
 @pytest.mark.targets

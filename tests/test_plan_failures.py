@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
 from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import OPTIONS, Problem
 from jaxmem_callbacks.planning.request import Budget
@@ -214,12 +214,13 @@ def test_a_loss_without_loops_is_told_once_that_nothing_is_offloaded() -> None:
     def step(weights: Any, x: Any) -> Any:
         return weights - jm.grad(loss)(weights, x)
 
-    budget, ledger = Budget(bytes=1, limit_bytes=1, reason="asked for"), Ledger(None, 16)
+    budget = Budget(bytes=1, limit_bytes=1, reason="asked for")
+    queue = CompileQueue(budget=CompileBudget(16))
     args = jnp.ones((8, 8)), jnp.ones((4, 8))
-    offload([Compiler(Problem(train_step=step, args=args, kwargs={}, target=None, budget=budget))], ledger)
-    (told,) = (note for note in ledger.notes if "no loop that stores" in note)
+    offload([Compiler(Problem(train_step=step, args=args, kwargs={}, target=None, budget=budget))], queue)
+    (told,) = (note for note in queue.results.notes if "no loop that stores" in note)
     assert told.count("offload cuts") > 1
-    assert ledger.left == 16
+    assert queue.remaining == 16
 
 
 @pytest.mark.core

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
 from jaxmem_callbacks.planning.orchestrate import explore
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
@@ -141,18 +141,18 @@ def test_without_a_budget_the_compiles_that_are_left_fill_a_divided_frontier() -
 
 
 def test_on_several_devices_near_the_budget_with_no_compile_left_the_search_ends() -> None:
-    def searched(budget: int) -> Ledger:
+    def searched(budget: int) -> CompileQueue:
         problem = Problem(
             train_step=train_step, args=abstract(), kwargs={}, target=None, budget=budget_for(f"{budget}B", None)
         )
-        traced, ledger = problem.step(problem.base).traced(problem.args, {}), Ledger(None, 3)
-        placed = spread(problem, traced, jm.make_mesh({"fsdp": 8}), "fsdp", ledger.note)
-        explore(Compiler(placed), (), ledger, remat=True, frontier=False)
-        return ledger
+        traced, queue = problem.step(problem.base).traced(problem.args, {}), CompileQueue(budget=CompileBudget(3))
+        placed = spread(problem, traced, jm.make_mesh({"fsdp": 8}), "fsdp", queue.results.note)
+        explore(Compiler(placed), (), queue, remat=True, frontier=False)
+        return queue
 
-    near = searched(min(each.candidate.step_bytes or 0 for each in searched(1024).entries) - 64)
-    assert [each.candidate.fits for each in near.entries] == [False] * 3
-    assert near.left == 0
+    near = searched(min(each.candidate.step_bytes or 0 for each in searched(1024).results.entries) - 64)
+    assert [each.candidate.fits for each in near.results.entries] == [False] * 3
+    assert near.remaining == 0
 
 
 def test_a_mesh_that_divides_part_of_the_work_says_so_and_time_counts_it() -> None:

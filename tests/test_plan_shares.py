@@ -16,8 +16,8 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import Ledger
-from jaxmem_callbacks.planning.orchestrate import explore, go_on, offload
+from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
+from jaxmem_callbacks.planning.orchestrate import explore, offload, resume
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from tests.target_step import keeps_remat, needs_compiler
@@ -96,13 +96,12 @@ def test_a_search_that_was_cut_off_goes_on() -> None:
     )
     budget = Budget(bytes=(plain + full) // 2, limit_bytes=None, reason="half way")
     compiler = Compiler(Problem(train_step=step, args=(state, batch), kwargs={}, target=None, budget=budget))
-    ledger = Ledger(None, 6)
-    with ledger.within(2):
-        explore(compiler, (), ledger, remat=True, frontier=False)
-    assert [each.candidate.fits for each in ledger.entries if each.candidate.policy.keep] == []
-    go_on([compiler], (), ledger, remat=True)
-    assert True in [each.candidate.fits for each in ledger.entries if each.candidate.policy.keep]
-    assert len(ledger.entries) == ledger.asked <= 6
+    queue = CompileQueue(budget=CompileBudget(6))
+    explore(compiler, (), queue.at_most(2), remat=True, frontier=False)
+    assert [each.candidate.fits for each in queue.results.entries if each.candidate.policy.keep] == []
+    resume([compiler], (), queue, remat=True)
+    assert True in [each.candidate.fits for each in queue.results.entries if each.candidate.policy.keep]
+    assert len(queue.results.entries) == queue.budget.used <= 6
 
 
 @pytest.mark.targets
@@ -127,13 +126,13 @@ def test_a_cpu_spends_no_compile_on_offload_and_an_absent_compile_is_told() -> N
     plan = jm.plan(step, *given, progress=False, search={"offload": True})
     assert "Offload was not tried: a CPU's device memory is its host's." in plan.record.notes
     assert not any(each.policy.offload for each in plan.candidates)
-    ledger = Ledger(None, 2)
+    queue = CompileQueue(budget=CompileBudget(2))
     budget = Budget(bytes=None, limit_bytes=None, reason="no limit")
     compiler = Compiler(Problem(train_step=step, args=given, kwargs={}, target=None, budget=budget))
-    explore(compiler, (), ledger, remat=True, frontier=True)
-    offload([compiler], ledger)
-    ledger.note_cut()
-    assert [note for note in ledger.notes if "full, offload cuts" in note], ledger.notes
+    explore(compiler, (), queue, remat=True, frontier=True)
+    offload([compiler], queue)
+    queue.note_skipped()
+    assert [note for note in queue.results.notes if "full, offload cuts" in note], queue.results.notes
 
 
 @keeps_remat

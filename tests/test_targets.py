@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
@@ -316,7 +316,8 @@ def test_a_plan_compiles_two_policies_at_the_same_time(tmp_path, monkeypatch):
     args = shape(32, 32), shape(64, 32)
     problem = Problem(train_step=step, args=args, kwargs={}, target=target, budget=budget_for(None, target))
     compiler = Compiler(problem)
-    found = Ledger(None, 2).compile([(compiler, jm.StepPolicy()), (compiler, jm.StepPolicy(remat="full"))])
+    queue = CompileQueue(budget=CompileBudget(2))
+    found = queue.compile([(compiler, jm.StepPolicy()), (compiler, jm.StepPolicy(remat="full"))])
     assert all(each.step_bytes > 0 for each in found)
     (first_begun, first_ended), (second_begun, second_ended) = (
         json.loads(note.read_text()) for note in (tmp_path / "notes").iterdir()

@@ -14,8 +14,8 @@ from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.choice import pareto
 from jaxmem_callbacks.planning.compile_queue import Progress
-from jaxmem_callbacks.planning.orchestrate import Ask
 from jaxmem_callbacks.planning.plan import make_plan
+from jaxmem_callbacks.planning.request import PlanRequest
 from jaxmem_callbacks.planning.verdict import unfit_reason
 from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
@@ -95,9 +95,9 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             (bool, type(None)),
             "a function progress(what, done, at_most), True, False or None",
         )
-    ask = Ask(target=target, budget=budget, resident=resident, mesh=mesh, search=search, beside=beside)
+    request = PlanRequest(target=target, budget=budget, resident=resident, mesh=mesh, search=search, beside=beside)
     with _told(progress) as told:
-        return Plan(make_plan(train_step, args, kwargs, ask, told))
+        return Plan(make_plan(train_step, args, kwargs, request, told))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

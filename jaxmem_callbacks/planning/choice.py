@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmem_callbacks.planning.compile_queue import Entry, Ledger
+from jaxmem_callbacks.planning.compile_queue import Entry
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.units import format_extra
 
@@ -142,9 +142,9 @@ def _time(candidate: Candidate) -> tuple[float, float]:
     return (math.inf if candidate.modelled_s is None else candidate.modelled_s), bytes_or_inf(candidate)
 
 
-def chosen(ledger: Ledger) -> tuple[Entry, str]:
+def chosen(entries: Sequence[Entry]) -> tuple[Entry, str]:
     """What to use of all that was compiled, and why."""
-    staying = [entry for entry in ledger.entries if not entry.candidate.policy.offload] or ledger.entries
+    staying = [entry for entry in entries if not entry.candidate.policy.offload] or entries
     index, reason = choose([entry.candidate for entry in staying])
-    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in ledger.entries])
-    return next(entry for entry in ledger.entries if entry.candidate is best), why or reason
+    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in entries])
+    return next(entry for entry in entries if entry.candidate is best), why or reason

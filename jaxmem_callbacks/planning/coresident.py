@@ -5,12 +5,12 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.compile_queue import CompileQueue
 from jaxmem_callbacks.planning.problem import Problem, traced_by_name
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes
@@ -26,6 +26,7 @@ from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
 from jaxmem_callbacks.transforms.costs import array_bytes
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
 
+Program: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # that runs beside the step, and its arguments
 _KEPT = (PARAMETERS, OPTIMIZER, STATE)
 
 
@@ -89,7 +90,7 @@ def _resident_arrays(tree: Any) -> Iterator[Held]:
         yield Held(leaf, tuple(leaf.shape), leaf.dtype, array_bytes(shape, leaf.dtype), place)
 
 
-def parse_beside(said: Any) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]:
+def parse_beside(said: Any) -> tuple[Program, ...]:
     """The programs of ``beside=``, each a function with its arguments.
 
     Raises:
@@ -116,9 +117,9 @@ def _named(item: Any) -> list[str]:
 def compile_beside(
     problem: Problem,
     traced: tuple[Traced, Traced],
-    programs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
+    programs: Sequence[Program],
     resident: Resident,
-    ledger: Ledger,
+    queue: CompileQueue,
 ) -> tuple[BesideProgram, ...]:
     """Each program compiled once for the problem's target, the state placed as the problem places it.
 
@@ -127,7 +128,7 @@ def compile_beside(
         traced: The step with the arguments as the user gave them, and as the problem places them.
         programs: Functions and their arguments.
         resident: What stays in memory besides.
-        ledger: Told what is compiled, and counts it.
+        queue: Reports and counts what is compiled.
 
     Raises:
         PlanError: a program fails while it is traced, which is its cause.
@@ -147,7 +148,7 @@ def compile_beside(
     found: list[BesideProgram] = []
     for function, args in programs:
         name = getattr(function, "__name__", type(function).__name__)
-        ledger.tell(f"{name} beside the step")
+        queue.report(f"{name} beside the step")
         with problem.in_mesh():
             with traced_by_name(f"{name}, a program beside the step,", name):
                 own = _as_it_is(function).traced(args, {})
@@ -155,7 +156,7 @@ def compile_beside(
             own = own._replace(
                 leaves=[_placed(leaf, held, problem) for leaf, held in zip(own.leaves, same, strict=True)]
             )
-            needed = _compiled(problem, own, name, ledger)
+            needed = _compiled(problem, own, name, queue)
         taken = {id(held) for held in same if held is not None}
         kept = sum(held.bytes for held in stays if id(held) not in taken) + resident.sizes
         limit = problem.budget.bytes
@@ -201,15 +202,15 @@ def _placed(leaf: Leaf, held: Held | None, problem: Problem) -> Leaf:
     return replace(leaf, value=jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))
 
 
-def _compiled(problem: Problem, traced: Traced, name: str, ledger: Ledger) -> int | None:
-    ledger.beside += 1
+def _compiled(problem: Problem, traced: Traced, name: str, queue: CompileQueue) -> int | None:
+    queue.results.coresident += 1
     if problem.target is None:
-        ledger.beside_compiled += 1
+        queue.results.coresident_uncached += 1
         try:
             compiled = compile_traced_here(traced, name)
         except MemoryRefusalError as refusal:
             return refusal.needed_bytes
         return program_memory(compiled, name=name, platform=jax.default_backend(), target="attached").step_bytes
     answer = lower_traced_for(traced, name, problem.target.name)()
-    ledger.beside_compiled += not answer.cached
+    queue.results.coresident_uncached += not answer.cached
     return answer.needed_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -15,8 +14,8 @@ from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_moved, offloading_policies
 from jaxmem_callbacks.planning.choice import chosen, rank
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import MOST_OF_REMAT, Entry, Ledger
-from jaxmem_callbacks.planning.coresident import Resident, compile_beside, parse_beside
+from jaxmem_callbacks.planning.compile_queue import MOST_OF_REMAT, CompileQueue, Entry
+from jaxmem_callbacks.planning.coresident import Program, Resident, compile_beside
 from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, traced_with_rows, with_rows
 from jaxmem_callbacks.planning.request import BatchSizes, Space
 from jaxmem_callbacks.planning.search import RematSearch
@@ -28,74 +27,74 @@ from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 
 
-def explore(compiler: Compiler, counts: Sequence[int], ledger: Ledger, *, remat: bool, frontier: bool) -> None:
+def explore(compiler: Compiler, counts: Sequence[int], queue: CompileQueue, *, remat: bool, frontier: bool) -> None:
     """Compile policies that keep all on the device, for one placement of the state and one batch.
 
     Args:
         compiler: Of the problem.
         counts: Microbatches to try besides 1, ascending.
-        ledger: Where compiles are counted and kept.
+        queue: Compiles them.
         remat: Whether it may be used.
         frontier: Fill the whole range; else stop where the answer is known.
     """
     bases = [replace(compiler.problem.base, microbatches=count) for count in (1, *counts)]
     if frontier:
         for index, base in enumerate(bases):
-            with ledger.within(ledger.left // (len(bases) - index)):
-                _one(RematSearch(compiler, ledger, base), remat=remat and ledger.left > 1)
+            part = queue.at_most(queue.remaining // (len(bases) - index))
+            _one(RematSearch(compiler, part, base), remat=remat and part.remaining > 1)
         return
-    first = RematSearch(compiler, ledger)
+    first = RematSearch(compiler, queue)
     between = first.ends() if remat else first.alone()
-    if first.is_done or (counts and _fewest(compiler, bases, ledger)) or not between:
+    if first.is_done or (counts and _fewest(compiler, bases, queue)) or not between:
         return
-    last = RematSearch(compiler, ledger, bases[-1])
+    last = RematSearch(compiler, queue, bases[-1])
     if counts and last.ends(plain=False) and last.full is not None and (last.full.fits or not _fits(first.full)):
         last.close_in()
     else:
         first.close_in()
 
 
-def offload(compilers: Iterable[Compiler], ledger: Ledger) -> None:
+def offload(compilers: Iterable[Compiler], queue: CompileQueue) -> None:
     """Compile policies under which values wait in host memory, one placement of the state after the other.
 
     Each over as many microbatches as the best that was compiled of it. Where no compile is left, the first stands for all. What
     is refused of one placement before any compiler sees it, such as for want of a loop, is refused of the others too.
     """
     for compiler in compilers:
-        known = [entry.candidate for entry in ledger.entries if entry.compiler is compiler]
+        known = [entry.candidate for entry in queue.results.entries if entry.compiler is compiler]
         count = min(known, key=rank).policy.microbatches if known else 1
         base = replace(compiler.problem.base, microbatches=count)
-        policies = offloading_policies(compiler, base) if ledger.left else [cuts_moved(base)]
+        policies = offloading_policies(compiler, base) if queue.remaining else [cuts_moved(base)]
         asked = [(compiler, policy) for policy in policies]
-        ledger.compile(asked)
-        if ledger.refused.issuperset(asked):
+        queue.compile(asked)
+        if queue.results.refused.issuperset(asked):
             break
 
 
-def compile_as_written(compiler: Compiler, ledger: Ledger) -> None:
+def compile_as_written(compiler: Compiler, queue: CompileQueue) -> None:
     """The step under its author's own checkpoints, to compare with what replaces them."""
-    ledger.compile([(compiler, replace(compiler.problem.base, own_checkpoints="keep"))])
+    queue.compile([(compiler, replace(compiler.problem.base, own_checkpoints="keep"))])
 
 
-def fill_frontiers(entries: Sequence[Entry], ledger: Ledger) -> None:
+def fill_frontiers(entries: Sequence[Entry], queue: CompileQueue) -> None:
     """Compile what lies between the two ends of some placements, with the compiles that are left: as many as for remat alone.
 
     A pod's program takes its compiler half a minute, and a frontier of so many points is what one device has too.
 
     Args:
         entries: One candidate of each placement, which says over how many microbatches.
-        ledger: Where compiles are counted and kept.
+        queue: Compiles them.
     """
     wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
     for index, (compiler, count) in enumerate(wanted):
         made = sum(
-            entry.compiler is compiler and entry.candidate.policy.microbatches == count for entry in ledger.entries
+            entry.compiler is compiler and entry.candidate.policy.microbatches == count
+            for entry in queue.results.entries
         )
-        most = min(ledger.left // (len(wanted) - index), MOST_OF_REMAT - made)
+        most = min(queue.remaining // (len(wanted) - index), MOST_OF_REMAT - made)
         if most > 0:
-            with ledger.within(most):
-                base = replace(compiler.problem.base, microbatches=count)
-                _one(RematSearch(compiler, ledger, base), remat=ledger.left > 1)
+            part, base = queue.at_most(most), replace(compiler.problem.base, microbatches=count)
+            _one(RematSearch(compiler, part, base), remat=part.remaining > 1)
 
 
 def _one(search: RematSearch, *, remat: bool) -> None:
@@ -109,7 +108,7 @@ def _fits(candidate: Candidate | None) -> bool:
     return candidate is not None and candidate.fits is True
 
 
-def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> bool:
+def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], queue: CompileQueue) -> bool:
     """Whether the step without remat, the compiler's own included, fits over some number of microbatches; compiles the fewest."""
     ladder = bases[::-1]  # the most microbatches, and so the fewest bytes, first; the last is the whole batch
     found: dict[int, Candidate] = {}
@@ -127,8 +126,8 @@ def _fewest(compiler: Compiler, bases: Sequence[StepPolicy], ledger: Ledger) -> 
         return max(under, default=low + 1)
 
     def ask(places: Sequence[int]) -> dict[int, bool]:
-        asked = places[: ledger.left]
-        answers = ledger.compile([(compiler, ladder[place]) for place in asked])
+        asked = places[: queue.remaining]
+        answers = queue.compile([(compiler, ladder[place]) for place in asked])
         found.update({place: each for place, each in zip(asked, answers, strict=True) if each is not None})
         free = {place: each for place, each in found.items() if each.fits and not each.compiler_remat}
         return {place: place in free for place in asked}
@@ -146,20 +145,19 @@ class LargestBatch:
         rows: Its batch.
         sizes: Which numbers of rows to look among.
         counts: Microbatches that may be used besides 1, ascending.
-        ledger: Where compiles are counted and kept.
 
     Raises:
         PlanError: there is no limit to fit into, or no number of rows is left.
     """
 
-    def __init__(self, problem: Problem, rows: Rows, sizes: BatchSizes, counts: Sequence[int], ledger: Ledger) -> None:
+    def __init__(self, problem: Problem, rows: Rows, sizes: BatchSizes, counts: Sequence[int]) -> None:
         if problem.budget.bytes is None:
             msg = (
                 f'search["batch"] asks for the largest batch that fits, and there is no limit to fit into: '
                 f"{problem.budget.reason} Give bytes on one device: budget='12GiB'."
             )
             raise PlanError(msg)
-        self._problem, self._rows, self._counts, self._ledger = problem, rows, counts, ledger
+        self._problem, self._rows, self._counts = problem, rows, counts
         self._unit = math.lcm(sizes.multiple_of, _parts(problem, rows) * max(counts, default=1))
         self._most = None if sizes.at_most is None else sizes.at_most // self._unit
         if self._most == 0:
@@ -172,10 +170,10 @@ class LargestBatch:
         self._compilers: dict[int, Compiler] = {}
         self._found: dict[tuple[int, StepPolicy], Candidate] = {}
 
-    def foreseen(self, space: Space) -> int:
+    def foreseen(self, space: Space, queue: CompileQueue) -> int:
         """Rows that may fit, by two sizes under what needs few bytes or, failing that, the step as it is; 0 where both fail."""
         for policy in dict.fromkeys((self._roomy(space), self._problem.base)):
-            asked = self._two_sizes(policy)
+            asked = self._two_sizes(policy, queue)
             if asked is not None:
                 return self._unit * min(max(self._guess(policy, *asked), asked[0]), self._most or sys.maxsize)
         return 0
@@ -185,7 +183,7 @@ class LargestBatch:
         remat = "full" if space.remat else "none"
         return replace(self._problem.base, remat=remat, microbatches=max(self._counts, default=1))
 
-    def run(self, space: Space) -> None:
+    def run(self, space: Space, queue: CompileQueue) -> None:
         """The largest batch under what needs few bytes, then under what may need fewer; the cheapest step on so many rows.
 
         A row more may take many bytes, so that beside the most rows there is room for values that are kept: that is the answer,
@@ -194,57 +192,50 @@ class LargestBatch:
         plain, roomy = self._problem.base, self._roomy(space)
         further = [replace(roomy, levels=2)] if space.remat else []
         further += [cuts_moved(roomy)] if space.offload else []
-        with self._share(1 if roomy == plain else 2):
-            reached = self._largest(roomy)
+        reached = self._largest(roomy, _one_of(1 if roomy == plain else 2, queue))
         for index, policy in enumerate(further):
             if reached is not None and reached != self._most:
-                with self._share(len(further) - index + 1):
-                    reached = self._beyond(policy, reached)
+                reached = self._beyond(policy, reached, _one_of(len(further) - index + 1, queue))
         if roomy == plain:
             return
         if reached is not None and reached == self._most:
             compiler = self._compiler(reached)
-            with self._ledger.within(self._ledger.left - (MOST_POLICIES if space.offload else 0)):
-                explore(compiler, self._counts, self._ledger, remat=space.remat, frontier=False)
-            offload([compiler] if space.offload else (), self._ledger)
+            staying = queue.at_most(queue.remaining - (MOST_POLICIES if space.offload else 0))
+            explore(compiler, self._counts, staying, remat=space.remat, frontier=False)
+            offload([compiler] if space.offload else (), queue)
             return
         if space.remat and reached:
-            with self._share(2):
-                self._keep_more(roomy, reached)
-        self._largest(plain)
+            self._keep_more(roomy, reached, _one_of(2, queue))
+        self._largest(plain, queue)
 
-    def _keep_more(self, roomy: StepPolicy, reached: int) -> None:
+    def _keep_more(self, roomy: StepPolicy, reached: int, queue: CompileQueue) -> None:
         """Of the most rows, the step that computes least again; nothing to compile where the roomy one does not fit."""
         found = self._found.get((reached, roomy))
         if found is None or not found.fits:
             return
-        search = RematSearch(self._compiler(reached), self._ledger, replace(roomy, remat="none"))
+        search = RematSearch(self._compiler(reached), queue, replace(roomy, remat="none"))
         if search.ends(plain=False):
             search.close_in()
 
-    def _share(self, parts: int) -> AbstractContextManager[None]:
-        """One part of the compiles that are left."""
-        return self._ledger.within(-(-self._ledger.left // parts))
-
-    def _beyond(self, policy: StepPolicy, reached: int) -> int:
+    def _beyond(self, policy: StepPolicy, reached: int, queue: CompileQueue) -> int:
         """The largest batch under a policy that is used only where it reaches further; one compile where it does not."""
-        fits = self._ask(policy, [reached + 1]).get(reached + 1)
+        fits = self._ask(policy, [reached + 1], queue).get(reached + 1)
         if fits is False:
-            self._ledger.note(f"Under {policy_words(policy)} {(reached + 1) * self._unit} rows do not fit either.")
+            queue.results.note(f"Under {policy_words(policy)} {(reached + 1) * self._unit} rows do not fit either.")
         if not fits:
             return reached
-        return self._between(policy, reached + 1, None if self._most is None else self._most + 1)
+        return self._between(policy, (reached + 1, None if self._most is None else self._most + 1), queue)
 
-    def _largest(self, policy: StepPolicy) -> int | None:
+    def _largest(self, policy: StepPolicy, queue: CompileQueue) -> int | None:
         """The largest batch that fits under a policy, in units; None where nothing could be compiled."""
-        asked = self._two_sizes(policy)
-        return None if asked is None else self._between(policy, *asked)
+        asked = self._two_sizes(policy, queue)
+        return None if asked is None else self._between(policy, asked, queue)
 
-    def _two_sizes(self, policy: StepPolicy) -> tuple[int, int | None] | None:
+    def _two_sizes(self, policy: StepPolicy, queue: CompileQueue) -> tuple[int, int | None] | None:
         """The batch as it is and half or twice of it: what fits of them, and what does not; None where none was compiled."""
         start = max(self._rows.count // self._unit, 1)
         start = start if self._most is None else min(start, self._most)
-        first = self._ask(policy, [start])
+        first = self._ask(policy, [start], queue)
         if not first:
             return None
         second = (
@@ -254,20 +245,20 @@ class LargestBatch:
             if self._most is None
             else min(2 * start, self._most)
         )
-        answers = first | (self._ask(policy, [second]) if second != start else {})
+        answers = first | (self._ask(policy, [second], queue) if second != start else {})
         low = max((place for place, fits in answers.items() if fits), default=0)
         end = None if self._most is None else self._most + 1
         return low, min((place for place, fits in answers.items() if not fits), default=end)
 
-    def _between(self, policy: StepPolicy, low: int, high: int | None) -> int:
+    def _between(self, policy: StepPolicy, asked: tuple[int, int | None], queue: CompileQueue) -> int:
         low, high = last_that_fits(
-            low, high, lambda low, high: self._guess(policy, low, high), lambda places: self._ask(policy, places)
+            *asked, lambda low, high: self._guess(policy, low, high), lambda places: self._ask(policy, places, queue)
         )
-        self._tell(policy, low, high)
+        self._note(policy, low, high, queue)
         return low
 
-    def _ask(self, policy: StepPolicy, places: Sequence[int]) -> dict[int, bool]:
-        answers = self._ledger.compile([(self._compiler(place), policy) for place in places])
+    def _ask(self, policy: StepPolicy, places: Sequence[int], queue: CompileQueue) -> dict[int, bool]:
+        answers = queue.compile([(self._compiler(place), policy) for place in places])
         known = {place: each for place, each in zip(places, answers, strict=True) if each is not None}
         self._found |= {(place, policy): each for place, each in known.items()}
         return {place: each.fits is True for place, each in known.items()}
@@ -298,19 +289,21 @@ class LargestBatch:
             return 2 * low if high is None else (low + high) // 2
         return math.floor(x + (room - y) * (x2 - x) / (y2 - y))
 
-    def _tell(self, policy: StepPolicy, low: int, high: int | None) -> None:
+    def _note(self, policy: StepPolicy, low: int, high: int | None, queue: CompileQueue) -> None:
         words, unit = policy_words(policy), self._unit
-        why = "others could not be compiled" if self._ledger.left else "no compile was left to close in"
+        why = "others could not be compiled" if queue.remaining else "no compile was left to close in"
         if low == 0:
             rows = (high or 1) * unit
-            self._ledger.note(f"Under {words} not even {rows} rows fit" + ("." if high == 1 else f"; of fewer, {why}."))
+            queue.results.note(
+                f"Under {words} not even {rows} rows fit" + ("." if high == 1 else f"; of fewer, {why}.")
+            )
         elif self._most is not None and low == self._most:
-            self._ledger.note(f"Under {words} all {low * unit} rows fit that were allowed.")
+            queue.results.note(f"Under {words} all {low * unit} rows fit that were allowed.")
         elif high == low + 1:
-            self._ledger.note(f"Under {words} {low * unit} rows fit and {(low + 1) * unit} do not, both compiled.")
+            queue.results.note(f"Under {words} {low * unit} rows fit and {(low + 1) * unit} do not, both compiled.")
         else:
             bound = "unknown" if high is None else f"below {high * unit}"
-            self._ledger.note(f"Under {words} {low * unit} rows fit; the largest batch is {bound}: {why}.")
+            queue.results.note(f"Under {words} {low * unit} rows fit; the largest batch is {bound}: {why}.")
 
 
 def _parts(problem: Problem, rows: Rows) -> int:
@@ -328,116 +321,117 @@ def _parts_of(leaf: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """What a plan is asked for, as `jm.plan` takes it.
+class ParsedRequest:
+    """A plan's request as it is understood.
 
     Attributes:
-        target: Name of hardware that need not be there, or None.
-        budget: Bytes, text, a share, or None.
+        problem: The step, its arguments, the target and the budget.
+        traced: The plain step.
+        space: What may be varied.
         resident: What else stays in memory.
-        mesh: Axes of the target's devices, where the arguments carry no shardings; None for one axis, ``fsdp``.
-        search: What may be varied; None for remat, and shardings where the arguments carry none.
-        beside: Pairs of a function and its arguments: other programs that must fit.
+        programs: Other programs that must fit.
+        mesh: Axes of the target's devices, as the user gave them.
+        is_divided: Whether the plan places the state.
+        is_open: Whether no budget was given, so that the whole frontier is wanted.
     """
-
-    target: str | None = None
-    budget: str | float | None = None
-    resident: Any = ()
-    mesh: Any = None
-    search: Any = None
-    beside: Any = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """A problem as it was asked, and what was parsed of that."""
 
     problem: Problem
     traced: Traced
     space: Space
-    ask: Ask
     resident: Resident
+    programs: tuple[Program, ...]
+    mesh: Any
+    is_divided: bool
+    is_open: bool
 
 
-def spend(planned: Planned, counts: Sequence[int], ledger: Ledger, *, divided: bool) -> None:
-    """Everything that is to be compiled, one placement of the state after the other."""
-    problem, traced, space, ask = planned.problem, planned.traced, planned.space, planned.ask
+def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue) -> None:
+    """Compile all candidates that are worth it, one placement of the state after the other.
+
+    Args:
+        parsed: The request.
+        counts: Microbatches to try besides 1, ascending.
+        queue: Compiles them.
+    """
+    problem, traced, space, divided = parsed.problem, parsed.traced, parsed.space, parsed.is_divided
     rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
-    ways = list(layouts(problem, traced, space, ask.mesh, ledger)) if divided else [problem]
-    programs = parse_beside(ask.beside)
+    ways = list(layouts(problem, traced, space, parsed.mesh, queue.results.note)) if divided else [problem]
     cut = list[Compiler]()
-    moving = MOST_POLICIES if space.offload and space.batch is None else 0
+    staying = queue.at_most(queue.remaining - (MOST_POLICIES if space.offload and space.batch is None else 0))
     try:
-        with ledger.within(ledger.left - moving):
-            if space.batch is not None and rows is not None:
-                placed = (_with_beside(planned, way, programs, ledger) if programs else way for way in ways)
-                _largest_of([LargestBatch(way, rows, space.batch, counts, ledger) for way in placed], space, ledger)
-                ways = []
-            for index, way in enumerate(ways):
-                placed = _with_beside(planned, way, programs, ledger) if programs else way
-                with ledger.within(ledger.left // (len(ways) - index)):  # what one leaves is for those that follow
-                    compiler, is_whole = Compiler(placed), ask.budget is None and not divided
-                    explore(compiler, counts, ledger, remat=space.remat, frontier=is_whole)
-                    cut += [] if is_whole or ledger.left else [compiler]
-        if space.batch is None and ledger.entries:
-            _use_the_rest(planned, counts, ledger, cut, divided=divided)
+        if space.batch is not None and rows is not None:
+            placed = (_with_coresident(parsed, way, queue) for way in ways)
+            _largest_of([LargestBatch(way, rows, space.batch, counts) for way in placed], space, staying)
+            ways = []
+        for index, way in enumerate(ways):
+            placed = _with_coresident(parsed, way, queue)
+            part = staying.at_most(staying.remaining // (len(ways) - index))  # what one leaves is for those that follow
+            compiler, is_whole = Compiler(placed), parsed.is_open and not divided
+            explore(compiler, counts, part, remat=space.remat, frontier=is_whole)
+            cut += [] if is_whole or part.remaining else [compiler]
+        if space.batch is None and queue.results.entries:
+            _use_the_rest(parsed, counts, queue, cut)
     finally:  # also of what was compiled before Ctrl-C
-        ledger.note_cut()
+        queue.note_skipped()
 
 
-def _largest_of(searches: Sequence[LargestBatch], space: Space, ledger: Ledger) -> None:
+def _largest_of(searches: Sequence[LargestBatch], space: Space, queue: CompileQueue) -> None:
     """The largest batch of some placements: two sizes of each say which may have most rows.
 
     That one has the compiles that are left, and the others what it leaves: divided among several, of which each has nearly as
     many rows, they would be too few for any. Where nothing is foreseen of any, they are divided all the same.
     """
-    reach = [search.foreseen(space) for search in searches] if len(searches) > 1 else [0]
+    reach = [search.foreseen(space, queue) for search in searches] if len(searches) > 1 else [0]
     ranked = sorted(zip(reach, searches, strict=True), key=lambda each: -each[0])
     for index, (_, search) in enumerate(ranked):
-        with ledger.within(ledger.left if max(reach) else ledger.left // (len(ranked) - index)):
-            search.run(space)
+        search.run(space, queue if max(reach) else queue.at_most(queue.remaining // (len(ranked) - index)))
 
 
-def _use_the_rest(
-    planned: Planned, counts: Sequence[int], ledger: Ledger, cut: Sequence[Compiler], *, divided: bool
-) -> None:
+def _one_of(parts: int, queue: CompileQueue) -> CompileQueue:
+    """The queue with one of so many parts of the compiles that remain."""
+    return queue.at_most(-(-queue.remaining // parts))
+
+
+def _use_the_rest(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue, cut: Sequence[Compiler]) -> None:
     """Offload for the best placement, then what was cut off, then offload for the others, then the frontiers."""
-    space = planned.space
+    space, entries = parsed.space, queue.results.entries
     if space.offload:
-        offload(_best_first(ledger)[:1], ledger)
-    go_on(cut, counts, ledger, remat=space.remat)
-    if space.offload and not _is_settled(ledger):
-        offload(_best_first(ledger), ledger)
-    if divided and planned.ask.budget is None and space.remat:
-        least = min(ledger.entries, key=lambda entry: entry.candidate.step_bytes or math.inf)
-        fill_frontiers([chosen(ledger)[0], least], ledger)
+        offload(_best_first(queue)[:1], queue)
+    resume(cut, counts, queue, remat=space.remat)
+    if space.offload and not _is_settled(queue):
+        offload(_best_first(queue), queue)
+    if parsed.is_divided and parsed.is_open and space.remat:
+        least = min(entries, key=lambda entry: entry.candidate.step_bytes or math.inf)
+        fill_frontiers([chosen(entries)[0], least], queue)
 
 
-def _best_first(ledger: Ledger) -> list[Compiler]:
+def _best_first(queue: CompileQueue) -> list[Compiler]:
     """The placements of which anything was compiled."""
-    ranked = sorted(ledger.entries, key=lambda entry: rank(entry.candidate))
+    ranked = sorted(queue.results.entries, key=lambda entry: rank(entry.candidate))
     return list(dict.fromkeys(entry.compiler for entry in ranked))
 
 
-def _is_settled(ledger: Ledger) -> bool:
+def _is_settled(queue: CompileQueue) -> bool:
     """Whether what fits computes nothing again."""
-    best = chosen(ledger)[0].candidate
+    best = chosen(queue.results.entries)[0].candidate
     return best.fits is True and not best.extra_flops
 
 
-def go_on(cut: Sequence[Compiler], counts: Sequence[int], ledger: Ledger, *, remat: bool) -> None:
+def resume(cut: Sequence[Compiler], counts: Sequence[int], queue: CompileQueue, *, remat: bool) -> None:
     """Follow to their end the placements that used up their share of the compiles, the best of them first.
 
     What was compiled is known, so the same search goes on where it was cut off.
     """
-    for compiler in _best_first(ledger):
-        if compiler in cut and ledger.left and not _is_settled(ledger):
-            explore(compiler, counts, ledger, remat=remat, frontier=False)
+    for compiler in _best_first(queue):
+        if compiler in cut and queue.remaining and not _is_settled(queue):
+            explore(compiler, counts, queue, remat=remat, frontier=False)
 
 
-def _with_beside(planned: Planned, placed: Problem, programs: Any, ledger: Ledger) -> Problem:
-    """The same problem, with what must fit beside it."""
+def _with_coresident(parsed: ParsedRequest, placed: Problem, queue: CompileQueue) -> Problem:
+    """The same problem, with the programs that must fit beside it compiled."""
+    if not parsed.programs:
+        return placed
     with placed.in_mesh():
-        there = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
-    found = compile_beside(placed, (planned.traced, there), programs, planned.resident, ledger)
-    return replace(placed, beside=found)
+        traced = placed.step(placed.base).traced(placed.args, dict(placed.kwargs))
+    compiled = compile_beside(placed, (parsed.traced, traced), parsed.programs, parsed.resident, queue)
+    return replace(placed, beside=compiled)

@@ -10,10 +10,18 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.planning.choice import chosen
-from jaxmem_callbacks.planning.compile_queue import MOST, MOST_OF_REMAT, Entry, Ledger, Progress
-from jaxmem_callbacks.planning.coresident import parse_resident
+from jaxmem_callbacks.planning.compile_queue import (
+    MOST,
+    MOST_OF_REMAT,
+    CompileBudget,
+    CompileQueue,
+    CompileResults,
+    Entry,
+    Progress,
+)
+from jaxmem_callbacks.planning.coresident import parse_beside, parse_resident
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
-from jaxmem_callbacks.planning.orchestrate import Ask, Planned, compile_as_written, spend
+from jaxmem_callbacks.planning.orchestrate import ParsedRequest, compile_as_written, run_search
 from jaxmem_callbacks.planning.problem import (
     Problem,
     Rows,
@@ -26,7 +34,7 @@ from jaxmem_callbacks.planning.problem import (
     without_own_checkpoints,
     worth_a_word,
 )
-from jaxmem_callbacks.planning.request import Space, budget_for, parse_search
+from jaxmem_callbacks.planning.request import PlanRequest, Space, budget_for, parse_search
 from jaxmem_callbacks.planning.sharding_candidates import is_divided, with_donation
 from jaxmem_callbacks.planning.verdict import needed_share, note_choice, note_donation, remedies, searches
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes
@@ -64,7 +72,7 @@ def make_plan(
     train_step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    ask: Ask,
+    request: PlanRequest,
     progress: Progress | None = None,
 ) -> PlanRecord:
     """Compile a step under the policies worth trying, and choose; `jm.plan` has the words.
@@ -72,19 +80,19 @@ def make_plan(
     Raises:
         PlanError, TargetError, CompileError, PolicyError: see `jm.plan`.
     """
-    space = parse_search(ask.search)
+    space = parse_search(request.search)
     own = own_step(train_step, args, kwargs)
     own.require_agreement(space)
-    hardware = None if ask.target is None else resolve_target(ask.target)
+    hardware = None if request.target is None else resolve_target(request.target)
     if hardware is not None and hardware.platform == "cpu" and jax.default_backend() == "cpu":
         hardware = None
-    resident = parse_resident(ask.resident)
+    resident = parse_resident(request.resident)
     first = Problem(
         train_step=own.function,
         args=own.args,
         kwargs=own.kwargs,
         target=hardware,
-        budget=budget_for(ask.budget, hardware),
+        budget=budget_for(request.budget, hardware),
         resident_bytes=resident.bytes,
         base=StepPolicy(donate=own.donation),
         state_shardings=own.state_shardings,
@@ -94,85 +102,100 @@ def make_plan(
     traced = traced_plainly(first)
     problem = with_donation(first, donation_of(first, own.donation, space))
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
-    divided = is_divided(problem, traced, space, ask.mesh)
+    divided = is_divided(problem, traced, space, request.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
-    ledger, compared, donation = Ledger(progress, MOST), False, ""
+    results, compared, donation = CompileResults(), False, ""
     if space.own_checkpoints:
-        problem = without_own_checkpoints(problem, ledger.note)
+        problem = without_own_checkpoints(problem, results.note)
     replaces = problem.base.own_checkpoints == "replace"
-    planned = Planned(problem=problem, traced=traced, space=_of_use(space, problem, ledger), ask=ask, resident=resident)
+    undonated = worth_a_word(traced)
+    parsed = ParsedRequest(
+        problem=problem,
+        traced=traced,
+        space=_of_use(space, problem, results),
+        resident=resident,
+        programs=parse_beside(request.beside),
+        mesh=request.mesh,
+        is_divided=divided,
+        is_open=request.budget is None,
+    )
+    queue = CompileQueue(results=results, budget=CompileBudget(MOST), progress=progress)
     try:
-        with interrupts_heard() as ledger.check:
-            counts = _counts(planned, ledger)
-            compared = _compared(planned, counts, ledger)
+        with interrupts_heard() as check:
+            counts = _counts(parsed, results)
+            compared = _compared(parsed, counts, results)
             counts = () if compared is None else counts
-            if not (divided or counts or planned.space.offload or space.batch is not None):
-                ledger.allow(MOST_OF_REMAT + replaces)
-            with ledger.within(ledger.most - bool(worth_a_word(traced)) - replaces):
-                spend(planned, counts, ledger, divided=divided)
-            if not ledger.entries:
-                raise next((each for each in ledger.failed if isinstance(each, CompileTimeoutError)), ledger.failed[0])
+            if not (divided or counts or parsed.space.offload or space.batch is not None):
+                queue = replace(queue, budget=CompileBudget(MOST_OF_REMAT + replaces))
+            queue = replace(queue, check=check)
+            run_search(parsed, counts, queue.at_most(queue.budget.limit - bool(undonated) - replaces))
+            if not results.entries:
+                raise next(
+                    (each for each in results.failed if isinstance(each, CompileTimeoutError)), results.failed[0]
+                )
             if replaces:
-                compile_as_written(chosen(ledger)[0].compiler, ledger)
-            donation = note_donation(ledger, chosen(ledger)[0], own.donation, worth_a_word(traced))
+                compile_as_written(chosen(results.entries)[0].compiler, queue)
+            donation = note_donation(queue, chosen(results.entries)[0], own.donation, undonated)
     except KeyboardInterrupt:
-        ledger.note("Interrupted: this is the best of what was compiled so far.")
-        if not ledger.entries:
+        results.note("Interrupted: this is the best of what was compiled so far.")
+        if not results.entries:
             raise
-    if not compared and any(entry.compiler.unchecked for entry in ledger.entries):
-        ledger.note(_UNCHECKED)
-    best, reason = chosen(ledger)
-    best = _placed_elsewhere(ledger, best)
-    note_choice(ledger, best, traced)
-    record = _record(ledger, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(planned)))
+    if not compared and any(entry.compiler.unchecked for entry in results.entries):
+        results.note(_UNCHECKED)
+    best, reason = chosen(results.entries)
+    best = _placed_elsewhere(queue, best)
+    note_choice(results, best, traced)
+    record = _record(queue, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(parsed)))
     if best.candidate.fits is not False:
         return record
-    obstacles = tuple(dict.fromkeys((*ledger.obstacles, *best.compiler.obstacles)))
-    return replace(record, obstacles=obstacles, remedies=remedies(best, donation), searches=searches(planned, ledger))
+    obstacles = tuple(dict.fromkeys((*results.obstacles, *best.compiler.obstacles)))
+    return replace(record, obstacles=obstacles, remedies=remedies(best, donation), searches=searches(parsed, results))
 
 
-def _of_use(space: Space, problem: Problem, ledger: Ledger) -> Space:
+def _of_use(space: Space, problem: Problem, results: CompileResults) -> Space:
     """What is asked for, without what moves nothing on this platform: it would take compiles from what may help."""
     if not space.offload or problem.platform != "cpu":
         return space
-    ledger.note("Offload was not tried: a CPU's device memory is its host's.")
+    results.note("Offload was not tried: a CPU's device memory is its host's.")
     return replace(space, offload=False)
 
 
-def _placed_elsewhere(ledger: Ledger, best: Entry) -> Entry:
+def _placed_elsewhere(queue: CompileQueue, best: Entry) -> Entry:
     """Of what a TPU's compiler refused and did not place, what makes the peak where there is room for it; one more compile."""
-    if not best.candidate.refusal or best.compiler.problem.platform != "tpu" or not ledger.left:
+    if not best.candidate.refusal or best.compiler.problem.platform != "tpu" or not queue.remaining:
         return best
     try:
-        with interrupts_heard() as ledger.check:
-            ledger.tell(f"{best.compiler.title(best.candidate.policy)} where there is room for it")
+        with interrupts_heard() as check:
+            replace(queue, check=check).report(
+                f"{best.compiler.title(best.candidate.policy)} where there is room for it"
+            )
             peak, name, cached = best.compiler.placed_elsewhere(best.candidate.policy)
     except CompileError as error:
-        ledger.note(f"What makes the peak where there is room for it is unknown: {error}")
+        queue.results.note(f"What makes the peak where there is room for it is unknown: {error}")
         return best
     except KeyboardInterrupt:  # all else is known
-        ledger.note("Interrupted: what makes the peak where there is room for it was not asked.")
+        queue.results.note("Interrupted: what makes the peak where there is room for it was not asked.")
         return best
     if peak is None:
         return best
-    ledger.asked += 1
-    ledger.compiled += not cached
-    return ledger.replace(best, replace(best.candidate, placed_elsewhere=peak, placed_by=name))
+    queue.budget.use(1)
+    queue.results.uncached += not cached
+    return queue.results.replace(best, replace(best.candidate, placed_elsewhere=peak, placed_by=name))
 
 
-def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
+def _counts(parsed: ParsedRequest, results: CompileResults) -> tuple[int, ...]:
     """Numbers of microbatches to try."""
-    problem, asked = planned.problem, planned.space.microbatches
+    problem, asked = parsed.problem, parsed.space.microbatches
     if asked and accumulates_already(problem.args, dict(problem.kwargs)):
-        ledger.note(
+        results.note(
             "Microbatches were not tried: optax.MultiSteps accumulates already (its MultiStepsState is among the arguments), and "
             "both would accumulate twice. Pass the inner optimizer alone to have the plan choose."
         )
         return ()
-    batch = _rows_if_known(planned) if asked else None
+    batch = _rows_if_known(parsed) if asked else None
     rows = None if batch is None else batch.count
     tried = asked if asked != "all" else tuple(2**power for power in range(1, _MOST_MICROBATCHES.bit_length()))
-    if planned.space.batch is not None or rows is None:
+    if parsed.space.batch is not None or rows is None:
         return tried
     uneven = [str(count) for count in tried if rows % count]
     if asked != "all" and len(uneven) == len(tried):
@@ -183,24 +206,24 @@ def _counts(planned: Planned, ledger: Ledger) -> tuple[int, ...]:
         msg = f"Microbatches {', '.join(uneven)} do not divide the {rows} rows of the batch. {meant}"
         raise PlanError(msg)
     if uneven and asked != "all":
-        ledger.note(
+        results.note(
             f"Microbatches {', '.join(uneven)} were not tried: they do not divide the {rows} rows of the batch."
         )
     return tuple(count for count in tried if rows % count == 0)
 
 
-def _rows_if_known(planned: Planned) -> Rows | None:
+def _rows_if_known(parsed: ParsedRequest) -> Rows | None:
     """The step's batch; None where its arguments do not tell, and only the losses' own do."""
-    space = planned.space
+    space = parsed.space
     try:
-        return find_rows(planned.problem, planned.traced, space.batch.argnames if space.batch is not None else ())
+        return find_rows(parsed.problem, parsed.traced, space.batch.argnames if space.batch is not None else ())
     except PlanError:
         return None
 
 
-def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool | None:
+def _compared(parsed: ParsedRequest, counts: Sequence[int], results: CompileResults) -> bool | None:
     """Whether the loss was held against its accumulation on real rows; None, and a note, where it is another gradient."""
-    problem, batch = planned.problem, _rows_if_known(planned)
+    problem, batch = parsed.problem, _rows_if_known(parsed)
     count = next((each for each in counts if batch is None or batch.count % each == 0), None)
     if count is None:
         return False
@@ -209,7 +232,7 @@ def _compared(planned: Planned, counts: Sequence[int], ledger: Ledger) -> bool |
         with traced_with_rows(f"{problem.name} over {count} microbatches"), jax.debug_nans(False):
             return step.compare(problem.args, dict(problem.kwargs))
     except (PolicyError, PlanError) as error:
-        ledger.note(f"Microbatches were not tried: {error}")
+        results.note(f"Microbatches were not tried: {error}")
         return None
 
 
@@ -221,16 +244,16 @@ def _shortened(candidate: Candidate) -> Candidate:
     )
 
 
-def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanRecord:
-    compiler = best.compiler
+def _record(queue: CompileQueue, best: Entry, reason: str, least_bytes: int) -> PlanRecord:
+    compiler, results = best.compiler, queue.results
     problem = compiler.problem
     hardware, limits = problem.target, problem.budget
     candidates = sorted(
-        (entry.candidate for entry in ledger.entries),
+        (entry.candidate for entry in results.entries),
         key=lambda c: (-(c.step_bytes or 0), c.extra_flops, c.policy.remat != "none", repr(c.policy)),
     )
     platform = hardware.platform if hardware is not None else jax.default_backend()
-    answers = [answer for entry in ledger.entries for answer in entry.compiler.answers[:1]]
+    answers = [answer for entry in results.entries for answer in entry.compiler.answers[:1]]
     return PlanRecord(
         step=problem.name,
         target="attached" if hardware is None else hardware.name,
@@ -244,9 +267,9 @@ def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanR
         budget_reason=limits.reason,
         resident_bytes=problem.resident_bytes,
         least_bytes=least_bytes,
-        compiles=ledger.asked,
-        beside_compiles=ledger.beside,
-        compiled=ledger.compiled + ledger.beside_compiled,
+        compiles=queue.budget.used,
+        beside_compiles=results.coresident,
+        compiled=results.uncached + results.coresident_uncached,
         margin=_MARGINS.get(platform, "") if hardware is not None else "",
         versions=_versions(answers, hardware),
         flags={name: str(value) for answer in answers[:1] for name, value in answer.compiler_options.items()},
@@ -256,9 +279,9 @@ def _record(ledger: Ledger, best: Entry, reason: str, least_bytes: int) -> PlanR
         device_kind=kind_here() if hardware is None else hardware.device_kind,
         process_flags=flags_now(),
         fraction=needed_share(best),
-        own_checkpoints=tuple(dict.fromkeys(each for entry in ledger.entries for each in entry.compiler.left_alone)),
+        own_checkpoints=tuple(dict.fromkeys(each for entry in results.entries for each in entry.compiler.left_alone)),
         gradients=problem.gradients,
-        notes=tuple(dict.fromkeys((*ledger.notes, *compiler.notes))),
+        notes=tuple(dict.fromkeys((*results.notes, *compiler.notes))),
     )
 
 

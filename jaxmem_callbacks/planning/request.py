@@ -20,6 +20,27 @@ _MOST_GIB = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What a plan is asked for, as `jm.plan` takes it.
+
+    Attributes:
+        target: Name of hardware that need not be there, or None.
+        budget: Bytes, text, a share, or None.
+        resident: What else stays in memory.
+        mesh: Axes of the target's devices, where the arguments carry no shardings; None for one axis, ``fsdp``.
+        search: What may be varied; None for remat, and shardings where the arguments carry none.
+        beside: Pairs of a function and its arguments: other programs that must fit.
+    """
+
+    target: str | None = None
+    budget: str | float | None = None
+    resident: Any = ()
+    mesh: Any = None
+    search: Any = None
+    beside: Any = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """How much a step may use.
 

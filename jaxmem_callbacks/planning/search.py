@@ -25,7 +25,7 @@ from jaxmem_callbacks.planning.candidate_policies import (
 )
 from jaxmem_callbacks.planning.choice import WORTH, bytes_or_inf
 from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import Ledger
+from jaxmem_callbacks.planning.compile_queue import CompileQueue
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -55,13 +55,13 @@ class RematSearch:
 
     Args:
         compiler: Compiles the step under a policy.
-        ledger: Where the compiles are counted and kept.
+        queue: Compiles, within this search's part of the budget.
         base: The policy without remat; None for the problem's own.
     """
 
-    def __init__(self, compiler: Compiler, ledger: Ledger, base: StepPolicy | None = None) -> None:
+    def __init__(self, compiler: Compiler, queue: CompileQueue, base: StepPolicy | None = None) -> None:
         self._compiler = compiler
-        self._ledger = ledger
+        self._queue = queue
         self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
         self._offered = Offered()
@@ -105,9 +105,9 @@ class RematSearch:
             self._offered = offers(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
             if isinstance(error, LossRefusedError) and self._compiler.left_alone:  # the verdict says where they are
-                self._ledger.note("Remat was not tried: nothing but the loss's own checkpoints could be cut.")
+                self._queue.results.note("Remat was not tried: nothing but the loss's own checkpoints could be cut.")
             else:
-                self._ledger.note_obstacle(f"Remat was not tried: {error}")
+                self._queue.results.note_obstacle(f"Remat was not tried: {error}")
             self._compile([self._plain] if plain else [])
             return False
         self._compile([self._plain, self._full] if plain else [self._full])
@@ -127,7 +127,7 @@ class RematSearch:
         cuts are asked for as leave no other segment much longer.
         """
         full = self.full
-        if not self._ledger.left or full is None or full.step_bytes is None or full.temp_bytes is None:
+        if not self._queue.remaining or full is None or full.step_bytes is None or full.temp_bytes is None:
             return
         problem = self._compiler.problem
         is_tpu = problem.platform == "tpu"
@@ -150,7 +150,7 @@ class RematSearch:
         other numbers without fusions is not worth a compile either.
         """
         deeper, full = self._offered.deeper, self.full
-        if deeper is None or full is None or not self._ledger.left:
+        if deeper is None or full is None or not self._queue.remaining:
             return
         self._compile([deeper.policy])
         asked = self.found.get(deeper.policy)
@@ -185,7 +185,7 @@ class RematSearch:
                 points.insert(place, (max(need, before), replace(found, work=found.flops + offer.work - offer.flops)))
         known = {place for place, (_, offer) in enumerate(points) if self._measured(offer) is not None}
         needs, every = np.array([need for need, _ in points]), [offer for _, offer in points]
-        return spread(every, self._ledger.left, needs=needs, flops=self._compiler.plain.flops, known={0, *known})
+        return spread(every, self._queue.remaining, needs=needs, flops=self._compiler.plain.flops, known={0, *known})
 
     def _of_other_cuts(self) -> list[Offer]:
         """What was compiled with remat and is not among the offers: points of the frontier too, where they are not beaten."""
@@ -237,7 +237,7 @@ class RematSearch:
         # A full budget is asked too until something is kept: at the lower end that may take no byte more.
         while between[0] == 0 or self._most_that_fits() < _FILLED * room.bytes:
             needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
-            places = room.next_places(needs, between, self._ledger.left)
+            places = room.next_places(needs, between, self._queue.remaining)
             if not places:
                 break
             self._compile([offered[place].policy for place in places])
@@ -293,7 +293,7 @@ class RematSearch:
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = WORTH * self._compiler.plain.flops
         near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._ledger.left), 0)]])
+        self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._queue.remaining), 0)]])
 
     def _is_near(self, limit: int) -> bool:
         """Whether what comes nearest, of what does not fit, is so near that another policy may fit."""
@@ -312,7 +312,7 @@ class RematSearch:
         return max(max(ratios, default=part), _LEAST_PART * part)
 
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
-        answers = self._ledger.compile([(self._compiler, policy) for policy in policies])
+        answers = self._queue.compile([(self._compiler, policy) for policy in policies])
         self.found |= {policy: found for policy, found in zip(policies, answers, strict=False) if found is not None}
 
 

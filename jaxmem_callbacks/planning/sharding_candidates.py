@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxmem_callbacks.planning.compile_queue import Ledger
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.request import Space
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes
@@ -273,7 +272,9 @@ def _as_written(asked: Sequence[str | ShardingRules]) -> Any:
     return shown[0] if len(shown) == 1 else shown
 
 
-def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: Ledger) -> Iterator[Problem]:
+def layouts(
+    problem: Problem, traced: Traced, space: Space, mesh: Any, note: Callable[[str], None]
+) -> Iterator[Problem]:
     """The problem under each sharding; those that split nothing or whose arguments alone are too much are noted.
 
     Raises:
@@ -285,17 +286,17 @@ def layouts(problem: Problem, traced: Traced, space: Space, mesh: Any, ledger: L
     for index, sharding in enumerate(tried):
         words = policy_words(StepPolicy(sharding=sharding)).partition(":")[0]
         try:
-            divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding, ledger.note)
+            divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding, note)
             _require_state_for(sharding, traced)
             arguments = argument_bytes(divided)
         except PolicyError as error:  # it would split nothing, or the mesh has no axis for it
             refused = error
-            ledger.note(f"{words} was not tried: {error}")
+            note(f"{words} was not tried: {error}")
             continue
         is_last = index == len(tried) - 1 and not given
         limit = problem.budget.bytes
         if space.batch is None and limit is not None and arguments + problem.resident_bytes > limit and not is_last:
-            ledger.note(f"{words} was not compiled: its arguments alone are {format_bytes(arguments)} on each device.")
+            note(f"{words} was not compiled: its arguments alone are {format_bytes(arguments)} on each device.")
             continue
         given += 1
         yield divided

@@ -10,8 +10,8 @@ import jax
 
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.candidate_policies import cuts_moved
-from jaxmem_callbacks.planning.compile_queue import Entry, Ledger
-from jaxmem_callbacks.planning.orchestrate import Planned
+from jaxmem_callbacks.planning.compile_queue import CompileQueue, CompileResults, Entry
+from jaxmem_callbacks.planning.orchestrate import ParsedRequest
 from jaxmem_callbacks.planning.problem import (
     find_rows,
     own_jit,
@@ -70,11 +70,11 @@ def _fewer_resident(entry: Entry) -> str:
     return f"Without the {format_bytes(resident)} that stay beside the step it fits: are they needed while it runs?"
 
 
-def searches(planned: Planned, ledger: Ledger) -> tuple[str, ...]:
+def searches(parsed: ParsedRequest, results: CompileResults) -> tuple[str, ...]:
     """Searches that were not tried and that the step's losses can have, as options of the command line."""
-    problem = planned.problem
-    tried = [entry.candidate.policy for entry in ledger.entries]
-    about = " ".join(note for note in ledger.notes if "not tried" in note or "not compiled" in note).lower()
+    problem = parsed.problem
+    tried = [entry.candidate.policy for entry in results.entries]
+    about = " ".join(note for note in results.notes if "not tried" in note or "not compiled" in note).lower()
     ways = {
         "microbatches=2,4": replace(problem.base, microbatches=2),
         "offload": cuts_moved(problem.base),
@@ -86,16 +86,16 @@ def searches(planned: Planned, ledger: Ledger) -> tuple[str, ...]:
     return tuple(
         advise("plan.search", search=way)
         for way, policy in ways.items()
-        if not looked_at[way] and _can_be_had(planned, policy)
+        if not looked_at[way] and _can_be_had(parsed, policy)
     )
 
 
-def _can_be_had(planned: Planned, policy: StepPolicy) -> bool:
+def _can_be_had(parsed: ParsedRequest, policy: StepPolicy) -> bool:
     """Whether the step can be traced under a policy, and where it accumulates, whether its gradient stays the same."""
-    problem = planned.problem
+    problem = parsed.problem
     try:
         if policy.microbatches > 1:
-            rows = find_rows(problem, planned.traced).count
+            rows = find_rows(problem, parsed.traced).count
             if rows % policy.microbatches:
                 return False
     except PlanError:  # which argument holds the batch is the losses' to say
@@ -123,49 +123,49 @@ def needed_share(best: Entry) -> float | None:
     return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
 
 
-def note_choice(ledger: Ledger, best: Entry, traced: Traced) -> None:
+def note_choice(results: CompileResults, best: Entry, traced: Traced) -> None:
     """What is to be said of the policy that is used."""
     if best.candidate.peak is not None:
-        note = ledger.note_obstacle if best.candidate.fits is False else ledger.note
+        note = results.note_obstacle if best.candidate.fits is False else results.note
         for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
             note(words)
-    _note_share(ledger, best)
-    _note_idle_devices(ledger, best)
-    _note_undone(ledger, best)
+    _note_share(results, best)
+    _note_idle_devices(results, best)
+    _note_undone(results, best)
     for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):
-        ledger.note(words)
+        results.note(words)
 
 
-def _note_share(ledger: Ledger, best: Entry) -> None:
+def _note_share(results: CompileResults, best: Entry) -> None:
     """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
     problem, share = best.compiler.problem, needed_share(best)
     if share is not None and problem.target is not None:
-        ledger.note(
+        results.note(
             f"It needs more than the {format_bytes(problem.budget.untold_bytes)} that JAX's allocator takes of "
             f"{problem.target.name} unless told otherwise. Start with {FRACTION}={share:g} or more."
         )
 
 
-def _note_idle_devices(ledger: Ledger, best: Entry) -> None:
+def _note_idle_devices(results: CompileResults, best: Entry) -> None:
     """Where a step is planned for some of the attached devices, say how to use the others."""
     problem, count = best.compiler.problem, jax.device_count()
     if problem.target is None and problem.device_count < count:
-        ledger.note(
+        results.note(
             f"This is planned for {problem.device_count} of {count} attached devices. To divide the step among all of them, give "
             "arguments without shardings and search={'sharding': True}."
         )
 
 
-def _note_undone(ledger: Ledger, best: Entry) -> None:
+def _note_undone(results: CompileResults, best: Entry) -> None:
     """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
-    tried = [entry.candidate for entry in ledger.entries if entry.compiler is best.compiler]
+    tried = [entry.candidate for entry in results.entries if entry.compiler is best.compiler]
     own = best.compiler.problem.base.own_checkpoints
     whole = [each for each in tried if each.policy.microbatches == 1 and each.policy.own_checkpoints == own]
     plain = [each.temp_bytes or 0 for each in whole if each.policy.remat == "none"]
     again = [each.temp_bytes or 0 for each in whole if each.policy.remat != "none"]
     is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
     if is_old_cpu and plain and again and min(again) > _MUCH * min(plain):
-        ledger.note(
+        results.note(
             f"No remat saves much here. This may be the CPU's compiler: before jax {'.'.join(map(str, _CPU_KEEPS_REMAT))} (this "
             f"is {jax.__version__}) it undoes checkpoints outside loops. Plan for the hardware that trains, such as "
             "target='h100_sxm'; it need not be there."
@@ -192,11 +192,11 @@ def _over(record: PlanRecord, best: Candidate) -> str:
     return f"needs {format_bytes(best.step_bytes)} on {where}, {format_bytes(over)} more than the {allowed}"
 
 
-def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[str]) -> str:
+def note_donation(queue: CompileQueue, entry: Entry, said: Any, undonated: Sequence[str]) -> str:
     """Say what donation saves in the chosen step.
 
     Args:
-        ledger: Counts the one compile that this takes.
+        queue: Counts the one compile that this takes.
         entry: The chosen candidate.
         said: The step's own word about donation.
         undonated: Arguments that the step, by that word, returns updated and does not donate.
@@ -205,27 +205,27 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
         The sentence where donation makes a step fit that does not fit without it, else an empty text.
     """
     policy, compiled = entry.candidate.policy, entry.candidate.step_bytes
-    if not undonated or compiled is None or _is_off(ledger):
+    if not undonated or compiled is None or _is_off(queue.results):
         return ""
     names = ", ".join(undonated)
     try:
         if policy.donate != said:
-            (other,) = ledger.compile([(entry.compiler, replace(policy, donate=said))])
+            (other,) = queue.compile([(entry.compiler, replace(policy, donate=said))])
             if other is not None and other.step_bytes is not None:
                 saved = format_bytes(other.step_bytes - compiled)
-                ledger.note(
+                queue.results.note(
                     f"Donating {names} saves {saved}: {format_bytes(compiled)} in place of {format_bytes(other.step_bytes)}."
                 )
             return ""
-        ledger.tell(f"{names} donated")
-        ledger.asked += 1
+        queue.report(f"{names} donated")
+        queue.budget.use(1)
         donating, cached = entry.compiler.donating(policy, undonated)
-        ledger.beside_compiled += not cached
+        queue.results.coresident_uncached += not cached
     except CompileError as error:
-        ledger.note(f"What donating {names} would save is unknown: {error}")
+        queue.results.note(f"What donating {names} would save is unknown: {error}")
         return ""
     if donating is None or donating >= compiled:
-        ledger.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
+        queue.results.note(f"{names}: returned updated and not donated; donating would save nothing here, as compiled.")
         return ""
     problem = entry.compiler.problem
     limit = problem.budget.bytes
@@ -237,15 +237,15 @@ def note_donation(ledger: Ledger, entry: Entry, said: Any, undonated: Sequence[s
     )
     if is_enough:
         return words
-    ledger.note(words)
+    queue.results.note(words)
     return ""
 
 
-def _is_off(ledger: Ledger) -> bool:
+def _is_off(results: CompileResults) -> bool:
     """Whether JAX donates nothing, which is noted."""
     is_off = bool(jax.config.jax_debug_nans)  # pyright: ignore[reportAttributeAccessIssue] - 0.10
     if is_off:
-        ledger.note("jax_debug_nans is on: JAX donates nothing while it is.")
+        results.note("jax_debug_nans is on: JAX donates nothing while it is.")
     return is_off
 
 
