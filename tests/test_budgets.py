@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.bisect import Room, closer
+from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from tests.target_step import keeps_remat, needs_compiler, shape
 
 TARGETS = [
@@ -79,7 +79,7 @@ def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(
 def asked(kept: list[int], needs: list[int], room: int, most: int, knee: int) -> tuple[tuple[int, int], int]:
     """What is open in the end, and how many were asked."""
     known, between, left = {0: needs[0]}, (0, len(kept)), most
-    open_ = Room(bytes=room, kept=np.array(kept, np.float64), knee=knee)
+    open_ = BytesBracket(bytes=room, kept=np.array(kept, np.float64), knee=knee)
     while places := open_.next_places(known, between, left):
         assert len(set(places)) == len(places) <= left
         assert all(between[0] < place < between[1] for place in places)

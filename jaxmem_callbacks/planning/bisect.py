@@ -1,4 +1,4 @@
-"""Bisection by compiled bytes: the last of some ordered policies or sizes that fits."""
+"""Bisection by compiled bytes: the last of some ordered policies or sizes that fits, found with few compiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
     Args:
         low: A place that fits, or the place before the first.
         high: A later place that does not fit; None where the places go on.
-        guess: Where between both the last that fits may be; what it says is brought between them.
+        guess: Where between both the last that fits may be; it is brought between them.
         ask: Which of some places fit. An empty answer ends the search, such as when no compile is left.
 
     Returns:
@@ -75,8 +75,8 @@ def _middle(low: int, high: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """What is to be filled, and with what.
+class BytesBracket:
+    """Bytes to fill, and the ordered policies that may fill them.
 
     Attributes:
         bytes: What a step may need.
@@ -89,12 +89,12 @@ class Room:
     knee: int
 
     def next_places(self, needs: Mapping[int, int], between: tuple[int, int], most: int) -> list[int]:
-        """The places to compile next: the last that fits for sure if needs rise as said above, and the last that may.
+        """The places to compile next: the last that fits by an upper bound of its needs, and the last that may by a lower bound.
 
-        Two compilers run at a time. So where the two are the same, the one behind it is asked too; and of an odd number of asks
-        the first is the one that may alone, since what it needs tells more than any estimate. A single ask lies in the middle.
-        But where only the first place is known, the last two asks begin with what fits for sure, alone: buffers are laid out
-        anew, and where a byte takes a little more than one, the second is mended by the first.
+        Two compilers run at a time. Where both places are the same, the next one is compiled too. Of an odd number of compiles
+        the first is the one that may fit, alone: a measured need is worth more than any estimate. A single compile lies in the
+        middle. Where only the first place is known, the last two compiles begin with the one that fits by the upper bound,
+        alone: its measured need corrects the estimate for the second.
 
         Args:
             needs: Bytes that the step needs at some places, the first among them.

@@ -129,7 +129,7 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
 
 
 def own_offers(compiler: Compiler, full: StepPolicy) -> list[Offer]:
-    """What may be kept with the cuts that the library chooses, ascending in bytes: of `offers` what one trace tells.
+    """What may be kept with the cuts that the library chooses, ascending in bytes, as far as one trace shows.
 
     Raises:
         PolicyError, LossRefusedError: as `offers`.
@@ -198,8 +198,8 @@ def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> OtherC
 
 def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[FrontierPoint, ...]]:
     """For each loss of the step that may keep anything, what other shares would keep; where none may, for the first."""
-    told = compiler.facts(policy, survey=True).shares
-    return [curve for curve in told if len(curve) > 1] or list(told[:1])
+    curves = compiler.facts(policy, survey=True).shares
+    return [curve for curve in curves if len(curve) > 1] or list(curves[:1])
 
 
 def _of_given_numbers(
@@ -331,7 +331,7 @@ def _within(factor: float, needs: np.ndarray, work: np.ndarray, known: np.ndarra
     return places
 
 
-MOST_POLICIES = 4  # that `offloading_policies` tells: compiles that a search sets aside
+MOST_POLICIES = 4  # that `offloading_policies` returns: compiles that a search sets aside
 _BOTH = (OFFLOAD_CUTS, OFFLOAD_KEPT)
 
 
@@ -339,7 +339,7 @@ def cuts_moved(base: StepPolicy) -> StepPolicy:
     """The policy that offloads and needs fewest bytes: cuts wait in host memory, and nothing else is kept.
 
     Args:
-        base: What else it says: sharding, microbatches, donation. Its remat is not looked at.
+        base: The other settings: sharding, microbatches, donation. Its remat is ignored.
     """
     return replace(base, remat="full", segments=None, levels=1, keep=0.0, save=(), offload=(OFFLOAD_CUTS,))
 
@@ -353,7 +353,7 @@ def offloading_policies(compiler: Compiler, base: StepPolicy) -> list[StepPolicy
 
     Args:
         compiler: Traces the step under a policy.
-        base: What else they say, as of `cuts_moved`.
+        base: The other settings, as for `cuts_moved`.
     """
     full = cuts_moved(base)
     moved = replace(full, keep=_share_worth_moving(compiler, replace(full, offload=())))
@@ -364,16 +364,17 @@ def offloading_policies(compiler: Compiler, base: StepPolicy) -> list[StepPolicy
 def _share_worth_moving(compiler: Compiler, full: StepPolicy) -> float:
     """The share of what loops could keep that takes least time where it waits in host memory; 1 where none is worth its way.
 
-    What an operation and a byte cost is told by three modelled times: all computed again, all kept here, all kept there.
+    The costs of an operation and of a byte come from three modelled times: all computed again, all kept on the device, all kept
+    on the host.
     """
     everything = replace(full, keep=1.0)
     try:
         there = compiler.facts(replace(everything, offload=(OFFLOAD_KEPT,))).modelled_s
         here, again = compiler.facts(everything).modelled_s, compiler.facts(full).modelled_s
-        if there is None or here is None or again is None:  # nobody says how fast the device or its host's link is
+        if there is None or here is None or again is None:  # the speed of the device or of its host's link is unknown
             return 1.0
         offered = own_offers(compiler, full)
-    except (PolicyError, LossRefusedError):  # such as that there is no loop; told where such a policy is lowered
+    except (PolicyError, LossRefusedError):  # such as that there is no loop; reported where such a policy is lowered
         return 1.0
     an_operation = (again - here) / max(offered[0].work - offered[-1].work, 1.0)
     a_byte = (there - here) / max(offered[-1].bytes, 1)

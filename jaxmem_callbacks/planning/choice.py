@@ -81,7 +81,7 @@ def _cost(candidate: Candidate) -> tuple[float, float, float, float, float, bool
 def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The candidates that no other beats in bytes without costing more operations, rows or notably more time, in their order.
 
-    What a compiler refused is none of them: it does not say what it would compute again by itself, and so what that costs.
+    A candidate that its compiler refused is never one of them: how much that compiler would recompute, and its cost, is unknown.
     """
     known = [each for each in candidates if each.step_bytes is not None and not each.refusal]
 

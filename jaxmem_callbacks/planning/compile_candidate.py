@@ -41,14 +41,14 @@ from jaxmem_callbacks.transforms.costs import count_flops
 from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 _COUNTED_ONCE = (
-    "The step has while loops, and no trace tells how often they run: operations and modelled time count their bodies once. A "
-    "jax.lax.scan or fori_loop with fixed bounds is counted as often as it runs."
+    "The step has while loops, and a trace does not show how often they run: operations and modelled time count their bodies "
+    "once. A jax.lax.scan or fori_loop with fixed bounds is counted as often as it runs."
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a traced step tells before any compile.
+    """What is known of a traced step before any compile.
 
     Attributes:
         traced: The step itself.
@@ -57,7 +57,7 @@ class Facts:
         operations: Identifies them, with shapes and dtypes.
         arguments: What each array argument that is used holds, in order.
         shares: What each loss could keep besides its cuts; empty where nothing is cut.
-        unchecked: Whether a loss is accumulated that did not say its weight, and that nobody compared yet.
+        unchecked: Whether a loss without an explicit weight is accumulated, and was not compared yet.
     """
 
     traced: Traced = field(repr=False)
@@ -83,7 +83,7 @@ class Compiler:
         self.answers: list[TargetCompilation] = []
         self.notes: dict[str, None] = {}
         self.left_alone: dict[OwnCheckpoint, None] = {}
-        self.obstacles: dict[str, None] = {}  # those of them that say what the policies cannot change
+        self.obstacles: dict[str, None] = {}  # those of them that policies cannot change
         self._plain_step = problem.step(problem.base)
         self._disagreed: tuple[str, ...] = ()
         self.plain = self.facts(problem.base, self._plain_step)
@@ -95,7 +95,7 @@ class Compiler:
         return policy_words(policy) + (f" at {rows} rows" if rows is not None else "")
 
     def facts(self, policy: StepPolicy, step: JitStep | None = None, *, survey: bool = False) -> Facts:
-        """What the step under a policy tells without a compile.
+        """What is known of the step under a policy without a compile.
 
         Args:
             policy: The policy.
@@ -109,7 +109,7 @@ class Compiler:
         if step is None:
             step = problem.step(policy, survey=survey)
         try:
-            with problem.in_mesh(), self._told_of_jax(policy):
+            with problem.in_mesh(), self._trace_errors_explained(policy):
                 traced = step.traced(problem.args, dict(problem.kwargs))
         finally:  # a loss may be refused for its own checkpoints
             self.left_alone |= dict.fromkeys(step.left_alone)
@@ -130,8 +130,8 @@ class Compiler:
         )
 
     @contextlib.contextmanager
-    def _told_of_jax(self, policy: StepPolicy) -> Generator[None]:
-        """What JAX cannot trace under a policy, though it can without, is that policy's failure and not the plan's."""
+    def _trace_errors_explained(self, policy: StepPolicy) -> Generator[None]:
+        """Where JAX traces the step without the policy but not under it, only that policy fails and not the plan."""
         try:
             yield
         except Exception as error:
@@ -146,7 +146,7 @@ class Compiler:
 
         Args:
             policy: The policy.
-            timeout_s: Seconds after which a worker's compile is ended; None for what the process says.
+            timeout_s: Seconds after which a worker's compile is ended; None for the process's own limit.
 
         Returns:
             The compile that is left to do, in any thread: the candidate as the target's own compiler sees it. It raises
@@ -219,8 +219,7 @@ class Compiler:
             step = problem.step(policy)
             traced = step.traced(problem.args, dict(problem.kwargs))
             answer = lower_traced_for(traced, step.name, larger, want_buffers=True, need_lines=False)()
-        told = answer.peak if answer.memory is not None else None
-        return told, larger.name, answer.cached
+        return answer.peak if answer.memory is not None else None, larger.name, answer.cached
 
     def donating(
         self, policy: StepPolicy, names: Sequence[str], *, timeout_s: float | None = None
@@ -242,7 +241,7 @@ class Compiler:
         return memory.step_bytes, False
 
     def _lowered_here(self, step: JitStep, facts: Facts) -> Callable[[], Candidate]:
-        """For the devices of this process. Where JAX's own cache is on it may answer, and the peak is not told."""
+        """Lower for the devices of this process. Where JAX's own cache is on it may answer, and then the peak is unknown."""
         problem = self.problem
         arguments = Arguments(
             by_number=dict(enumerate(facts.arguments)), by_name={each.path: each for each in facts.arguments}
@@ -264,8 +263,8 @@ class Compiler:
                 return self._refused(step.policy, facts, needed, refusal.words, refused_peak(facts.traced, needed))
             module, platform = parse_module(program.as_text()), jax.default_backend()
             memory = program_memory(program, name="step", platform=platform, target="attached", module=module)
-            told = peak and with_total(peak, memory.step_bytes, UNPLACED)
-            return replace(self._judged(step.policy, facts, memory, module), peak=told)
+            placed = peak and with_total(peak, memory.step_bytes, UNPLACED)
+            return replace(self._judged(step.policy, facts, memory, module), peak=placed)
 
         return compiled
 

@@ -54,14 +54,14 @@ class Resident:
         return self.sizes + sum(array.bytes for array in self.arrays)
 
 
-def parse_resident(said: Any) -> Resident:
+def parse_resident(resident: Any) -> Resident:
     """Sizes and arrays of ``resident=``: a size, a tree of arrays, or several of either.
 
     Raises:
         PlanError: something that has no bytes.
     """
-    several = type(said) in (list, tuple) or isinstance(said, Iterator)
-    items: list[Any] = list(said) if several else [said]
+    several = type(resident) in (list, tuple) or isinstance(resident, Iterator)
+    items: list[Any] = list(resident) if several else [resident]
     sizes, arrays = 0, list[Held]()
     for item in items:
         if isinstance(item, str) or is_whole(item):
@@ -90,13 +90,13 @@ def _resident_arrays(tree: Any) -> Iterator[Held]:
         yield Held(leaf, tuple(leaf.shape), leaf.dtype, array_bytes(shape, leaf.dtype), place)
 
 
-def parse_beside(said: Any) -> tuple[Program, ...]:
+def parse_beside(programs: Any) -> tuple[Program, ...]:
     """The programs of ``beside=``, each a function with its arguments.
 
     Raises:
         PlanError: something that is no such pair.
     """
-    items = list(said) if isinstance(said, list | tuple) else [said]
+    items = list(programs) if isinstance(programs, list | tuple) else [programs]
     if len(items) == 2 and callable(items[0]) and isinstance(items[1], list | tuple):  # noqa: PLR2004 - one pair alone
         items = [tuple(items)]
     for item in items:
@@ -136,8 +136,8 @@ def compile_beside(
     """
     given, placed = traced
     # By path, since a call by keyword is made one by position where its state is placed.
-    there = {leaf.path: leaf for leaf in placed.leaves}
-    pairs = [(own.value, there.get(own.path, own)) for own in given.leaves]
+    by_path = {leaf.path: leaf for leaf in placed.leaves}
+    pairs = [(own.value, by_path.get(own.path, own)) for own in given.leaves]
     every = [Held(value, leaf.shape, leaf.dtype, leaf_bytes(leaf, _place(leaf)), _place(leaf)) for value, leaf in pairs]
     updated = state_arguments(given.leaves, given.undonated)
     stays = [
@@ -145,7 +145,7 @@ def compile_beside(
     ]
     stays += resident.arrays
     passing = [held for held in every if held not in stays]
-    found: list[BesideProgram] = []
+    compiled: list[BesideProgram] = []
     for function, args in programs:
         name = getattr(function, "__name__", type(function).__name__)
         queue.report(f"{name} beside the step")
@@ -161,8 +161,8 @@ def compile_beside(
         kept = sum(held.bytes for held in stays if id(held) not in taken) + resident.sizes
         limit = problem.budget.bytes
         fits = None if limit is None else needed is not None and needed + kept <= limit
-        found.append(BesideProgram(name=name, program_bytes=needed, held_bytes=kept, fits=fits))
-    return tuple(found)
+        compiled.append(BesideProgram(name=name, program_bytes=needed, held_bytes=kept, fits=fits))
+    return tuple(compiled)
 
 
 def _as_it_is(function: Callable[..., Any]) -> JitStep:

@@ -50,8 +50,8 @@ class Interruption:
 
     def __call__(self, number: int, _frame: FrameType | None = None) -> None:
         """Raise in the thread that works, which may be another one than this."""
-        is_told = self.kind is Terminated and not self._is_done
-        if is_told or time.monotonic() - self._at_s < _ONE_S:
+        is_ending = self.kind is Terminated and not self._is_done
+        if is_ending or time.monotonic() - self._at_s < _ONE_S:
             return
         self._at_s = time.monotonic()
         kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
@@ -126,7 +126,7 @@ def command_interrupted(handle: Callable[[Interruption], None]) -> Generator[Int
         handle: Has signals call what it is given, from then on.
 
     Yields:
-        What says which came. Inside another command's work it is that one's.
+        The interruption, whose `kind` is the signal that came. Inside another command's work it is that one's.
     """
     here = threading.get_ident()
     if (around := _commands.get(here)) is not None:

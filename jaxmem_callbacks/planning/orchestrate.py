@@ -82,7 +82,7 @@ def fill_frontiers(entries: Sequence[Entry], queue: CompileQueue) -> None:
     A pod's program takes its compiler half a minute, and a frontier of so many points is what one device has too.
 
     Args:
-        entries: One candidate of each placement, which says over how many microbatches.
+        entries: One candidate of each placement; its microbatches are used.
         queue: Compiles them.
     """
     wanted = dict.fromkeys((entry.compiler, entry.candidate.policy.microbatches) for entry in entries)
@@ -273,7 +273,7 @@ class LargestBatch:
     def _guess(self, policy: StepPolicy, low: int, high: int | None) -> int:
         """Where the line through what fits and what does not meets the limit; halfway where there is no such line.
 
-        Bytes may be flat in few rows and grow in many, so two points of one side say little of the other.
+        Bytes may be flat in few rows and grow in many, so two points on one side predict little on the other.
         """
         room = (self._problem.budget.bytes or 0) - self._problem.resident_bytes
         points = sorted(
@@ -376,7 +376,7 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
 
 
 def _largest_of(searches: Sequence[LargestBatch], space: Space, queue: CompileQueue) -> None:
-    """The largest batch of some placements: two sizes of each say which may have most rows.
+    """The largest batch of some placements: two sizes of each predict which may have most rows.
 
     That one has the compiles that are left, and the others what it leaves: divided among several, of which each has nearly as
     many rows, they would be too few for any. Where nothing is foreseen of any, they are divided all the same.

@@ -213,7 +213,7 @@ def _counts(parsed: ParsedRequest, results: CompileResults) -> tuple[int, ...]:
 
 
 def _rows_if_known(parsed: ParsedRequest) -> Rows | None:
-    """The step's batch; None where its arguments do not tell, and only the losses' own do."""
+    """The step's batch; None where its arguments do not show it, and only those of the losses do."""
     space = parsed.space
     try:
         return find_rows(parsed.problem, parsed.traced, space.batch.argnames if space.batch is not None else ())
@@ -290,7 +290,7 @@ def _state_bytes(leaves: Sequence[Leaf], batch: Rows | None) -> int:
 
     Args:
         leaves: The step's arguments.
-        batch: Which of them are the batch. What has no rows like it is frozen; where no batch is known nobody can say.
+        batch: Which of them are the batch. What has no rows like it is frozen; where no batch is known, this is unknown.
     """
     sizes: dict[str, set[int]] = {}
     for leaf in leaves:

@@ -49,13 +49,13 @@ class Rows:
     count: int
 
 
-def find_rows(problem: Problem, traced: Traced, said: Sequence[str] = ()) -> Rows:
+def find_rows(problem: Problem, traced: Traced, argnames: Sequence[str] = ()) -> Rows:
     """The batch of a step's call.
 
     Args:
         problem: The step and its arguments.
         traced: The plain step.
-        said: Names of the arguments that hold it, as the user wrote them down; empty to tell.
+        argnames: Names of the arguments that hold it, as the user gave them; empty to find them.
 
     Raises:
         PlanError: no such argument, or arguments without one leading dimension in common.
@@ -68,14 +68,16 @@ def find_rows(problem: Problem, traced: Traced, said: Sequence[str] = ()) -> Row
         if name not in state and framework_of(value) is None and value is not None
     }
     named = [name for name in free if kind_of_argument(name) == BATCH]
-    chosen = list(said) or named or [name for name in free if kind_of_argument(name) == OTHER and _sizes(free[name])]
+    chosen = (
+        list(argnames) or named or [name for name in free if kind_of_argument(name) == OTHER and _sizes(free[name])]
+    )
     missing = [name for name in chosen if name not in free]
     sizes = [size for name in chosen if name in free for size in _sizes(free[name])]
     if missing or not sizes or len(set(sizes)) > 1:
-        told = "; ".join(f"{name}: {_told(value)}" for name, value in free.items()) or "none"
+        described = "; ".join(f"{name}: {_describe_rows(value)}" for name, value in free.items()) or "none"
         msg = (
             f"Which rows the batch of {problem.name} has is not clear. Expected arguments that are not updated and whose arrays "
-            f"share one leading dimension; those that are not updated: {told}"
+            f"share one leading dimension; those that are not updated: {described}"
             + (f"; {', '.join(missing)} is none of them" if missing else "")
             + '. Name those that hold the batch: search={"batch": {"argnames": ["images", "labels"]}}.'
         )
@@ -112,7 +114,7 @@ def _sizes(value: Any) -> list[int]:
     return [leaf.shape[0] for leaf in jax.tree.leaves(value) if getattr(leaf, "shape", ()) and not is_raw_key(leaf)]
 
 
-def _told(value: Any) -> str:
+def _describe_rows(value: Any) -> str:
     sizes = sorted(set(_sizes(value)))
     return f"leading dimension {' and '.join(map(str, sizes))}" if sizes else "no rows"
 
@@ -131,11 +133,11 @@ class Problem:
         device_count: Devices that the program is for.
         parts: Into how many the work is divided among them; None where the arguments' own shardings decide: taken for all.
         mesh: The mesh that the policies' sharding means: abstract for absent devices; or None.
-        base: The policy of the plain step: its sharding and donation, where anything is said of them.
+        base: The policy of the plain step: its sharding and donation, where they are given.
         beside: Other programs of the run, compiled with the state placed as here.
         batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
-        state_shardings: What the step pins its state to, where its user said so.
-        gradients: Which of its gradients obey a policy, as `jm.jit_step` says.
+        state_shardings: Shardings that the user pins the step's state to.
+        gradients: Which of its gradients obey a policy, as in `jm.jit_step`.
         plain: The plain step outside any mesh, where it was traced before for these arguments: JAX then traces it once.
     """
 
@@ -167,7 +169,7 @@ class Problem:
 
     @property
     def speed(self) -> Speed | None:
-        """Peaks of one device; None where no data sheet says them."""
+        """Peaks of one device; None where no data sheet has them."""
         return speed_of_device(self.platform, kind_here()) if self.target is None else speed_of(self.target)
 
     @property
@@ -219,7 +221,7 @@ class OwnStep:
         function: The user's own function.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        donation: What was said of donation; None where nothing was.
+        donation: The arguments to donate; None where it was left open.
         sharding: Where the state lies by the step's policy, or None.
         state_shardings: What the state is pinned to, or None.
         gradients: Which gradients obey a policy.
@@ -237,13 +239,13 @@ class OwnStep:
         """Refuse a search for shardings that the step has decided.
 
         Raises:
-            PlanError: says what both say.
+            PlanError: names both.
         """
         if self.sharding is not None and space.sharding not in (None, (self.sharding,)):
-            said = f"sharding={self.sharding!r}"
+            own = f"sharding={self.sharding!r}"
             msg = (
-                f"The step is already under {said}, and search asks for {list(space.sharding or ())!r}. Leave sharding out of "
-                f"search to keep {said}, or plan {_name(self.function)}, the function that you wrote, not what jm.jit_step "
+                f"The step is already under {own}, and search asks for {list(space.sharding or ())!r}. Leave sharding out of "
+                f"search to keep {own}, or plan {_name(self.function)}, the function that you wrote, not what jm.jit_step "
                 "returned."
             )
             raise PlanError(msg)
@@ -258,7 +260,7 @@ class OwnStep:
             divided: Whether the plan places the state; else it lies somewhere already.
 
         Raises:
-            PlanError: nothing says over which devices.
+            PlanError: the devices are unknown.
         """
         if self.sharding is None:
             return problem, space
@@ -277,7 +279,7 @@ class OwnStep:
 
 
 def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OwnStep:
-    """The function to plan, its arguments, and what was said of it.
+    """The function to plan, its arguments, and the settings of the `jm.jit_step` around it.
 
     Raises:
         PlanError: no function, a jit that cannot be traced, or a step that is under remat or microbatches already.
@@ -377,7 +379,7 @@ def traced_plainly(problem: Problem) -> Traced:
     """The plain step's trace, before anything is searched.
 
     Raises:
-        JaxmemError: as `traced_by_name` says.
+        JaxmemError: as `traced_by_name`.
     """
     with traced_by_name(problem.name, "train_step"), _for_absent(problem), _of_framework(problem):
         return problem.step(problem.base).traced(problem.args, dict(problem.kwargs))
@@ -385,7 +387,7 @@ def traced_plainly(problem: Problem) -> Traced:
 
 @contextmanager
 def _of_framework(problem: Problem) -> Generator[None]:
-    """A gradient that JAX cannot take of a framework's objects is told by the function that can.
+    """Where JAX cannot differentiate a framework's objects, name the function that can.
 
     Raises:
         PlanError: names it.
@@ -404,7 +406,7 @@ def _of_framework(problem: Problem) -> Generator[None]:
 
 
 def _for_absent(problem: Problem) -> AbstractContextManager[None]:
-    """What tracing for hardware that is not there cannot do is told by what to write instead."""
+    """Where tracing for absent hardware fails, the error names what to write instead."""
     return nullcontext() if problem.target is None else refusing_cudnn(problem.name, problem.target.platform)
 
 
@@ -416,7 +418,7 @@ def traced_by_name(title: str, function: str) -> AbstractContextManager[None]:
         function: What its user calls it.
 
     Raises:
-        JaxmemError: as `_traced` says.
+        JaxmemError: as `_traced`.
     """
     instead = f"that jax.jit can trace with these arguments; jax.eval_shape of {function} shows the same error."
     return _traced(title, instead)
@@ -429,7 +431,7 @@ def traced_with_rows(title: str) -> AbstractContextManager[None]:
         title: What failed if it fails, for messages.
 
     Raises:
-        JaxmemError: as `_traced` says.
+        JaxmemError: as `_traced`.
     """
     return _traced(
         title, "for any number of rows: x.reshape(x.shape[0], ...) in place of a size that is written into it."
@@ -472,11 +474,11 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def donation_of(problem: Problem, said: Any, space: Space) -> Any:
-    """What the policies say of donation: the step's own word, or everything where that is for the plan to decide."""
+def donation_of(problem: Problem, donation: Any, space: Space) -> Any:
+    """The donation of all policies: the step's own, or everything where the plan may decide."""
     own = own_jit(problem.train_step)
-    is_free = isinstance(said, tuple) if own is None else own.may_donate
-    return "auto" if space.donate and is_free else said
+    is_free = isinstance(donation, tuple) if own is None else own.may_donate
+    return "auto" if space.donate and is_free else donation
 
 
 def worth_a_word(traced: Traced) -> tuple[str, ...]:

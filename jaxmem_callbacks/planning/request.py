@@ -48,7 +48,7 @@ class Budget:
         bytes: On one device, at most what it has; None where there is no limit (an attached CPU).
         limit_bytes: All that a program could use there as JAX is set up, or None.
         reason: Where both come from, one sentence.
-        device_bytes: All that the device has, where JAX's allocator takes a share of it that it can be told; else None.
+        device_bytes: All that the device has, where JAX's allocator takes a share of it that can be set; else None.
     """
 
     bytes: int | None
@@ -57,18 +57,18 @@ class Budget:
     device_bytes: int | None = None
 
     @property
-    def untold_bytes(self) -> int | None:
-        """What JAX's allocator takes wherever nobody tells it a share, and as this process is set up; None where it takes all."""
+    def default_bytes(self) -> int | None:
+        """What JAX's allocator takes where no share is set, and as this process is set up; None where it takes all."""
         if self.device_bytes is None or self.limit_bytes is None:
             return None
         return min(self.limit_bytes, int(self.device_bytes * DEFAULT_FRACTION))
 
     def share_for(self, need: int) -> float | None:
-        """The share of the device that JAX's allocator must be told to take for so many bytes; None where it need not be told.
+        """The share of the device to set for so many bytes; None where the default is enough.
 
-        What this process was told is said again where it is enough, since another share would contradict it.
+        A share that this process has set is returned where it is enough, since another one would contradict it.
         """
-        if self.device_bytes is None or self.untold_bytes is None or need <= self.untold_bytes:
+        if self.device_bytes is None or self.default_bytes is None or need <= self.default_bytes:
             return None
         if self.limit_bytes is not None and need <= self.limit_bytes:
             return _gpu_share()[0]
@@ -143,7 +143,7 @@ def size_meant(number: float | None) -> str:
 
 
 def _whole(target: Target | None) -> int | None:
-    """All memory of one GPU that is not here: of what is here, and of a TPU, no more can be used than the limit says."""
+    """All memory of one GPU that is not here: of what is here, and of a TPU, no more can be used than the limit."""
     return target.memory_bytes if target is not None and target.platform == "cuda" else None
 
 
@@ -194,7 +194,7 @@ class BatchSizes:
     Attributes:
         multiple_of: Rows come in multiples of it.
         at_most: No more rows than that; None for no bound.
-        argnames: The step's arguments that hold the batch; empty to tell them by name and shape.
+        argnames: The step's arguments that hold the batch; empty to find them by name and shape.
     """
 
     multiple_of: int = 1
@@ -212,7 +212,7 @@ class Space:
         offload: Whether what waits between the passes may be moved into host memory.
         microbatches: Numbers to try besides 1, ascending; ``all`` for powers of two that divide the rows.
         donate: Whether the plan may donate what the step's own word does not.
-        sharding: What to try for the state, in this order; None where nothing was said.
+        sharding: What to try for the state, in this order; None where it was left open.
         batch: Which batch sizes to try; None leaves the batch as it is.
     """
 
@@ -225,19 +225,19 @@ class Space:
     batch: BatchSizes | None = None
 
 
-def parse_search(said: Any) -> Space:
+def parse_search(search: Any) -> Space:
     """What ``search=`` means.
 
     Args:
-        said: None, or a mapping with some of the keys ``remat``, ``offload``, ``microbatches``, ``donate``, ``sharding``
+        search: None, or a mapping with some of the keys ``remat``, ``offload``, ``microbatches``, ``donate``, ``sharding``
             and ``batch``.
 
     Raises:
         PlanError: an unknown key (with the nearest), a value that is none for its key, or offload without remat.
     """
-    if said is None:
+    if search is None:
         return Space()
-    given = _mapping(said, "search", _KEYS, f"Type for example {_EXAMPLE}.")
+    given = _mapping(search, "search", _KEYS, f"Type for example {_EXAMPLE}.")
     if _switch(given, "offload", default=False) and not _switch(given, "remat", default=True):
         msg = (
             'search={"offload": True, "remat": False}: what is moved into host memory is what remat stores, so without it there '
@@ -255,11 +255,11 @@ def parse_search(said: Any) -> Space:
     )
 
 
-def _mapping(said: Any, what: str, known: tuple[str, ...], example: str) -> Mapping[str, Any]:
-    if not isinstance(said, Mapping):
-        msg = f"{what}={said!r}: expected a mapping with some of the keys {', '.join(known)}. {example}"
+def _mapping(value: Any, what: str, known: tuple[str, ...], example: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        msg = f"{what}={value!r}: expected a mapping with some of the keys {', '.join(known)}. {example}"
         raise PlanError(msg)
-    given = cast("Mapping[Any, Any]", said)
+    given = cast("Mapping[Any, Any]", value)
     for key in given:
         if key not in known:
             msg = f"{what} has the key {key!r}.{did_you_mean(str(key), known)} Expected some of: {', '.join(known)}. {example}"
@@ -299,8 +299,8 @@ def _shardings(value: Any) -> tuple[str | ShardingRules, ...] | None:
     try:
         found = tuple(dict.fromkeys(canonical_sharding(word) for word in words))
     except (PolicyError, TypeError) as error:
-        told = str(error) if isinstance(error, PolicyError) else "expected names or rules."
-        msg = f'search["sharding"]={value!r}: {told} Or True for {", ".join(SHARDINGS)}.'
+        expected = str(error) if isinstance(error, PolicyError) else "expected names or rules."
+        msg = f'search["sharding"]={value!r}: {expected} Or True for {", ".join(SHARDINGS)}.'
         raise PlanError(msg) from None
     return found or None
 

@@ -14,7 +14,7 @@ from typing import final
 
 import numpy as np
 
-from jaxmem_callbacks.planning.bisect import Room, closer
+from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from jaxmem_callbacks.planning.candidate_policies import (
     Offer,
     Offered,
@@ -104,7 +104,7 @@ class RematSearch:
         try:
             self._offered = offers(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
-            if isinstance(error, LossRefusedError) and self._compiler.left_alone:  # the verdict says where they are
+            if isinstance(error, LossRefusedError) and self._compiler.left_alone:  # the verdict names them
                 self._queue.results.note("Remat was not tried: nothing but the loss's own checkpoints could be cut.")
             else:
                 self._queue.results.note_obstacle(f"Remat was not tried: {error}")
@@ -162,8 +162,7 @@ class RematSearch:
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
 
-        The last of them, and of many one in the middle, are compiled before the others are chosen: they tell what the model is
-        off by.
+        The last of them, and of many one in the middle, are compiled before the others are chosen: they show the model's error.
         """
         chosen = self._spread()
         if len(chosen) > _AT_FIRST:
@@ -228,7 +227,7 @@ class RematSearch:
             return
         offered = self._worth_asking((1 - _FILLED) * (limit - problem.resident_bytes))
         little = offered[-1].work + _LITTLE * (offered[0].work - offered[-1].work)
-        room = Room(
+        room = BytesBracket(
             bytes=limit - problem.resident_bytes,
             kept=np.array([offer.bytes / problem.workers for offer in offered]),
             knee=next(place for place, offer in enumerate(offered) if offer.work <= little),

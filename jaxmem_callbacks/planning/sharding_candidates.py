@@ -97,7 +97,7 @@ def working_parts(mesh: Any, sharding: str | ShardingRules) -> int:
 
 
 def carries_shardings(traced: Traced) -> bool:
-    """Whether any argument says itself where it lies on several devices."""
+    """Whether any argument has a sharding over several devices."""
     shardings = (getattr(leaf.value, "sharding", None) for leaf in traced.leaves)
     return any(isinstance(each, NamedSharding) and each.num_devices > 1 for each in shardings)
 
@@ -213,7 +213,7 @@ def _by_position(problem: Problem) -> Problem:
     """The same call with all that may be positional given so: pinned shardings of a jit go by position."""
     try:
         bound = inspect.signature(problem.train_step).bind(*problem.args, **problem.kwargs)
-    except (TypeError, ValueError):  # no signature, or a call that does not fit it: the step's own trace has said so
+    except (TypeError, ValueError):  # no signature, or a call that does not fit it: the step's own trace raises
         return problem
     return dataclasses.replace(problem, args=bound.args, kwargs=bound.kwargs)
 
@@ -223,7 +223,7 @@ def _anywhere(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf)) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
-# What is tried where several devices are named and nothing is said of the state.
+# What is tried where several devices are named and no sharding of the state is given.
 UNASKED = ("replicate", "zero1", "fsdp")
 
 
@@ -249,7 +249,7 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
     if count > 1 and not placed:
         return True
     if mesh is not None or space.sharding is not None:
-        said = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={_as_written(space.sharding or ())!r}'
+        given = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={_as_written(space.sharding or ())!r}'
         if placed:
             why = (
                 "the arguments carry shardings, which say where they lie. Leave it out, or give arguments without any."
@@ -261,7 +261,7 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
                 "the plan is for one device. Name a target of several, such as target='h100_sxm:8', or "
                 "search={'sharding': True} for the attached devices; or leave it out."
             )
-        msg = f"{said} says how to divide a step among several devices, and {why}"
+        msg = f"{given} says how to divide a step among several devices, and {why}"
         raise PlanError(msg)
     return False
 
@@ -308,7 +308,7 @@ def _require_state_for(sharding: Any, traced: Traced) -> None:
     """Refuse to divide the optimizer's state where there is none, in these words and not in those of a mesh that does not fit.
 
     Raises:
-        PolicyError: says what to type.
+        PolicyError: with what to type.
     """
     if sharding == "zero1" and not any(leaf.kind == OPTIMIZER and leaf.shape for leaf in traced.leaves):
         msg = (

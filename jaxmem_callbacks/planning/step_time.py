@@ -20,7 +20,7 @@ class Speed:
         bandwidth: Bytes a second between the chip and its memory.
         link: Bytes a second to neighbouring devices, all links together, one direction.
         float32_share: Speed of float32 matrix products at JAX's default precision, as a share of ``flops``.
-        host: Bytes a second between the device and its host's memory, one direction, or None where nobody says.
+        host: Bytes a second between the device and its host's memory, one direction, or None where it is unknown.
     """
 
     flops: float
@@ -31,7 +31,7 @@ class Speed:
 
 
 # PCI Express of 16 lanes, third to fifth generation; NVLink to the CPU of a superchip, shared by its two GPUs. Google's data
-# sheets do not tell a TPU's: these are of its engineers' book "How to Scale Your Model".
+# sheets do not give a TPU's: these are of its engineers' book "How to Scale Your Model".
 _PCIE3, _PCIE4, _PCIE5, _C2C, _TPU, _TPU_V6E = 15.75e9, 31.5e9, 63e9, 225e9, 16e9, 32e9
 # Data sheets of the vendors, dense figures, sums in float32. A tpu7x chip has two JAX devices, and so have v2 and v3. At JAX's
 # default precision float32 products are done in TF32 on GPUs, at half the bfloat16 speed, and in bfloat16 on TPUs. A T4 has
@@ -98,7 +98,7 @@ def modelled_seconds(closed_jaxpr: Any, speed: Speed, devices: int = 1) -> float
     """Seconds of one call, the work shared evenly by the devices and nothing waiting for a collective.
 
     What is offloaded counts as if none of its way to the host and back were hidden behind other work: so it is chosen over
-    computing again only where it is faster even then. None where it is offloaded and nobody says how fast the way is.
+    computing again only where it is faster even then. None where it is offloaded and the speed of the link is unknown.
 
     Args:
         closed_jaxpr: The traced step, with the shapes of the whole mesh.

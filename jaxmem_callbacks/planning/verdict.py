@@ -98,7 +98,7 @@ def _can_be_had(parsed: ParsedRequest, policy: StepPolicy) -> bool:
             rows = find_rows(problem, parsed.traced).count
             if rows % policy.microbatches:
                 return False
-    except PlanError:  # which argument holds the batch is the losses' to say
+    except PlanError:  # the losses' own arguments show the batch
         pass
     step, kwargs = problem.step(policy), dict(problem.kwargs)
     try:
@@ -118,13 +118,13 @@ _MUCH = 0.9
 
 
 def needed_share(best: Entry) -> float | None:
-    """The share of a GPU that JAX's allocator must be told to take for the choice; None where it need not be told."""
+    """The share of a GPU that must be set for the choice; None where the default is enough."""
     need = best.candidate.need_bytes
     return best.compiler.problem.budget.share_for(need) if need is not None and best.candidate.fits else None
 
 
 def note_choice(results: CompileResults, best: Entry, traced: Traced) -> None:
-    """What is to be said of the policy that is used."""
+    """Note what the user should know of the policy that is used."""
     if best.candidate.peak is not None:
         note = results.note_obstacle if best.candidate.fits is False else results.note
         for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
@@ -137,17 +137,17 @@ def note_choice(results: CompileResults, best: Entry, traced: Traced) -> None:
 
 
 def _note_share(results: CompileResults, best: Entry) -> None:
-    """Where the choice needs more of a GPU than JAX's allocator takes unless told, say what to tell it."""
+    """Where the choice needs more of a GPU than JAX's allocator takes by default, note the share to set."""
     problem, share = best.compiler.problem, needed_share(best)
     if share is not None and problem.target is not None:
         results.note(
-            f"It needs more than the {format_bytes(problem.budget.untold_bytes)} that JAX's allocator takes of "
+            f"It needs more than the {format_bytes(problem.budget.default_bytes)} that JAX's allocator takes of "
             f"{problem.target.name} unless told otherwise. Start with {FRACTION}={share:g} or more."
         )
 
 
 def _note_idle_devices(results: CompileResults, best: Entry) -> None:
-    """Where a step is planned for some of the attached devices, say how to use the others."""
+    """Where a step is planned for some of the attached devices, note how to use the others."""
     problem, count = best.compiler.problem, jax.device_count()
     if problem.target is None and problem.device_count < count:
         results.note(
@@ -157,7 +157,7 @@ def _note_idle_devices(results: CompileResults, best: Entry) -> None:
 
 
 def _note_undone(results: CompileResults, best: Entry) -> None:
-    """Where the CPU's compiler may have undone every checkpoint, say why all policies need the same."""
+    """Where the CPU's compiler may have undone every checkpoint, note why all policies need the same."""
     tried = [entry.candidate for entry in results.entries if entry.compiler is best.compiler]
     own = best.compiler.problem.base.own_checkpoints
     whole = [each for each in tried if each.policy.microbatches == 1 and each.policy.own_checkpoints == own]
@@ -192,14 +192,14 @@ def _over(record: PlanRecord, best: Candidate) -> str:
     return f"needs {format_bytes(best.step_bytes)} on {where}, {format_bytes(over)} more than the {allowed}"
 
 
-def note_donation(queue: CompileQueue, entry: Entry, said: Any, undonated: Sequence[str]) -> str:
-    """Say what donation saves in the chosen step.
+def note_donation(queue: CompileQueue, entry: Entry, donation: Any, undonated: Sequence[str]) -> str:
+    """Note what donation saves in the chosen step.
 
     Args:
         queue: Counts the one compile that this takes.
         entry: The chosen candidate.
-        said: The step's own word about donation.
-        undonated: Arguments that the step, by that word, returns updated and does not donate.
+        donation: The step's own setting of it.
+        undonated: Arguments that the step, by that setting, returns updated and does not donate.
 
     Returns:
         The sentence where donation makes a step fit that does not fit without it, else an empty text.
@@ -209,8 +209,8 @@ def note_donation(queue: CompileQueue, entry: Entry, said: Any, undonated: Seque
         return ""
     names = ", ".join(undonated)
     try:
-        if policy.donate != said:
-            (other,) = queue.compile([(entry.compiler, replace(policy, donate=said))])
+        if policy.donate != donation:
+            (other,) = queue.compile([(entry.compiler, replace(policy, donate=donation))])
             if other is not None and other.step_bytes is not None:
                 saved = format_bytes(other.step_bytes - compiled)
                 queue.results.note(
