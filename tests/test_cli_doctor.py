@@ -134,7 +134,7 @@ def test_a_jax_that_does_not_start_is_a_finding():
     code, out, _ = typed("--start", JAX_PLATFORMS="rocm,cpu")
     assert code == 1
     plain = " ".join(out.split())
-    assert "JAX does not start. It says: Unable to initialize backend 'rocm'" in plain
+    assert "JAX does not start. Its error: Unable to initialize backend 'rocm'" in plain
     assert "JAX_PLATFORMS=rocm,cpu, and JAX has no plugin for rocm here. JAX fails at its first use." in plain
 
 

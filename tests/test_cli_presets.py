@@ -61,7 +61,7 @@ def test_check_looks_at_every_file(capsys, tmp_path):
     bare.write_text("{}\n")
     code, out, err = typed(capsys, "presets", "--check", str(bad), str(good), str(bare))
     assert code == 2
-    assert out == f"{good}: ok, says policy.remat, monitor.limit_bytes\n{bare}: ok, says nothing\n"
+    assert out == f"{good}: ok, sets policy.remat, monitor.limit_bytes\n{bare}: ok, sets nothing\n"
     assert err.startswith(f"{bad}:1:10: unknown key 'rematt' in `policy`. Did you mean `remat`?")
     assert typed(capsys, "presets", "--check", str(good))[0] == 0
 

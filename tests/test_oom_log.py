@@ -462,7 +462,7 @@ def test_a_log_without_a_failure_exits_1_and_one_that_is_not_there_2(tmp_path, c
     path = tmp_path / "train.log"
     path.write_bytes(STEP.encode() * 3 + b"\xff\xfe\x00")
     assert main(["oom", str(path)]) == 1
-    assert "tells of no failure" in capsys.readouterr().out
+    assert "has no failure" in capsys.readouterr().out
     assert main(["oom", "--json", str(path)]) == 1
     assert json.loads(capsys.readouterr().out) == {"found": False}
     assert main(["oom", str(tmp_path / "other.log")]) == 2

@@ -21,7 +21,7 @@ _GROWING = advise("environment.apply", preset="'gpu_growth'")
 
 
 def apply_environment(preset: Preset | Name) -> AppliedEnvironment:
-    """Set what a preset says of XLA's client, before JAX's backend starts; the same call after the start verifies it.
+    """Set a preset's settings of XLA's client, before JAX's backend starts; the same call after the start verifies it.
 
         jm.apply_environment("gpu_growth")      # above the first use of JAX
 

@@ -65,7 +65,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         mesh: For a target of several devices and arguments without shardings: its axes, as ``{"fsdp": 8}``; None for one axis
             over all, from 128 devices on for copies of 64 along a second one. The state is then tried whole, with its
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
-            Arguments with shardings say themselves where they lie.
+            Arguments with shardings stay where they lie.
         resident: What else stays in memory: bytes, ``"2GiB"``, a tree of arrays such as an EMA copy, or a list of such.
         search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
             "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of": 8,
@@ -96,8 +96,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             "a function progress(what, done, at_most), True, False or None",
         )
     request = PlanRequest(target=target, budget=budget, resident=resident, mesh=mesh, search=search, beside=beside)
-    with _told(progress) as told:
-        return Plan(make_plan(train_step, args, kwargs, request, told))
+    with _progress_shown(progress) as shown:
+        return Plan(make_plan(train_step, args, kwargs, request, shown))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -156,7 +156,7 @@ class Plan:
         """What makes the chosen candidate's peak; ``print`` it. Each candidate has its own.
 
         Of what a TPU's compiler refused, and so did not place, it is what the compiler of ``chosen.placed_by`` places. None
-        only for the attached devices while JAX's own compilation cache is on: ``jm.step_memory(...).peak()`` tells it then by
+        only for the attached devices while JAX's own compilation cache is on: ``jm.step_memory(...).peak()`` finds it then by
         one more compile.
         """
         return self.chosen.placed_elsewhere or self.chosen.peak
@@ -180,8 +180,8 @@ class Plan:
     def to_yaml(self) -> str:
         """A preset that reproduces the chosen policy: save it and ``jm.load_preset("my_plan.yaml")``.
 
-        Where the choice needs more of a GPU than JAX's allocator takes unless told, it has the share as its environment, for
-        ``jm.apply_environment`` above the first use of JAX. A preset says no devices: for several its description has the mesh,
+        Where the choice needs more of a GPU than JAX's allocator takes by default, it has the share as its environment, for
+        ``jm.apply_environment`` above the first use of JAX. A preset names no devices: for several its description has the mesh,
         to be set before the step is made.
 
         Raises:
@@ -214,7 +214,7 @@ class Plan:
     def to_tensorboard(self, logdir: str | os.PathLike[str]) -> Path:
         """Write the plan as a run of its own for TensorBoard: figure, table, where each figure comes from, and two scalars.
 
-        A training run shows the same page where its monitor is told of the plan: ``jm.MemoryMonitor(logdir=..., plan=plan)``.
+        A training run shows the same page where its monitor has the plan: ``jm.MemoryMonitor(logdir=..., plan=plan)``.
 
         Args:
             logdir: A folder that holds no run; a plan that was written there before is replaced.
@@ -240,12 +240,12 @@ class Plan:
 
 
 @contextmanager
-def _told(asked: Progress | bool | None) -> Generator[Progress | None]:  # noqa: FBT001 - as the user said it
-    """What to tell of each compile: what the user gave, a bar or lines on stderr, or nothing."""
+def _progress_shown(asked: Progress | bool | None) -> Generator[Progress | None]:  # noqa: FBT001 - as the user gave it
+    """What each compile is reported to: what the user gave, a bar or lines on stderr, or nothing."""
     if callable(asked):
         yield asked
     elif asked is False or (asked is None and not (sys.stderr.isatty() or in_notebook())):
         yield None
     else:
-        with plan_progress(sys.stderr) as told:
-            yield told
+        with plan_progress(sys.stderr) as shown:
+            yield shown

@@ -22,7 +22,7 @@ from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.simulator.replay import replay
 
 Defragment = Literal["never", "when_needed"]
-# The ways that are compared, the least change to a run first: a preset's name or none, and what is said beside it.
+# The ways that are compared, the least change to a run first: a preset's name or none, and changes to its environment.
 _WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("", {}),
     ("gpu_preallocate", {}),
@@ -33,7 +33,7 @@ _DRIVERS = ("gpu_async", "gpu_platform_debug")
 _MOVED = advise("memory.defragment")
 
 
-def simulate_allocator(  # noqa: PLR0913 - a trace, an allocator, and what may be said of the device
+def simulate_allocator(  # noqa: PLR0913 - a trace, an allocator, and options of the device
     trace: Trace | str | os.PathLike[str],
     settings: AllocatorSettings | EnvironmentSettings | Preset | Name,
     *,
@@ -50,9 +50,9 @@ def simulate_allocator(  # noqa: PLR0913 - a trace, an allocator, and what may b
     Args:
         trace: A trace, its file, a monitor's logdir with one, or the name of one that comes with the package:
             ``losses_in_a_list``, ``train_and_evaluate``, ``variable_lengths``.
-        settings: A preset with an environment or its name, its ``EnvironmentSettings``, or ``AllocatorSettings``, which say all.
+        settings: A preset with an environment or its name, its ``EnvironmentSettings``, or all ``AllocatorSettings``.
         device_memory: Memory of the device: bytes, text such as ``"80GiB"``, or a GPU's name such as ``"h100_sxm"``. None takes
-            what the trace says of its own.
+            the memory that the trace names.
         outside: What others hold of the device, likewise.
         defragment: ``when_needed`` moves all arrays together before what does not fit.
         defragment_steps: Steps after which they are moved in any case.
@@ -98,13 +98,13 @@ def simulate_ways(
     """
     from jaxmem_callbacks.config.presets import load_preset
 
-    asked: list[tuple[str, str, dict[str, Any]]] = [(preset, "", said) for preset, said in _WAYS]
-    asked += [(preset, "when_needed", said) for preset, said in _WAYS]
-    asked += [(preset, "steps", said) for preset, said in _WAYS if defragment_steps]
+    asked: list[tuple[str, str, dict[str, Any]]] = [(preset, "", changes) for preset, changes in _WAYS]
+    asked += [(preset, "when_needed", changes) for preset, changes in _WAYS]
+    asked += [(preset, "steps", changes) for preset, changes in _WAYS if defragment_steps]
     asked += [(preset, "", {}) for preset in _DRIVERS]
     rows: list[Simulated] = []
-    for preset, moving, said in asked:
-        loaded = load_preset(preset, environment=said) if preset else Preset(name="")
+    for preset, moving, changes in asked:
+        loaded = load_preset(preset, environment=changes) if preset else Preset(name="")
         settings = _settings_of(
             loaded.environment,
             device_bytes=device_bytes,
@@ -113,7 +113,7 @@ def simulate_ways(
             defragment="when_needed" if moving == "when_needed" else "never",
             defragment_steps=tuple(defragment_steps) if moving == "steps" else (),
         )
-        name, line = _called(preset, said, moving, defragment_steps)
+        name, line = _called(preset, changes, moving, defragment_steps)
         rows.append(
             Simulated(name=name, line=line, timeline=replay(trace, settings), modelled=settings.allocator != "bfc")
         )
@@ -121,7 +121,7 @@ def simulate_ways(
 
 
 def trace_of(trace: Trace | str | os.PathLike[str]) -> Trace:
-    """A trace from whatever says one.
+    """A trace from its file, its run or its name.
 
     Raises:
         SimulationError: nothing there, or no trace.
@@ -140,22 +140,26 @@ def trace_of(trace: Trace | str | os.PathLike[str]) -> Trace:
     return read_trace(path)
 
 
-def device_bytes_of(said: int | str | None, trace: Trace) -> int:
-    """A device's memory from a size, a GPU's name, or what the trace says of its own.
+def device_bytes_of(device_memory: int | str | None, trace: Trace) -> int:
+    """A device's memory from a size, a GPU's name, or the trace's own record.
 
     Raises:
-        SimulationError: nothing says it.
+        SimulationError: none of them has it.
         TargetError: a name that is no GPU's.
     """
-    if said is not None and (not isinstance(said, str) or said[:1].isdigit()):
-        return size_of(said, "device_memory")
-    if said is not None:
-        known = resolve_target(said, require_installed=False)
+    if device_memory is not None and (not isinstance(device_memory, str) or device_memory[:1].isdigit()):
+        return size_of(device_memory, "device_memory")
+    if device_memory is not None:
+        known = resolve_target(device_memory, require_installed=False)
         if known.platform == "cuda" and known.memory_bytes:
             return known.memory_bytes
     elif trace.head.device_bytes:
         return trace.head.device_bytes
-    given = f"{said!r} is no GPU" if said else f"the trace {trace.head.name!r} does not say its device's memory"
+    given = (
+        f"{device_memory!r} is no GPU"
+        if device_memory
+        else f"the trace {trace.head.name!r} does not say its device's memory"
+    )
     msg = (
         f"Simulating an allocator needs a GPU's memory, and {given}. Say a size or a GPU: "
         f"{advise('option.typed', option='device-memory', value='80GiB')} or "
@@ -164,20 +168,20 @@ def device_bytes_of(said: int | str | None, trace: Trace) -> int:
     raise SimulationError(msg)
 
 
-def size_of(said: int | str, name: str) -> int:
+def size_of(size: int | str, name: str) -> int:
     """Bytes from an int or text with a unit.
 
     Args:
-        said: The size.
+        size: An int, or text.
         name: What it is the size of.
 
     Raises:
         SimulationError: neither.
     """
     try:
-        return parse_bytes(said, unit_needed=True)
+        return parse_bytes(size, unit_needed=True)
     except ValueError as error:
-        msg = f"{name}={said!r}: {error}"
+        msg = f"{name}={size!r}: {error}"
         raise SimulationError(msg) from error
 
 
@@ -210,11 +214,11 @@ def _settings_of(environment: EnvironmentSettings, **rest: Any) -> AllocatorSett
     )
 
 
-def _called(preset: str, said: dict[str, Any], moving: str, steps: Sequence[int]) -> tuple[str, str]:
+def _called(preset: str, changes: dict[str, Any], moving: str, steps: Sequence[int]) -> tuple[str, str]:
     """A way's name in tables, and the lines that bring it about."""
     name = preset or "JAX's default"
-    shares = [f"fraction {value:g}" for value in said.values()]
-    added = f", environment={said!r}" if said else ""
+    shares = [f"fraction {value:g}" for value in changes.values()]
+    added = f", environment={changes!r}" if changes else ""
     named = advise("preset.load", names=f"{preset!r}{added}") if added else repr(preset)
     line = advise("environment.apply", preset=named)
     lines = [f"{line}  # above the first use of JAX"] if preset else []

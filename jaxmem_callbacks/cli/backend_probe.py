@@ -15,7 +15,7 @@ from jaxmem_callbacks.records.environment import DeviceFacts, Finding
 from jaxmem_callbacks.records.terminal import put
 
 LIMIT_S = 300.0
-_TOLD = 600
+_SHOWN = 600
 _FLAGS = "XLA_FLAGS"
 _FATAL = re.compile(r"F\d{4} |Fatal ")  # how XLA's log, and Python's, mark what ends the process; a stack may follow
 
@@ -37,19 +37,19 @@ def devices_started(*, limit_s: float = LIMIT_S) -> tuple[DeviceFacts, ...] | Fi
     except subprocess.TimeoutExpired:
         return _no_start(f"It had no devices within {limit_s:g} seconds, and was ended.")
     put(done.stderr, sys.stderr)
-    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not said:
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not printed:
         return _no_start(_last_words(done))
-    answer = json.loads(said[-1])
+    answer = json.loads(printed[-1])
     if "failed" in answer:
-        return _no_start(f"It says: {answer['failed'][:_TOLD]}")
+        return _no_start(f"Its error: {answer['failed'][:_SHOWN]}")
     return tuple(DeviceFacts(**each) for each in answer["devices"])
 
 
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     fatal = [line for line in lines if _FATAL.match(line)]
-    words = (fatal or lines or ["nothing"])[-1][:_TOLD]
+    words = (fatal or lines or ["nothing"])[-1][:_SHOWN]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
     return f"It ends the process ({how}). Its last words: {words}"
 

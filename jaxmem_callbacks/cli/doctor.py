@@ -79,13 +79,13 @@ class _Report:
         )
 
     def as_text(self) -> str:
-        wrong = [line for finding in self.findings for line in _told(finding)]
+        wrong = [line for finding in self.findings for line in _lines(finding)]
         verdict = _section(f"Wrong: {len(self.findings)}", wrong) if wrong else "Nothing is wrong with these settings."
         effect = [(setting, value, f"({source})") for setting, value, source in in_effect(self.seen)]
         others = self._others()
         parts = [
             _section("JAX here", columns(self._machine(), ("left", "left"))),
-            _section("What a GPU is told at the start", columns(effect, ("left", "left", "left"))),
+            _section("A GPU's settings at the start", columns(effect, ("left", "left", "left"))),
             *([_section("Also set", columns(others, ("left", "left")))] if others else []),
             verdict,
             _section("Figures that exist here", [line for figure in self.figures for line in _row(figure)]),
@@ -138,9 +138,11 @@ def _row(figure: Figure) -> list[str]:
     return textwrap.wrap(words[figure.exists], _WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
 
 
-def _told(finding: Finding) -> list[str]:
-    said = textwrap.wrap(f"{finding.given} {finding.why}", _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
-    return [*(f"  {line}" for line in said), f"      {finding.type_next}"]
+def _lines(finding: Finding) -> list[str]:
+    wrapped = textwrap.wrap(
+        f"{finding.given} {finding.why}", _WIDTH - 2, break_long_words=False, break_on_hyphens=False
+    )
+    return [*(f"  {line}" for line in wrapped), f"      {finding.type_next}"]
 
 
 def _section(title: str, lines: list[str]) -> str:

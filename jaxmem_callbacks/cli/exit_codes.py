@@ -23,7 +23,7 @@ FINDINGS = 1
 GREW = 1
 """``jaxmem compare`` found more growth than was allowed."""
 NOTHING_FOUND = 1
-"""``jaxmem oom`` read the log, and it tells of no failure."""
+"""``jaxmem oom`` read the log, and found no failure in it."""
 NONE_SURVIVES = 1
 """``jaxmem simulate`` found no settings under which the run survives."""
 REFUSED = 2
@@ -48,7 +48,7 @@ def signal_of(interrupt: type[KeyboardInterrupt]) -> str:
 
 
 def code_of(command: Callable[[], int]) -> int:
-    """What a command returns, or what its failure is, which is said on stderr where it is one to be said."""
+    """The exit code of a command, or of its failure, which is reported on stderr unless the command did so."""
     try:
         try:
             code = command()
@@ -77,7 +77,7 @@ def _let_go_of_stdout() -> None:
 
 
 def refused(message: str) -> int:
-    """The code of what is refused, which is said."""
+    """Report a refusal on stderr, and return its exit code."""
     put(f"jaxmem: {message}\n", sys.stderr)
     return REFUSED
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmem_callbacks.records.source_files import Owner, owner_of, short_path
 
-# Functions of JAX that trace to tell shapes, operations or costs, and run nothing: of 0.10 to 0.12.
+# Functions of JAX that trace to find shapes, operations or costs, and run nothing: of 0.10 to 0.12.
 _ASKING = {"eval_shape", "make_jaxpr_f", "jit_trace", "jit_lower", "jit_eval_shape"}
 
 
@@ -25,7 +25,7 @@ def caller_of(frame: types.FrameType | None) -> Owner:
 
 
 def is_asked_for_shapes(frame: types.FrameType | None) -> bool:
-    """Whether a frame is inside a trace that only tells what something would give, such as `jax.eval_shape`."""
+    """Whether a frame is inside a trace that only finds what something would return, such as `jax.eval_shape`."""
     while frame is not None:
         code = frame.f_code
         if code.co_name in _ASKING and owner_of(code.co_filename) is Owner.PACKAGE:

@@ -42,12 +42,12 @@ class StandIns:
     """This library's gradient functions under other names, and where they were called.
 
     Args:
-        seen: Told which.
-        is_told: Whether nobody needs to know of gradients that are taken where no step is seen.
+        seen: Records which.
+        has_warned: Whether a gradient that is taken where no step is seen is no longer worth a warning.
     """
 
-    def __init__(self, seen: Seen, *, is_told: bool) -> None:
-        self.is_told = is_told
+    def __init__(self, seen: Seen, *, has_warned: bool) -> None:
+        self.has_warned = has_warned
         # Functions that it made -> how people write them with this library.
         self.written: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
         self._seen = seen
@@ -85,7 +85,7 @@ class StandIns:
             try:
                 given = dict(signature.bind_partial(*args, **options).arguments)
             except TypeError:
-                return real(*args, **options)  # which says what is wrong
+                return real(*args, **options)  # whose error names what is wrong
             given |= given.pop("gradkwargs", {}) | given.pop("options", {})
             if not callable(loss := given.pop(first, None)):
                 return functools.partial(made_of, given, edit) if whose is Owner.USER else real(*args, **options)
@@ -121,12 +121,12 @@ class StandIns:
             self._note(edits, is_foreign=word is None)
             return gradient(*args, **kwargs)
 
-        if word is not None and " " not in word.new:  # else it is told in words, which are no code
+        if word is not None and " " not in word.new:  # else it is a sentence and no code
             self.written[called] = (word.new or word.old) + f"({getattr(loss, '__name__', 'loss')})"
         return called
 
     def _note(self, edits: dict[Edit, None], *, is_foreign: bool = False) -> None:
-        """A gradient is taken, by what this says."""
+        """Record that a gradient is taken."""
         self._seen.edits |= edits
         around = self._within.get()
         for each in around:
@@ -137,15 +137,15 @@ class StandIns:
             return
         self._seen.outside = self._seen.outside or place_of_user(inspect.currentframe())
         at = self._seen.outside and f" ({self._seen.outside})"
-        self.tell(
+        self.warn(
             "a gradient is taken where no step is seen: not in a function that the script itself calls under jax.jit, nnx.jit or "
             f"eqx.filter_jit{at}"
         )
 
-    def tell(self, why: str) -> None:
-        """Say once, and at once, what would else be known at the script's end, which may be days away."""
-        if not self.is_told:
-            self.is_told = True
+    def warn(self, why: str) -> None:
+        """Warn once, and at once, of what would else be known at the script's end, which may be days away."""
+        if not self.has_warned:
+            self.has_warned = True
             put(
                 f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and jit the whole step.\n",
                 sys.stderr,

@@ -53,13 +53,15 @@ def run(args: argparse.Namespace) -> int:
     target = None if args.target is None else resolve_target(args.target)
     source_of(args.script, "inspect")
     show_start(args.script)
-    from jaxmem_callbacks.cli.jit_hook import as_written  # which imports JAX: mistakes are told before
+    from jaxmem_callbacks.cli.jit_hook import as_written  # which imports JAX: mistakes are reported before
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
             return at_step(
                 args.script,
-                lambda reached: functools.partial(_tell, _Report.of(reached, args.target, args.top), as_json=args.json),
+                lambda reached: functools.partial(
+                    _print, _Report.of(reached, args.target, args.top), as_json=args.json
+                ),
                 args.script_args,
                 step=args.step,
                 seen=seen,
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
 
 
-def _tell(report: _Report, *, as_json: bool) -> int:
+def _print(report: _Report, *, as_json: bool) -> int:
     put((json.dumps(report.as_json(), indent=2) if as_json else report.as_text()) + "\n", as_json=as_json)
     return OK
 
@@ -97,17 +99,17 @@ class _Report:
         step = as_step(reached.step)
         without = step.without_policy()
         plain, refused = None, None
-        with inspect_progress(sys.stderr) as tell:
-            tell(f"compiling {step.name}")
+        with inspect_progress(sys.stderr) as report:
+            report(f"compiling {step.name}")
             memory = step_memory(step, *reached.args, target=target, **reached.kwargs)
             if without is not None:
-                tell(f"compiling {step.name} without its policy, to compare")
+                report(f"compiling {step.name} without its policy, to compare")
                 try:
                     plain = step_memory(without, *reached.args, target=target, **reached.kwargs)
                 except CompileError as error:  # that the plain step does not fit there is what the policy is for
                     refused = str(error)
             if top:
-                tell(f"compiling {step.name} once more, for what makes its peak")
+                report(f"compiling {step.name} once more, for what makes its peak")
             peak = memory.peak() if top else None
             causes = () if peak is None else memory.causes(peak)
         beside = alive_words(reached.alive, reached.when, memory.step_bytes, copies=reached.copies)

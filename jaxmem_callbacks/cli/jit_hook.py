@@ -45,7 +45,7 @@ class Watching:
     """Makes what stands for a jit, and for a loop.
 
     Args:
-        seen: Told what is called.
+        seen: Records what is called.
         gradients: Knows where gradients are taken.
         step: The name of the step; None for what takes a gradient.
         elsewhere: Whether it is to be compiled for hardware that is not here.
@@ -95,7 +95,7 @@ class Watching:
             try:
                 given = dict(signature.bind(*args, **options).arguments)
             except TypeError:
-                return real(*args, **options)  # which says what is wrong
+                return real(*args, **options)  # whose error names what is wrong
             data = [given[name] for name in names if name in given]
             written = self._call(real, names, given)
             watched = Watched(jax.jit(_loop(real, body, names, given, written)), self, given[body], written=written)
@@ -160,7 +160,7 @@ class Watched:
         function: What was jitted.
         whose: Whose file jits it.
         options: The jit's.
-        written: How people write it, where the function does not say.
+        written: How people write it, where the function has no name.
 
     Attributes:
         known: Kinds of arguments that it was traced for.
@@ -239,7 +239,7 @@ class Watched:
             if is_of_user(self._function):
                 seen.jitted[self._name] = None
             if self._is_found(args, kwargs):
-                gradients.is_told = True  # from here on a plan traces the step
+                gradients.has_warned = True  # from here on a plan traces the step
                 seen.edits, seen.step = dict(self._edits) if self._gradients == "own" else {}, self._known_as
                 seen.trainer = call_of_user(inspect.currentframe()) if self._whose is Owner.PACKAGE else ""
                 with gradients.within(is_own=False):  # what is called in there is the plan's
@@ -250,7 +250,7 @@ class Watched:
         if is_own and here.takes_gradient and watching.step not in (None, self._name):
             seen.pass_by(self._name, str(watching.step))
         if here.takes_gradient and self._refusal:
-            gradients.tell(f"{self._name} takes a gradient, but does not trace ({self._refusal})")
+            gradients.warn(f"{self._name} takes a gradient, but does not trace ({self._refusal})")
 
     @property
     def _name(self) -> str:
@@ -367,7 +367,7 @@ class Pmapped(Watched):
         announce(types.SimpleNamespace(name=self._name), args, kwargs)
 
     def is_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it takes a gradient; not where it cannot be traced, which its call tells."""
+        """Whether it takes a gradient; not where it cannot be traced: its call then fails."""
         try:
             return self._takes_gradient(args, kwargs)
         except Exception:  # noqa: BLE001 - whatever the user's own step raises
@@ -471,15 +471,15 @@ def refuse_pmapped(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs: The keyword arguments.
 
     Raises:
-        ScriptError: it takes a gradient; says what to write.
+        ScriptError: it takes a gradient; with what to write.
     """
     inner = step.__wrapped__ if isinstance(step, JitStep) else step
     if isinstance(inner, Pmapped) and inner.is_step(args, kwargs):
         raise ScriptError(inner.refused(args))
 
 
-def _places(said: Any) -> tuple[int, ...]:
-    return (said,) if isinstance(said, int) else tuple(cast("Iterable[int]", said))
+def _places(argnums: Any) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(cast("Iterable[int]", argnums))
 
 
 _CPU_DEVICES = "xla_force_host_platform_device_count"
@@ -502,7 +502,7 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
         _see_devices_of(target)
     source = source_of(script)
     is_found_by_name, is_edited = source.function is not None, not is_unedited(source.path)
-    gradients = StandIns(seen, is_told=is_found_by_name or step is not None)
+    gradients = StandIns(seen, has_warned=is_found_by_name or step is not None)
     watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
     before: list[tuple[types.ModuleType, str, Any]] = []
     try:
@@ -537,9 +537,9 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
 def _see_devices_of(target: Target) -> None:
     """Let the script see as many devices as the target has, where its own are CPUs: a mesh of all of them is then the target's.
 
-    What the user says of their number holds, and so does a backend that has started already.
+    A number that the user has set holds, and so does a backend that has started already.
     """
-    is_said = jax.config.values["jax_num_cpu_devices"] > 0 or _CPU_DEVICES in os.environ.get("XLA_FLAGS", "")
-    if 1 < target.device_count <= _MOST_DEVICES and not is_said:
+    is_set = jax.config.values["jax_num_cpu_devices"] > 0 or _CPU_DEVICES in os.environ.get("XLA_FLAGS", "")
+    if 1 < target.device_count <= _MOST_DEVICES and not is_set:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", target.device_count)

@@ -43,7 +43,7 @@ def alive_beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArrayCensus |
     gc.collect()  # what only cycles hold is as good as gone
     try:
         return LiveArraysProbe().beside(own)
-    except (RuntimeError, AssertionError):  # as JAX says that it has no backend, so nothing is alive in one
+    except (RuntimeError, AssertionError):  # as JAX has no backend, so nothing is alive in one
         return None
 
 
@@ -197,12 +197,12 @@ def alive_words(
         return ""
     return (
         f"Beside the step's arguments {format_bytes(beside)} of arrays were alive on one device {when}, the most of them "
-        f"{', '.join(map(_told, alive.groups[:_SHOWN]))}. They are not counted here: what stays while the step runs, such as the "
-        f"state of another step, is counted by the option "
+        f"{', '.join(map(_words, alive.groups[:_SHOWN]))}. They are not counted here: what stays while the step runs, such as "
+        "the state of another step, is counted by the option "
         f"{advise('option.typed', option='resident', value=f'{math.ceil(beside / MIB)}MiB')}."
     )
 
 
-def _told(group: ArrayGroup) -> str:
+def _words(group: ArrayGroup) -> str:
     place = "" if group.site.startswith("unknown") else f" from {group.site}"
     return f"{group.count} of {group.type_text}{place}"

@@ -1,4 +1,4 @@
-"""``jaxmem``: arguments in, an exit code out. A table says which module has which command; only the one asked for is imported."""
+"""``jaxmem``: arguments in, an exit code out. A table has the module of each command; only the one asked for is imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "oom": (
         "jaxmem_callbacks.cli.oom",
-        "what a log tells of memory that ran out: how much, where, why, and what to try",
+        "what a log shows of memory that ran out: how much, where, why, and what to try",
     ),
     "plan": ("jaxmem_callbacks.cli.plan", "the cheapest way to make a training script's step fit, on any hardware"),
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
@@ -103,7 +103,7 @@ def _run(given: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, which says nothing of what was typed that a terminal should not show, and of what stdout does not take."""
+    """argparse's, without control characters of what was typed, and with an error where stdout takes no more."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         put(message, sys.stderr if file is None else file)

@@ -41,16 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "log", metavar="LOG", type=named, help="a file of what a program printed, or - for standard input"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.epilog = (
-        "Exit code: 0 where the log tells of a failure, 1 where it tells of none, 2 where it cannot be read."
-    )
+    parser.epilog = "Exit code: 0 where the log has a failure, 1 where it has none, 2 where it cannot be read."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the log, tell its first failure.
+    """Read the log, print its first failure.
 
     Returns:
-        0, or 1 where the log tells of no failure.
+        0, or 1 where the log has no failure.
 
     Raises:
         RunFileError: no such file, or one that cannot be read.
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         put(json.dumps(_as_json(found), indent=2) + "\n", as_json=True)
     elif found is None:
         name = "standard input" if args.log == "-" else args.log
-        put(f"{name} tells of no failure for want of memory.\n")
+        put(f"{name} has no failure for want of memory.\n")
     else:
         put("\n".join(_lines(found)) + "\n")
     return NOTHING_FOUND if found is None else OK
@@ -96,13 +94,13 @@ def _lines(log: OomLog) -> Iterator[str]:
     yield ""
     yield f"line {log.line} of {log.line_count}: {_short(log.said)}"
     if log.failures > 1:
-        yield f"The log tells of {log.failures} failures; this is the first one that a program met."
+        yield f"The log has {log.failures} failures; this is the first one that a program met."
     yield ""
     for name, words in _FIGURES.items():
         value = getattr(log.facts, name)
-        told = format_bytes(value) if isinstance(value, int) else value
+        text = format_bytes(value) if isinstance(value, int) else value
         place = f"line {log.where[name]}" if name in log.where else ""
-        yield f"  {words:<20}{told if told is not None else 'unknown, because the log does not say':<24}{place}".rstrip()
+        yield f"  {words:<20}{text if text is not None else 'unknown, because it is not in the log':<24}{place}".rstrip()
     if log.pool is not None:
         yield from _pool(log.pool)
     if log.buffers:
@@ -130,8 +128,8 @@ def _pool(pool: PoolDump) -> Iterator[str]:
 
 
 def _buffer(buffer: LoggedBuffer) -> Iterator[str]:
-    told = "  ".join(part for part in (buffer.shape, buffer.operator, buffer.source) if part) or buffer.label
-    yield f"{format_bytes(buffer.bytes):>10}  line {buffer.line:<8}{_short(told)}".rstrip()
+    described = "  ".join(part for part in (buffer.shape, buffer.operator, buffer.source) if part) or buffer.label
+    yield f"{format_bytes(buffer.bytes):>10}  line {buffer.line:<8}{_short(described)}".rstrip()
 
 
 def _short(text: str) -> str:

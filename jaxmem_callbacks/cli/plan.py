@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.api.plan import Plan
 
 
-# Key -> what a shell says after it, and an example.
+# Key -> the values that a shell's option takes, and an example.
 EXPECTED = {
     "remat": ("yes or no", "remat=no"),
     "own_checkpoints": ("the key alone, yes or no", "own_checkpoints"),
@@ -79,7 +79,7 @@ def add_search_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def search_of(texts: Sequence[str]) -> dict[str, Any] | None:
-    """What the options say together; None where there are none.
+    """The search that the options make together; None where there are none.
 
     Args:
         texts: Such as ``["microbatches=1,2,4", "donate", "batch.at_most=512"]``.
@@ -111,7 +111,7 @@ def _require_meant(text: str) -> None:
     """Refuse one option that means nothing.
 
     Raises:
-        PlanError: says what was expected there, and what to type.
+        PlanError: with what was expected there, and what to type.
     """
     try:
         parse_search(_read([text]))
@@ -132,7 +132,7 @@ def _require_meant(text: str) -> None:
 
 
 def _read(texts: Sequence[str]) -> dict[str, Any]:
-    """The mapping that options say together; nothing is judged here."""
+    """The mapping that options make together; nothing is judged here."""
     found: dict[str, Any] = {}
     for text in texts:
         key, _, value = text.partition("=")
@@ -156,7 +156,7 @@ _MESH = advise("option.typed", option="mesh", value="data=2,fsdp=-1")
 _SAVE, _OF_A_PLAN = advise("option.typed", option="save", value="plan.json"), "plan='plan.json'"
 _FOR_THE_MONITOR = (
     f"The whole plan, for the run's monitor: {_SAVE} here, {advise('monitor.call', arguments=_OF_A_PLAN)} there. It shows what "
-    "was planned beside what is measured, and says where the run is not what was planned."
+    "was planned beside what is measured, and reports where the run is not what was planned."
 )
 _SAVED, _PICTURES = (".yaml", ".yml", WHOLE), (".png", ".svg", ".pdf")
 
@@ -186,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=place,
         help="write the plan: FILE.yaml, the chosen policy as a preset for jm.load_preset, or FILE.json, the whole of it for "
-        "jm.load_plan and jm.MemoryMonitor(plan=...), which then says where the run is not what was planned",
+        "jm.load_plan and jm.MemoryMonitor(plan=...), which then reports where the run is not what was planned",
     )
     parser.add_argument("--figure", metavar="FILE", type=place, help="write the frontier as a picture, FILE.png")
     parser.add_argument("--logdir", metavar="DIR", help="write the plan for TensorBoard, as a run of its own")
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxmemError: as `at_step` and `jm.plan`; the command line turns it into exit code 2.
     """
-    # All that can be told before the script runs, which may load data for minutes.
+    # All that can be checked before the script runs, which may load data for minutes.
     _require_places(args)
     for program in args.beside:
         require_program(program)
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     if args.target is not None:
         resolve_target(args.target)
     show_start(args.script)
-    from jaxmem_callbacks.cli.jit_hook import as_written  # which imports JAX: mistakes are told before
+    from jaxmem_callbacks.cli.jit_hook import as_written  # which imports JAX: mistakes are reported before
 
     try:
         with as_written(args.script, step=args.step, target=target) as seen:
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
         return exit_of(type(error))
 
 
-def _tell(made: Plan, args: argparse.Namespace, places: _Places, seen: Seen) -> int:
+def _print(made: Plan, args: argparse.Namespace, places: _Places, seen: Seen) -> int:
     """Print the plan, and write what was asked for."""
     unfit = made.chosen.fits is False
     lost: OutputError | BrokenPipeError | None = None
@@ -314,7 +314,7 @@ def _mesh(text: str, target: Target | None, *, attached: bool) -> dict[str, int]
         attached: Whether, without a target, the attached devices are to share the step.
 
     Raises:
-        PlanError: no axes, or axes that do not make up the target's devices; says what to type.
+        PlanError: no axes, or axes that do not make up the target's devices; with what to type.
     """
     option = "--mesh " + text
     try:
@@ -376,7 +376,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
             progress=True,
             **reached.kwargs,
         )
-        return functools.partial(_tell, _with_remarks(made, reached), args, places, seen)
+        return functools.partial(_print, _with_remarks(made, reached), args, places, seen)
 
     return at_step(
         args.script,
@@ -390,7 +390,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
 
 
 def _with_remarks(made: Plan, reached: Reached) -> Plan:
-    """The plan with what is to be said of the script that its step was found in."""
+    """The plan with remarks on the script that its step was found in."""
     from jaxmem_callbacks.cli.live_arrays import alive_words
 
     best, record = made.chosen, made.record
@@ -400,11 +400,11 @@ def _with_remarks(made: Plan, reached: Reached) -> Plan:
 
 
 def _without_gradient_policy(step: Any, *, places: bool) -> Any:
-    """The step of a script without the remat and microbatches that it has now; what it says of donation stays.
+    """The step of a script without the remat and microbatches that it has now; its donation stays.
 
     Args:
         step: As the script made it.
-        places: Whether what it says of where the state lies stays too, because nobody searches that.
+        places: Whether its sharding stays too, because that is not searched.
     """
     from jaxmem_callbacks.programs.steps.step import JitStep
     from jaxmem_callbacks.programs.steps.user_jit import already_jitted

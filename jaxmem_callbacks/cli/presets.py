@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="shipped names or YAML files; shows what they say together, composed from left to right",
+        help="shipped names or YAML files; shows their settings together, composed from left to right",
     )
     parser.add_argument("--check", nargs="+", metavar="FILE", default=[], help="validate YAML files, each by itself")
 
@@ -87,5 +87,5 @@ def _check(files: list[str]) -> int:
             put(f"{error}\n", sys.stderr)
             code = REFUSED
         else:
-            put(f"{file}: ok, says {', '.join(preset.said) or 'nothing'}\n")
+            put(f"{file}: ok, sets {', '.join(preset.said) or 'nothing'}\n")
     return code

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "place", metavar="RUN", type=place, help="a monitor's logdir, a folder of them, or a memory.jsonl"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=place, help=f"where to write; RUN/{_NAME} unless said")
+    parser.add_argument("-o", "--output", metavar="FILE", type=place, help=f"where to write; RUN/{_NAME} by default")
 
 
 def run(args: argparse.Namespace) -> int:

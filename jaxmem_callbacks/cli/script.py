@@ -112,8 +112,8 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step",
         metavar="NAME",
-        help="the step's name, in a script with several; else the first jm.jit_step step that it calls, or where it says "
-        "nothing of this library the first jitted function that takes a gradient",
+        help="the step's name, in a script with several; else the first jm.jit_step step that it calls, or where it "
+        "does not use this library the first jitted function that takes a gradient",
     )
     parser.add_argument(
         "script",
@@ -194,8 +194,8 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         script: ``train.py``, run as ``__main__``, or ``train.py:name``, imported, where ``name()`` returns
             ``(train_step, args)``.
         work: What to do with the step. It runs inside the call that the script makes, in its thread, while all its contexts
-            and settings hold. What it raises is raised here, and the script sees nothing of it. It returns what tells its
-            result, which is called at once, and which signals do not interrupt.
+            and settings hold. What it raises is raised here, and the script sees nothing of it. It returns a
+            function that prints its result, which is called at once, and which signals do not interrupt.
         argv: The script's own arguments.
         command: What ``jaxmem`` was asked for.
         step: The step's name; None for the first that is announced.
@@ -215,7 +215,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         own_streams(script_to_stderr=script_to_stderr) as streams,
         _arguments_explained(f"{command} {script}", argv),
         _as_python_runs(source, argv) as module,
-        _settings_told(path, command),
+        _late_settings_reported(path, command),
         InMain() as in_main,
     ):
         if name is None:
@@ -224,11 +224,11 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         reached = _ask(path, module, name)
         with undisturbed(streams, in_main) as interruption:
             _require_jit(reached)
-            return _told(work(reached), streams, interruption)
+            return _print(work(reached), streams, interruption)
 
 
 def show_start(script: str) -> None:
-    """Say on a terminal what is done first, which may take minutes. To be called before JAX is imported."""
+    """Show on a terminal what is done first, which may take minutes. To be called before JAX is imported."""
     if sys.stderr.isatty():
         put(f"jaxmem: running {script} up to the first call of its step\n", sys.stderr)
         sys.stderr.flush()
@@ -288,7 +288,7 @@ def _split(script: str) -> tuple[pathlib.Path, str | None]:
 
 @contextlib.contextmanager
 def _arguments_explained(typed: str, argv: Sequence[str]) -> Generator[None]:
-    """Say how a script is given arguments, where it may have ended for want of them."""
+    """Explain how a script is given arguments, where it may have ended for want of them."""
     try:
         yield
     except ScriptFailedError as error:
@@ -324,8 +324,8 @@ def _as_python_runs(source: Source, argv: Sequence[str]) -> Generator[types.Modu
 
 
 @contextlib.contextmanager
-def _settings_told(path: pathlib.Path, command: str) -> Generator[None]:
-    """Say which of its settings a script makes too late here: JAX reads them when it is imported, and this library imports it."""
+def _late_settings_reported(path: pathlib.Path, command: str) -> Generator[None]:
+    """Report the settings that a script makes too late here: JAX reads them when it is imported, which is before the script."""
 
     def settings() -> set[tuple[str, str]]:
         return {(name, value) for name, value in os.environ.items() if name.startswith("JAX_")}
@@ -334,10 +334,10 @@ def _settings_told(path: pathlib.Path, command: str) -> Generator[None]:
     try:
         yield
     finally:
-        _tell_late(sorted(settings() - before), path, command)
+        _report_late(sorted(settings() - before), path, command)
 
 
-def _tell_late(made: Sequence[tuple[str, str]], path: pathlib.Path, command: str) -> None:
+def _report_late(made: Sequence[tuple[str, str]], path: pathlib.Path, command: str) -> None:
     if made:
         typed = " ".join(f"{name}={shlex.quote(value)}" for name, value in made)
         put(
@@ -354,7 +354,7 @@ class _FirstStep:
         script: Its file, wherever the script goes.
         work: What is to be done.
         named: The name of the step; None for any.
-        seen: Told what was passed by.
+        seen: Records what was passed by.
         streams: Of the command.
         in_main: Has the main thread do something.
 
@@ -432,7 +432,7 @@ class _FirstStep:
         self._is_working, signals = True, None
         try:
             if self.seen.refused is not None:
-                raise self.seen.refused  # noqa: TRY301 - told as what the work raises
+                raise self.seen.refused  # noqa: TRY301 - reported as what the work raises
             with undisturbed(self._streams, self._in_main) as interruption:
                 signals = interruption.late
                 others = other_steps(self._script, step.name) if self.named is None else ""
@@ -442,7 +442,7 @@ class _FirstStep:
                     step=step, args=args, kwargs=kwargs, when=when, alive=alive, copies=copies, others=others
                 )
                 _require_jit(reached)
-                self.code = _told(self._work(reached), self._streams, interruption)
+                self.code = _print(self._work(reached), self._streams, interruption)
         except BaseException as error:  # noqa: BLE001 - the script's own handlers are not to see it
             self.error = error
         finally:
@@ -455,11 +455,11 @@ class _FirstStep:
             raise _StopScript
 
 
-def _told(tell: Callable[[], int], streams: Streams, interruption: Interruption) -> int:
-    """Tell what the work found, whose time is over."""
+def _print(result: Callable[[], int], streams: Streams, interruption: Interruption) -> int:
+    """Print the result of the work, which is done."""
     interruption.work_is_done()
     with contextlib.redirect_stdout(streams.answer):
-        code = tell()
+        code = result()
         flush()
     return code
 
@@ -541,9 +541,9 @@ def _end_threads_silently() -> None:
     if getattr(before, "is_silent", False):
         return
 
-    def hook(told: threading.ExceptHookArgs) -> None:
-        if not issubclass(told.exc_type, _StopScript):
-            before(told)
+    def hook(raised: threading.ExceptHookArgs) -> None:
+        if not issubclass(raised.exc_type, _StopScript):
+            before(raised)
 
     vars(hook)["is_silent"] = True
     threading.excepthook = hook
@@ -603,11 +603,11 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         shown_to = opened(sys.stderr, 2)
         traceback.print_exception(
             error.with_traceback(place), file=shown_to
-        )  # none of the script's: it does not parse, say
+        )  # none of the script's, such as where it does not parse
         from jaxmem_callbacks.cli.error_hints import advice
 
-        told = advice(error) or ("its own alarm went off" if _is_of_alarm(error) else "")
-        msg = f"{path} failed before its first step{f': {told}. Its' if told else '; its'} own traceback is above."
+        why = advice(error) or ("its own alarm went off" if _is_of_alarm(error) else "")
+        msg = f"{path} failed before its first step{f': {why}. Its' if why else '; its'} own traceback is above."
         raise ScriptFailedError(msg, wants_arguments="argv" in _last_line(error)) from error
 
 

@@ -50,7 +50,7 @@ def source_of(typed: str, command: str = "inspect") -> Source:
         command: What ``jaxmem`` was asked for.
 
     Raises:
-        ScriptError: no such file or module; says what to type.
+        ScriptError: no such file or module; with what to type.
     """
     file, colon, name = typed.rpartition(":")
     file, function = (file, name) if colon and name.isidentifier() else (typed, None)

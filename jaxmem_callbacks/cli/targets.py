@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install what is asked for, then say what is here.
+    """Install what is asked for, then print what is here.
 
     Returns:
         0; 1 where pip failed, whose own words are on stderr.
@@ -116,7 +116,7 @@ def _as_text() -> str:
     named = advise("environment.set", name="JAXMEM_TARGET_PATH", value="/a/folder")
     place = _folder() or f"none, since this user has no home folder; {named}"
     lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {place}"])
-    lines += [line for said in map(other_than_pinned, PLATFORMS.values()) if said for line in wrapped([said])]
+    lines += [line for remark in map(other_than_pinned, PLATFORMS.values()) if remark for line in wrapped([remark])]
     left = [str(folder) for folder in other_folders()]
     if left:
         lines += wrapped([f"Of other versions of JAX or Python, and of no use to this one: {', '.join(left)}"])
@@ -129,6 +129,6 @@ def _as_json() -> dict[str, object]:
         "compilers": {kind: compiler_versions(platform) for kind, platform in PLATFORMS.items()},
         "folder": None if folder is None else str(folder),
         "other_folders": [str(each) for each in other_folders()],
-        "remarks": [said for said in map(other_than_pinned, PLATFORMS.values()) if said],
+        "remarks": [remark for remark in map(other_than_pinned, PLATFORMS.values()) if remark],
         "targets": list(target_names()),
     }

@@ -60,7 +60,7 @@ def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
 
 
 def _without_name(plan: Plan, saved: Path | None) -> list[str]:
-    """The policy alone: no line can say what the script calls."""
+    """The policy alone: no line can replace what the script calls."""
     named = advise("train.named", policy=_policy(plan, saved))
     return [
         *_started(plan),
@@ -75,7 +75,9 @@ def _loaded(saved: Path) -> str:
 
 def _policy(plan: Plan, saved: Path | None) -> str:
     """The chosen policy in code."""
-    return advise("train.policy", said=_said(plan.policy)) if saved is None else advise("train.preset", saved=saved)
+    return (
+        advise("train.policy", said=_arguments(plan.policy)) if saved is None else advise("train.preset", saved=saved)
+    )
 
 
 def _wrapped(made: tuple[str, str], policy: str) -> str:
@@ -96,7 +98,7 @@ def _by_whole_plan(plan: Plan, saved: Path, made: tuple[str, str]) -> list[str]:
 def _by_policy(plan: Plan, saved: Path | None, made: tuple[str, str]) -> list[str]:
     policy = _policy(plan, saved)
     before, placed = _started(plan), _placed(plan, "policy")
-    if before and saved is not None:  # the preset says it
+    if before and saved is not None:  # the preset has it
         before, placed = [], [f"{advise('environment.apply', preset='policy')}  # above the first use of JAX", *placed]
     if not placed:
         return [*before, _wrapped(made, f"{policy}{_reaching(plan)}")]
@@ -108,14 +110,14 @@ def _reaching(plan: Plan) -> str:
     return "" if plan.record.gradients == "own" else f', gradients="{plan.record.gradients}"'
 
 
-def _said(policy: StepPolicy) -> str:
+def _arguments(policy: StepPolicy) -> str:
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(StepPolicy)}
     default = StepPolicy()
     return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name))
 
 
 def _started(plan: Plan) -> list[str]:
-    """Where the choice needs more of a GPU than JAX's allocator takes unless told."""
+    """Where the choice needs more of a GPU than JAX's allocator takes by default."""
     share = plan.record.fraction
     return [] if share is None else [f"# start with {FRACTION}={share:g} or more"]
 

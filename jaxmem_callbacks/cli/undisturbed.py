@@ -85,7 +85,7 @@ def _kept(stream: TextIO) -> Generator[TextIO]:
     own = os.fdopen(copy, "w", buffering=1, encoding=stream.encoding, errors=stream.errors)
     try:
         yield own
-    finally:  # that the answer could not be written was told when it was
+    finally:  # that the answer could not be written was reported before
         with contextlib.suppress(OSError):
             own.flush()
         os.dup2(copy, number)
@@ -203,7 +203,7 @@ class InMain:
 
 
 def _of_another_thread(_number: int, _frame: FrameType | None) -> None:
-    """A signal for work in another thread, which is told by the pipe."""
+    """A signal for work in another thread, which wakes by the pipe."""
 
 
 def _handle_as(known: int, number: int) -> None:
