@@ -273,7 +273,7 @@ def cut_equations(
 def _cut(flat: Equations, context: _CutContext) -> CutLoss:
     """Cut a function, or the body of a `shard_map`: profile it, choose, and apply what was chosen."""
     cheap = cheap_values(flat.eqns, flat.invars)
-    flat = replace(flat, eqns=tuple(eqn for eqn in flat.eqns if not eqn.outvars or not cheap.makes_all(eqn.outvars)))
+    flat = _without(cheap, flat)
     if not flat.eqns:  # a constant, or something cheap of the arguments
         made = cheap.equations_for(variables(flat.outvars))
         return CutLoss(jaxpr=derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made))
@@ -295,6 +295,11 @@ def _cut(flat: Equations, context: _CutContext) -> CutLoss:
         notes=(*(note for body in bodies for note in body.notes), *notes, *_left_whole(loss)),
         frontiers=(*(each for body in bodies for each in body.frontiers), *found),
     )
+
+
+def _without(cheap: CheapValues, flat: Equations) -> Equations:
+    """A function without the equations of its cheap values: what can be cut of it."""
+    return replace(flat, eqns=tuple(eqn for eqn in flat.eqns if not eqn.outvars or not cheap.makes_all(eqn.outvars)))
 
 
 def _of_all(frontier: MergedFrontier, copies: int) -> tuple[FrontierPoint, ...]:
@@ -355,9 +360,10 @@ def _refuse_no_checkpoint(flat: Equations, policy: StepPolicy, own: Sequence[Own
         )
         raise LossRefusedError(msg)
     advice = "Put jm.remat around the function inside it, or"
-    if any(eqn.primitive.name == "scan" and reports_inside(eqn) for eqn in flat.eqns):
+    eqns = _without(cheap_values(flat.eqns, flat.invars), flat).eqns
+    if any(eqn.primitive.name == "scan" and reports_inside(eqn) for eqn in eqns):
         advice = "A loop whose inner loop or branch reports stays whole: move jax.debug calls into the outer body, or"
-    only = ", ".join(f"`{eqn.primitive.name}`" for eqn in flat.eqns[:3]) or "no equation at all"
+    only = ", ".join(f"`{eqn.primitive.name}`" for eqn in eqns[:3]) or "no equation at all"
     msg = (
         f"remat={policy.remat!r} would do nothing: the loss is {only}, which cannot be cut from outside. "
         f"{advice} take this gradient with jax.value_and_grad."
