@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.hlo import dimensions
-from jaxmem_callbacks.programs.steps.call import AbstractCall
-from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
 from jaxmem_callbacks.records.advice import advise

@@ -17,9 +17,8 @@ from jaxmem_callbacks.programs.causes import Again, causes_of
 from jaxmem_callbacks.programs.reading.buffer_groups import Arguments
 from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.steps.argument_checks import replicated, require_unshared
-from jaxmem_callbacks.programs.steps.call import AbstractCall, abstract_call
 from jaxmem_callbacks.programs.steps.donation import LeafUse, lost_donations, worth_donating
-from jaxmem_callbacks.programs.steps.leaves import require_arguments
+from jaxmem_callbacks.programs.steps.leaves import AbstractCall, abstract_call, require_arguments
 from jaxmem_callbacks.programs.steps.program import Program, Signature, signature_of, unguarded
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted

@@ -22,8 +22,7 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import figures_of
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.call import AbstractCall, abstract_call
-from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, user_leaves
+from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, named_arguments, user_leaves
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.records.errors import JaxmemError

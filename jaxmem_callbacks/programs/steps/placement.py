@@ -9,9 +9,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxmem_callbacks.programs.steps.call import written_arguments
 from jaxmem_callbacks.programs.steps.donation import Place, result_elements
-from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves
+from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves, written_arguments
 from jaxmem_callbacks.programs.steps.modules import hold_modules
 from jaxmem_callbacks.programs.steps.user_jit import Jitted
 from jaxmem_callbacks.records.advice import advise

@@ -32,10 +32,9 @@ from jaxmem_callbacks.programs.steps.build_jit import (
     undonated_names,
     written_call,
 )
-from jaxmem_callbacks.programs.steps.call import AbstractCall, abstract_call, has_real_arrays
 from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations
 from jaxmem_callbacks.programs.steps.interception import announce
-from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
+from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, has_real_arrays, named_arguments
 from jaxmem_callbacks.programs.steps.modules import (
     OfArrays,
     arrays_apart,

@@ -18,9 +18,8 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument
 from jaxmem_callbacks.programs.reading.hlo import Module
-from jaxmem_callbacks.programs.steps.call import abstract
 from jaxmem_callbacks.programs.steps.donation import LeafUse, unread
-from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
+from jaxmem_callbacks.programs.steps.leaves import Leaf, abstract, state_arguments
 from jaxmem_callbacks.programs.steps.program import without_donation_warning
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.targets.compile import (
