@@ -24,7 +24,7 @@ from jaxmem_callbacks.cli.grad_patches import StandIns, Within
 from jaxmem_callbacks.cli.seen import AT_ONCE, GRADIENTS, JITS, LOOPS, Edit, Seen
 from jaxmem_callbacks.cli.source import is_unedited, source_of
 from jaxmem_callbacks.programs.memory import as_step
-from jaxmem_callbacks.programs.steps.interception import announce
+from jaxmem_callbacks.programs.steps.registry import announce
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.steps.user_jit import LOOP, jax_traced
 from jaxmem_callbacks.programs.targets.exporting import asks_for_cudnn

@@ -26,7 +26,7 @@ from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text, syntax_of
 from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.cli.undisturbed import InMain, Streams, opened, own_streams, undisturbed
-from jaxmem_callbacks.programs.steps.interception import first_calls_seen_by
+from jaxmem_callbacks.programs.steps.registry import first_calls_seen_by
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean

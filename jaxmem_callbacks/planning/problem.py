@@ -18,11 +18,10 @@ from jaxmem_callbacks.planning.request import Budget, Space
 from jaxmem_callbacks.planning.step_time import Speed, speed_of, speed_of_device
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes, worth_donating
 from jaxmem_callbacks.programs.steps.leaves import named_arguments, require_arguments, state_arguments
-from jaxmem_callbacks.programs.steps.modules import OfArrays, arrays_apart, own_donation
 from jaxmem_callbacks.programs.steps.placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.program import kind_here
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.steps.user_jit import Jitted, already_jitted
+from jaxmem_callbacks.programs.steps.user_jit import Jitted, OfArrays, already_jitted, arrays_apart, own_donation
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise

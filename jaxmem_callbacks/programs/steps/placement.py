@@ -11,8 +11,7 @@ from jax.core import Tracer
 
 from jaxmem_callbacks.programs.steps.donation import Place, result_elements
 from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves, written_arguments
-from jaxmem_callbacks.programs.steps.modules import hold_modules
-from jaxmem_callbacks.programs.steps.user_jit import Jitted
+from jaxmem_callbacks.programs.steps.user_jit import Jitted, hold_modules
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy

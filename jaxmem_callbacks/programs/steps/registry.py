@@ -1,4 +1,4 @@
-"""The compiles of steps in this process."""
+"""The compiles of steps in this process, and who sees the first call of a step before anything is compiled."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import functools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Protocol
-
-import jax
 
 from jaxmem_callbacks.records.programs import Compilation
 
@@ -27,6 +27,8 @@ compiles = CompileCount()
 @functools.cache
 def watch_compiles() -> None:
     """Begin to count, once a process: one listener that adds 1 and returns. JAX offers no way to take it back."""
+    import jax  # here: the command line reads this module before JAX
+
     jax.monitoring.register_event_duration_secs_listener(_count)
 
 
@@ -119,3 +121,25 @@ def since(cursor: int) -> tuple[tuple[Compilation, ...], int]:
         cursor: 0 for everything that is still kept, or what the last call returned.
     """
     return _history.since(cursor)
+
+
+# `jaxmem inspect` stops a script at a first call. In a script without a step of this library what its jits make is wrapped, to be
+# seen as well: see `cli/jit_hook.py`.
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+_observers: list[Observer] = []
+
+
+@contextmanager
+def first_calls_seen_by(observer: Observer) -> Generator[None]:
+    """Inside, ``observer(step, args, kwargs)`` is called before a `jm.jit_step` step is compiled; it may raise."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def announce(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell the observers, the latest first."""
+    for observer in reversed(_observers):
+        observer(step, args, kwargs)

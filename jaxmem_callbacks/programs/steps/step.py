@@ -33,16 +33,7 @@ from jaxmem_callbacks.programs.steps.build_jit import (
     written_call,
 )
 from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations
-from jaxmem_callbacks.programs.steps.interception import announce
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, has_real_arrays, named_arguments
-from jaxmem_callbacks.programs.steps.modules import (
-    OfArrays,
-    arrays_apart,
-    for_whole_trees,
-    hold_modules,
-    of_parts,
-    split,
-)
 from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, require_returned
 from jaxmem_callbacks.programs.steps.program import (
     Program,
@@ -53,13 +44,19 @@ from jaxmem_callbacks.programs.steps.program import (
     tell_copies,
     without_donation_warning,
 )
-from jaxmem_callbacks.programs.steps.registry import compiles, watch_compiles
+from jaxmem_callbacks.programs.steps.registry import announce, compiles, watch_compiles
 from jaxmem_callbacks.programs.steps.user_jit import (
     Jitted,
+    OfArrays,
     OfEquinox,
     already_jitted,
+    arrays_apart,
+    for_whole_trees,
+    hold_modules,
     jax_traced,
     name_of,
+    of_parts,
+    split,
     static_arguments,
     without_undonating_jit,
 )
