@@ -487,7 +487,7 @@ def test_a_batch_that_the_users_jit_donates_is_no_error_and_no_state(kind):
         plain = own(*args())
     assert jax.tree.all(jax.tree.map(jnp.array_equal, ours, plain))
     assert [each.lost for each in registry.since(cursor)[0]] == [()], "no event"
-    leaves = step.judge(args(), {}).leaves
+    leaves = step.compile_call(args(), {}).leaves
     assert {leaf.argument for leaf in leaves if leaf.passing} == {leaves[-1].argument}
     shown = {row.name: row.kind for row in jm.step_memory(own, *args()).arguments}
     assert shown[leaves[-1].argument] in ("batch", "other")

@@ -311,22 +311,22 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
     if target is not None:
         return _for_target(made, args, kwargs, target)
     with compiling_here(made.name, traces=True):
-        judged = made.judge(args, kwargs)
-    memory = known_memory(judged.program, made.name)
+        compiled = made.compile_call(args, kwargs)
+    memory = known_memory(compiled.program, made.name)
     warnings = (
-        *_warnings(made, judged.program),
-        *_shared(judged.leaves, judged.function),
-        *replicated(judged.leaves, made.policy),
+        *_warnings(made, compiled.program),
+        *_shared(compiled.leaves, compiled.function),
+        *replicated(compiled.leaves, made.policy),
     )
-    lowered = judged.lowered
-    known = described(judged.leaves, judged.program.undonated)
-    used = [each for each, use in zip(known, judged.program.uses, strict=True) if use.used]
+    lowered = compiled.lowered
+    known = described(compiled.leaves, compiled.program.undonated)
+    used = [each for each, use in zip(known, compiled.program.uses, strict=True) if use.used]
     arguments = Arguments(by_number=dict(enumerate(used)))
     return StepMemory(
         program=memory,
-        arguments=argument_rows(judged.program.uses, judged.program.undonated),
+        arguments=argument_rows(compiled.program.uses, compiled.program.undonated),
         warnings=warnings,
-        signature=judged.program.signature,
+        signature=compiled.program.signature,
         read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
         read_causes=_causes(made, abstract_call(args, kwargs), None),
     )

@@ -33,8 +33,8 @@ from jaxmem_callbacks.records.units import KIB, format_bytes
 from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts
 from jaxmem_callbacks.recovery.texts.parsing import read_failure
 
-_CALLS = {JitStep.__call__.__code__, JitStep.judge.__code__, JitStep.lower.__code__}
-_COMPILING = "JitStep._judged"  # where a step is lowered and compiled, and never run
+_CALLS = {JitStep.__call__.__code__, JitStep.compile_call.__code__, JitStep.lower.__code__}
+_COMPILING = "JitStep._compile_call"  # where a step is lowered and compiled, and never run
 _ALONE = "probably this one: of the programs here it takes most, and more than is left"
 _AS_LARGE = "probably this one: what it takes is as large as what was asked for"
 _LARGEST = "; its figures are those of its largest compile, since none for these arguments is known"

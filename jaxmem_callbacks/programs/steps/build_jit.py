@@ -44,7 +44,7 @@ from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
 @dataclass(kw_only=True, slots=True)
-class Making:
+class JitOptions:
     """What was asked of a step's jit, and what was decided at its first call.
 
     Attributes:
@@ -134,7 +134,9 @@ class Making:
             self.donate = None
 
 
-def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], kwargs: dict[str, Any]) -> Jitted:
+def build_jit(
+    function: Callable[..., Any], jit_options: JitOptions, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Jitted:
     """The jit of a plain step; made at the first call, and again when a call brings a static argument not seen before.
 
     Raises:
@@ -144,41 +146,41 @@ def make_jit(function: Callable[..., Any], making: Making, args: Sequence[Any], 
     """
     arguments = named_arguments(function, args, kwargs)
     static = static_arguments(arguments, function)
-    pins_hold = require_pinned(arguments, making, function)
-    if making.jitted is not None and pins_hold and set(static) <= set(making.static):
-        return making.jitted
-    making.static = tuple(dict.fromkeys((*making.static, *static)))
-    options = _options("static", making.static, function, arguments, len(args))
-    traced = [(name, value) for name, value in arguments if name not in making.static]
-    results, leaves = _traced_if_needed(function, making, traced, options, (args, kwargs))
-    making.donated = _donated(function, making, traced, results, leaves)
-    options |= _options("donate", making.donated, function, arguments, len(args))
-    if making.places:
-        pin(function, making, traced, results)
-        options |= _pinned_options(function, making, traced, results, kwargs)
+    pins_hold = require_pinned(arguments, jit_options, function)
+    if jit_options.jitted is not None and pins_hold and set(static) <= set(jit_options.static):
+        return jit_options.jitted
+    jit_options.static = tuple(dict.fromkeys((*jit_options.static, *static)))
+    options = _options("static", jit_options.static, function, arguments, len(args))
+    traced = [(name, value) for name, value in arguments if name not in jit_options.static]
+    results, leaves = _traced_if_needed(function, jit_options, traced, options, (args, kwargs))
+    jit_options.donated = _donated(function, jit_options, traced, results, leaves)
+    options |= _options("donate", jit_options.donated, function, arguments, len(args))
+    if jit_options.places:
+        pin(function, jit_options, traced, results)
+        options |= _pinned_options(function, jit_options, traced, results, kwargs)
     call = jit_plain(function, arguments, **options)
-    making.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
-    return making.jitted
+    jit_options.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
+    return jit_options.jitted
 
 
-def require_pinned(arguments: Sequence[tuple[str, Any]], making: Making, function: Callable[..., Any]) -> bool:
+def require_pinned(arguments: Sequence[tuple[str, Any]], jit_options: JitOptions, function: Callable[..., Any]) -> bool:
     """Refuse a state that lies elsewhere than it is pinned to; whether the pins are those for a state like this one.
 
     Raises:
         PolicyError: with the line that moves it.
     """
-    if making.pinned_like != _likeness(arguments, making.pins):
+    if jit_options.pinned_like != _likeness(arguments, jit_options.pins):
         return False
     by_name = dict(arguments)
-    if making.state_shardings is not None and not making.pins:
-        own = pin_of_state(arguments, making.state_shardings, {}, None, function)
+    if jit_options.state_shardings is not None and not jit_options.pins:
+        own = pin_of_state(arguments, jit_options.state_shardings, {}, None, function)
         require_placed(own, by_name[own.argument])
-    for one in making.pins:
+    for one in jit_options.pins:
         require_placed(one, by_name[one.argument])
     return True
 
 
-def pin(function: Callable[..., Any], making: Making, traced: Sequence[tuple[str, Any]], results: Any) -> None:
+def pin(function: Callable[..., Any], jit_options: JitOptions, traced: Sequence[tuple[str, Any]], results: Any) -> None:
     """Decide where the state must lie, and refuse one that does not.
 
     Raises:
@@ -186,13 +188,13 @@ def pin(function: Callable[..., Any], making: Making, traced: Sequence[tuple[str
     """
     updated = updated_arguments(traced, results)
     own = None
-    if making.state_shardings is not None:
-        own = pin_of_state(traced, making.state_shardings, updated, results, function)
+    if jit_options.state_shardings is not None:
+        own = pin_of_state(traced, jit_options.state_shardings, updated, results, function)
     pins = [] if own is None else [own]
-    if making.policy.sharding is not None:
-        pins += pins_of_policy(making.policy, traced, updated, own, function)
-    making.pins, making.pinned_like = tuple(pins), _likeness(traced, pins)
-    require_pinned(traced, making, function)
+    if jit_options.policy.sharding is not None:
+        pins += pins_of_policy(jit_options.policy, traced, updated, own, function)
+    jit_options.pins, jit_options.pinned_like = tuple(pins), _likeness(traced, pins)
+    require_pinned(traced, jit_options, function)
 
 
 def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tuple[Any, ...]:
@@ -213,7 +215,7 @@ def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf]
     return tuple(name for name in inferred if name not in donated)
 
 
-def told_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
+def with_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
     """The leaves, with what is donated and is no state marked as passing."""
     donated = {leaf.argument for leaf in leaves if leaf.donated}
     if not donated:
@@ -252,7 +254,7 @@ def written_call(  # noqa: PLR0913 - what the call and its trace know, each once
 
 def _traced_if_needed(
     function: Callable[..., Any],
-    making: Making,
+    jit_options: JitOptions,
     traced: Sequence[tuple[str, Any]],
     options: dict[str, Any],
     call: tuple[Sequence[Any], dict[str, Any]],
@@ -261,8 +263,8 @@ def _traced_if_needed(
 
     Jits of one plain function share their trace; an NNX jit is traced once more.
     """
-    inferring = not isinstance(making.donate, tuple) and needs_results(traced)
-    if not inferring and not (making.places and needs_results(traced)):
+    inferring = not isinstance(jit_options.donate, tuple) and needs_results(traced)
+    if not inferring and not (jit_options.places and needs_results(traced)):
         return None, None
     args, kwargs = call
     made = jax_traced(jit_plain(function, traced, **options).trace(*args, **kwargs))
@@ -272,14 +274,14 @@ def _traced_if_needed(
 
 def _donated(
     function: Callable[..., Any],
-    making: Making,
+    jit_options: JitOptions,
     traced: Sequence[tuple[str, Any]],
     results: Any,
     leaves: Sequence[Leaf] | None,
 ) -> tuple[str, ...]:
-    if isinstance(making.donate, tuple):
-        check_names(making.donate, traced, function)
-        return making.donate
+    if isinstance(jit_options.donate, tuple):
+        check_names(jit_options.donate, traced, function)
+        return jit_options.donate
     return infer_donation(traced, results, leaves)
 
 
@@ -307,20 +309,20 @@ def _is_position_only(name: str, function: Callable[..., Any]) -> bool:
 
 def _pinned_options(
     function: Callable[..., Any],
-    making: Making,
+    jit_options: JitOptions,
     traced: Sequence[tuple[str, Any]],
     results: Any,
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     values = dict(traced)
-    in_place = any(framework_of(values[one.argument]) is not None for one in making.pins)
-    refused = [name for name in kwargs if in_place or name not in making.static]
+    in_place = any(framework_of(values[one.argument]) is not None for one in jit_options.pins)
+    refused = [name for name in kwargs if in_place or name not in jit_options.static]
     if refused:
         order = {name: place for place, name in enumerate(parameter_names(function))}
         names = sorted((name for name, _ in traced), key=lambda name: order.get(name, len(order)))
         msg = (
-            f"{making.pins[0].said} pins arguments by position, and {', '.join(refused)} came by keyword. Call the step with "
-            f"positional arguments: step({', '.join(names)})."
+            f"{jit_options.pins[0].said} pins arguments by position, and {', '.join(refused)} came by keyword. "
+            f"Call the step with positional arguments: step({', '.join(names)})."
         )
         raise PolicyError(msg)
 
@@ -328,7 +330,7 @@ def _pinned_options(
         framework = framework_of(values[name])
         return shardings if framework is None else framework.pinned(values[name], shardings)
 
-    options = jit_shardings(making.pins, [name for name, _ in traced], results, prefix_of)
+    options = jit_shardings(jit_options.pins, [name for name, _ in traced], results, prefix_of)
     if kwargs:  # jax.jit takes no in_shardings beside keywords: the state was checked, and its update is pinned
         del options["in_shardings"]
     return options

@@ -214,7 +214,7 @@ _WORTH = 2**20  # bytes of all of them together from which on it is told: a view
 _WHY = "the runtime copied it, since something outside of JAX holds its memory, such as a NumPy view (np.asarray)"
 
 
-def tell_copies(name: str, program: Program, leaves: Sequence[Leaf]) -> None:
+def record_copies(name: str, program: Program, leaves: Sequence[Leaf]) -> None:
     """Write the copies of a first run to the registry, where there are any worth telling."""
     copied = _copied(leaves, program.uses)
     if sum(use.bytes for use in copied) < _WORTH:

@@ -1,6 +1,6 @@
 """`jm.jit_step`: a train step, jitted under a policy, with its donation decided, proved and watched.
 
-At the first call of a new signature the step is lowered and compiled once, judged, written to the registry and run with that
+At the first call of a new signature the step is lowered, compiled and inspected once, written to the registry and run with that
 same compile. Every other call is the jitted function's own, inside the policy's context.
 """
 
@@ -25,11 +25,11 @@ from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.argument_checks import note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.build_jit import (
-    Making,
-    make_jit,
+    JitOptions,
+    build_jit,
     require_pinned,
-    told_passing,
     undonated_names,
+    with_passing,
     written_call,
 )
 from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations
@@ -41,7 +41,7 @@ from jaxmem_callbacks.programs.steps.program import (
     changes,
     operations_of,
     read_program,
-    tell_copies,
+    record_copies,
     without_donation_warning,
 )
 from jaxmem_callbacks.programs.steps.registry import announce, compiles, watch_compiles
@@ -137,7 +137,7 @@ def jit_step(
     )
 
 
-class Judged(NamedTuple):
+class CompiledCall(NamedTuple):
     """A call that was compiled and read, and not run. Holds the caller's arrays: not to be kept."""
 
     program: Program
@@ -156,8 +156,8 @@ class Traced(NamedTuple):
     compiler_options: Mapping[str, Any] = MappingProxyType({})  # those that the user gave to a jit
 
 
-class _NewSignature(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside
-    """Raised where JAX begins to trace the step for a signature that was not judged yet; nothing has run then."""
+class _RetraceSignal(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside
+    """Raised where JAX begins to trace the step for a signature that was not inspected yet; nothing has run then."""
 
 
 @final
@@ -182,16 +182,16 @@ class JitStep(Generic[_Arguments, _Results]):
         self.policy = policy
         self.calls = 0
         self.latest_call: AbstractCall | None = None  # the newest signature, to compile again after a failure
-        self.latest: Program | None = None  # what was judged last
+        self.latest: Program | None = None  # what was compiled last
         self.name = name_of(train_step)
         self._own_jit = already_jitted(train_step)
-        self._making = Making(
+        self._jit_options = JitOptions(
             donate=donate,
             state_shardings=state_shardings,
             policy=policy,
         )
         if self._own_jit is not None:
-            self._making.refuse_for_jitted(train_step, donate_argnames)
+            self._jit_options.refuse_for_jitted(train_step, donate_argnames)
         self._active = ActivePolicy(policy, gradients=gradients, survey=survey)
         self._active.defer = self._leave_unchecked
         self._active.mesh = mesh_of(state_shardings)
@@ -204,7 +204,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self._call: Callable[..., Any] | None = None
         self._numbers = not isinstance(train_step, OfEquinox)  # whether a number is data
         self._splits = False  # whether modules among the arguments are split into arrays and the rest
-        self._judging = False
+        self._inspecting = False
         self._lock = threading.RLock()
         self._known: set[int] = set()  # hashes of signatures: a signature itself can have thousands of entries
         self._last: Signature | None = None
@@ -222,7 +222,7 @@ class JitStep(Generic[_Arguments, _Results]):
         try:
             with self._entered(self._context):
                 result = call(*args, **kwargs)
-        except _NewSignature:
+        except _RetraceSignal:
             pass
         except TypeError:
             if self._own_jit is not None or not (hold_modules(args, kwargs) or self._brings_static(args, kwargs)):
@@ -234,7 +234,7 @@ class JitStep(Generic[_Arguments, _Results]):
             self._note_deleted(error, args, kwargs)
             taken_args, taken_kwargs = self._parts(args, kwargs) if self._splits else (args, kwargs)
             if require_pinned(
-                named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._making, self.__wrapped__
+                named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._jit_options, self.__wrapped__
             ):
                 raise  # else a state of other shapes, which lies elsewhere: it is made anew
         else:
@@ -251,10 +251,10 @@ class JitStep(Generic[_Arguments, _Results]):
         self, policy: StepPolicy, donate_argnames: tuple[str, ...] | None, state_shardings: Any, *, gradients: Gradients
     ) -> JitStep:
         """The same step under another policy; what was said of donation, places and gradients stays unless it is said anew."""
-        own = None if self._making.donate == self.policy.donate else self._making.donate
+        own = None if self._jit_options.donate == self.policy.donate else self._jit_options.donate
         is_said = donate_argnames is not None or policy.donate not in (None, self.policy.donate)
         names = own if isinstance(own, tuple) and not is_said else donate_argnames
-        placed = self._making.state_shardings if state_shardings is None else state_shardings
+        placed = self._jit_options.state_shardings if state_shardings is None else state_shardings
         reach = self.gradients if gradients == "own" else gradients
         return JitStep(self.__wrapped__, policy, donate_argnames=names, state_shardings=placed, gradients=reach)
 
@@ -264,7 +264,7 @@ class JitStep(Generic[_Arguments, _Results]):
         With microbatches and real arrays the loss is compared, as at a first call. With abstract ones it can't be:
         ``unchecked`` says so, and what is compiled from here is checked by nobody.
         """
-        jitted = self._made(args, kwargs)
+        jitted = self._get_or_build_jit(args, kwargs)
         are_real = self.compare(args, kwargs)
         with self._tracing():
             lowered = jitted.lower(args, kwargs)
@@ -278,20 +278,20 @@ class JitStep(Generic[_Arguments, _Results]):
             PolicyError: a loss whose gradient would be another one over microbatches.
         """
         if are_real := has_real_arrays(args, kwargs):
-            self._require_accumulable(self._made(args, kwargs), args, kwargs)
+            self._require_accumulable(self._get_or_build_jit(args, kwargs), args, kwargs)
         return are_real
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """What the jit's own ``trace`` returns for these arguments, under the policy."""
-        jitted = self._made(args, kwargs)
+        jitted = self._get_or_build_jit(args, kwargs)
         full_args, full_kwargs = jitted.full(args, kwargs)
         with self._tracing():
             return jitted.lowering.trace(*full_args, **full_kwargs)
 
-    def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
+    def compile_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """Lower and compile for these arguments without running; the first call then needs no further compile."""
         with self._lock:
-            return self._judged(args, kwargs)
+            return self._compile_call(args, kwargs)
 
     def of_arrays(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -314,12 +314,12 @@ class JitStep(Generic[_Arguments, _Results]):
         if step is not self:
             return step.traced(args, kwargs)
         with self._lock:
-            jitted = self._made(args, kwargs)
+            jitted = self._get_or_build_jit(args, kwargs)
             traced = jax_traced(self.trace(*args, **kwargs))
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
-            leaves = told_passing(arguments, jitted.leaves(arguments, count, traced, traced.jaxpr), traced.out_info)
-            leaves = as_placed(self._making.pinned(leaves), in_shardings_of(traced, len(leaves)))
+            leaves = with_passing(arguments, jitted.leaves(arguments, count, traced, traced.jaxpr), traced.out_info)
+            leaves = as_placed(self._jit_options.pinned(leaves), in_shardings_of(traced, len(leaves)))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
             return Traced(traced.jaxpr, leaves, undonated, out_shardings, self.compiler_options)
@@ -355,35 +355,35 @@ class JitStep(Generic[_Arguments, _Results]):
         """The same step without remat and without donation by this library, to compare with; None where it has neither."""
         if self._own_jit is not None:
             return JitStep(self.__wrapped__, StepPolicy()) if self.policy.changes_gradients else None
-        if not (self.policy.changes_gradients or self._making.donated or self._making.donate is None):
+        if not (self.policy.changes_gradients or self._jit_options.donated or self._jit_options.donate is None):
             return None
         plain = StepPolicy(sharding=self.policy.sharding)
-        return JitStep(self.__wrapped__, plain, donate_argnames=(), state_shardings=self._making.state_shardings)
+        return JitStep(self.__wrapped__, plain, donate_argnames=(), state_shardings=self._jit_options.state_shardings)
 
     @property
     def donation(self) -> Literal["auto"] | tuple[str, ...] | None:
         """What was said of donation, by ``donate_argnames`` or the policy; None where nothing, or by the user's own jit."""
-        return self._making.donate
+        return self._jit_options.donate
 
     @property
     def donated(self) -> tuple[str, ...]:
         """Arguments that this library donates, as decided at the latest new signature; not those of the user's own jit."""
-        return tuple(self._making.donated)
+        return tuple(self._jit_options.donated)
 
     @property
     def state_shardings(self) -> Any:
         """What the state is pinned to by the user's own word, or None."""
-        return self._making.state_shardings
+        return self._jit_options.state_shardings
 
     def __repr__(self) -> str:
         reach = "" if self.gradients == "own" else f", gradients={self.gradients!r}"
         return f"jm.jit_step({self.name}, {self.policy}{reach})"
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with a signature that is new: judge it before anything is executed, then run it."""
+        """Compile and inspect a call with a new signature before anything is executed, then run it."""
         announce(self, args, kwargs)
         try:
-            return self._judged_call(args, kwargs)
+            return self._compile_and_run(args, kwargs)
         except (RuntimeError, ValueError) as error:
             self._note_deleted(error, args, kwargs)
             raise
@@ -391,9 +391,9 @@ class JitStep(Generic[_Arguments, _Results]):
     def _note_deleted(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         note_deleted(error, self, args, kwargs, own_jit=self._own_jit is not None)
 
-    def _judged_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
-            jitted = self._made(args, kwargs)
+            jitted = self._get_or_build_jit(args, kwargs)
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 # inside somebody else's trace: nothing is compiled, donated or compared here
                 alone = self.policy.microbatches > 1
@@ -401,22 +401,22 @@ class JitStep(Generic[_Arguments, _Results]):
                 with self._tracing(), applied(own):
                     return jitted.call(*args, **kwargs)
             self._require_accumulable(jitted, args, kwargs)
-            judged = self._judged(args, kwargs)
+            compiled = self._compile_call(args, kwargs)
             self.unchecked = False
-            self._refuse_or_warn(judged.program, executed=False)
-            require_unshared(judged.leaves, jitted.function)
+            self._refuse_or_warn(compiled.program, executed=False)
+            require_unshared(compiled.leaves, jitted.function)
             self._call = jitted.call
             with self._tracing():
                 result = jitted.call(*args, **kwargs)
-            tell_copies(self.name, judged.program, judged.leaves)
+            record_copies(self.name, compiled.program, compiled.leaves)
             return result
 
     def _brings_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call has a static argument where earlier ones had none, such as a word after None."""
         arguments = named_arguments(self.__wrapped__, args, kwargs)
-        return not set(static_arguments(arguments, self.__wrapped__)) <= set(self._making.static)
+        return not set(static_arguments(arguments, self.__wrapped__)) <= set(self._jit_options.static)
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
+    def _get_or_build_jit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Jitted:
         """The jit for these arguments: the user's own, or one whose static and donated arguments are decided now."""
         if self.policy.microbatches > 1:
             refuse_second_accumulation(self.policy, args, kwargs)
@@ -425,20 +425,20 @@ class JitStep(Generic[_Arguments, _Results]):
         with self._lock, self._tracing():
             if not self._splits and (not self._numbers or hold_modules(args, kwargs)):
                 self._splits = True  # from now on: a jit that was made for whole trees takes no parts
-                self._making.jitted, self._making.static = None, ()
+                self._jit_options.jitted, self._jit_options.static = None, ()
             if self._splits:
-                jitted = make_jit(self._traced_parts, self._making, *self._parts(args, kwargs))
+                jitted = build_jit(self._traced_parts, self._jit_options, *self._parts(args, kwargs))
                 self._jitted = for_whole_trees(jitted, numbers=self._numbers)
             else:
-                self._jitted = make_jit(self._traced_step, self._making, args, kwargs)
+                self._jitted = build_jit(self._traced_step, self._jit_options, args, kwargs)
                 if self._call is not self._jitted.call:
                     self._call = None  # of a jit that does not take what this one does
             return self._jitted
 
     def _leave_unchecked(self) -> None:
-        """A loss is traced that must be compared first: while judging it is noted, else the call begins anew."""
-        if not self._judging:
-            raise _NewSignature
+        """A loss is traced that must be compared first: while a call is inspected it is noted, else the call begins anew."""
+        if not self._inspecting:
+            raise _RetraceSignal
         self.unchecked = True
 
     def _require_accumulable(self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -461,8 +461,8 @@ class JitStep(Generic[_Arguments, _Results]):
 
         @functools.wraps(train_step)
         def traced_step(*args: Any, **kwargs: Any) -> Any:
-            if not self._judging:
-                raise _NewSignature
+            if not self._inspecting:
+                raise _RetraceSignal
             return train_step(*args, **kwargs)
 
         traced_step.__name__ = self.name  # which JAX's compile events tell; a partial has none to take over
@@ -480,12 +480,12 @@ class JitStep(Generic[_Arguments, _Results]):
     @contextmanager
     def _tracing(self) -> Generator[None]:
         """Where the step may be traced, under its policy."""
-        before, self._judging = self._judging, True
+        before, self._inspecting = self._inspecting, True
         try:
             with applied(self._context), without_donation_warning():
                 yield
         finally:
-            self._judging = before
+            self._inspecting = before
 
     def _arguments(
         self, jitted: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -494,32 +494,32 @@ class JitStep(Generic[_Arguments, _Results]):
         taken_args, taken_kwargs = self._parts(args, kwargs) if self._splits else jitted.taken(args, kwargs)
         return named_arguments(jitted.function, taken_args, taken_kwargs), len(taken_args)
 
-    def _judged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Judged:
+    def _compile_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
-        jitted = self._made(args, kwargs)
+        jitted = self._get_or_build_jit(args, kwargs)
         self.latest_call = abstract_call(args, kwargs)
         with self._tracing():
             lowered, jaxpr = jitted.lowered(args, kwargs)
             require_used(self._active, self.__wrapped__)
             arguments, count = self._arguments(jitted, args, kwargs)
             if self._own_jit is not None:
-                self._making.require_placed(jitted.function, arguments, lowered.out_info)
+                self._jit_options.require_placed(jitted.function, arguments, lowered.out_info)
             compiled = lowered.compile()
-            require_returned(self._making.pins, lowered.out_info, compiled.output_shardings, jitted)
-        leaves = told_passing(arguments, jitted.leaves(arguments, count, lowered, jaxpr), lowered.out_info)
+            require_returned(self._jit_options.pins, lowered.out_info, compiled.output_shardings, jitted)
+        leaves = with_passing(arguments, jitted.leaves(arguments, count, lowered, jaxpr), lowered.out_info)
         program = read_program(
             self.name,
             leaves,
             lowered,
             compiled,
-            static={name: value for name, value in arguments if name in self._making.static},
-            requested_names=self._making.donated,
+            static={name: value for name, value in arguments if name in self._jit_options.static},
+            requested_names=self._jit_options.donated,
             undonated=self._undonated(jaxpr, arguments, leaves, lowered.out_info, (args, kwargs)),
             operations="" if jaxpr is None else operations_of(jaxpr),
             written=written_call(jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None),
         )
         self._register(program)
-        return Judged(program, leaves, lowered, jitted.function)
+        return CompiledCall(program, leaves, lowered, jitted.function)
 
     def _undonated(
         self,
@@ -553,13 +553,13 @@ class JitStep(Generic[_Arguments, _Results]):
         So is that of a batch which the user's own jit donates: JAX warns of it and runs.
         """
         if self._own_jit is not None and not executed:
-            self._making.check_jitted(self.__wrapped__, program.uses, program.undonated)
+            self._jit_options.check_jitted(self.__wrapped__, program.uses, program.undonated)
         lost = lost_donations(program.uses)
         if not lost:
             return
         message = donation_message(self.__wrapped__, lost)
         is_state = self._own_jit is None or not all(use.passing for use in lost)
-        if self._making.explicit(own_jit=self._own_jit is not None) and is_state and not executed:
+        if self._jit_options.explicit(own_jit=self._own_jit is not None) and is_state and not executed:
             raise DonationError(message)
         if not self._warned:
             self._warned = True
@@ -572,7 +572,7 @@ class JitStep(Generic[_Arguments, _Results]):
         """
         with self._lock:
             try:
-                program = self._judged(args, dict(kwargs)).program
+                program = self._compile_call(args, dict(kwargs)).program
             except Exception as error:  # noqa: BLE001 - what only reports must not stop a run that works
                 unknown = f"unknown, because the arguments could not be read again after the call: {error}"
                 registry.record(Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown))
