@@ -331,7 +331,7 @@ def test_a_step_that_the_user_jitted_is_held_against_the_policy(mesh):
             with pytest.raises(PolicyError, match="train_step is already jitted and returns params") as caught:
                 jm.jit_step(jit(train_step, out_shardings=elsewhere), FSDP)(params, opt_state, batch)
             assert f"Write out_shardings in the {said} of train_step" in str(caught.value)
-        with pytest.raises(PolicyError, match=r"params\['w'\] lies as .*, expected .* as sharding='fsdp' says"):
+        with pytest.raises(PolicyError, match=r"params\['w'\] lies as .*, expected .* as sharding='fsdp' requires"):
             jm.jit_step(careless, FSDP)(*data())
         pinned = jm.jit_step(jax.jit(train_step, out_shardings=(*wanted, None)), FSDP)
         params, _, _ = pinned(params, opt_state, batch)

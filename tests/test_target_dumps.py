@@ -11,7 +11,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxmem_callbacks.programs.reading.buffer_assignment import asked_folder, assigned_by_kind, dump_options
+from jaxmem_callbacks.programs.reading.buffer_assignment import assigned_by_kind, dump_options, user_dump_folder
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.records.errors import CompileError
 from tests.target_step import SMALL_ARGS, needs_compiler, small_step
@@ -104,7 +104,7 @@ def test_dumps_that_cannot_be_handed_over_are_told_and_the_answer_stands(tmp_pat
 )
 def test_the_folder_that_was_asked_for(flags, options, folder, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert asked_folder(options) == (folder and pathlib.Path(folder))
+    assert user_dump_folder(options) == (folder and pathlib.Path(folder))
 
 
 def test_assigned_bytes_are_the_devices_and_an_unknown_form_is_no_zero(tmp_path):

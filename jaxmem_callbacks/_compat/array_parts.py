@@ -22,7 +22,7 @@ _clones: dict[int, weakref.ref[Any]] = {}  # by id: clones that are alive, and t
 
 
 def parts_of(array: jax.Array) -> Sequence[Any]:
-    """The array on each local device; none where that cannot be said."""
+    """The array on each local device; none where that is unknown."""
     clone = _cloned(array)
     if clone is not None:
         return tuple(clone._arrays)  # noqa: SLF001 - there is no public one

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import jax
 import numpy as np
 
-_WORDS = 4096  # bytes that one process can say over the devices
+_WORDS = 4096  # bytes that one process can send over the devices
 _SET, _LIST, _DELETE = "key_value_set", "key_value_dir_get", "key_value_delete"
 
 
@@ -65,21 +65,21 @@ class _Coordinator:
 
 
 def gathered(words: str, seconds: float) -> list[str] | None:
-    """What every process says, in their order, over the devices; None where not all have spoken in time.
+    """The words of every process, in their order, over the devices; None where not all arrived in time.
 
     In a thread of its own, so that a device that never answers ends at the time limit too.
 
     Args:
-        words: What this one says; cut after 4 KiB.
+        words: Those of this one; cut after 4 KiB.
         seconds: The time limit.
     """
     from jax.experimental import multihost_utils
 
-    said = words.encode()[:_WORDS].ljust(_WORDS, b"\0")
+    sent = words.encode()[:_WORDS].ljust(_WORDS, b"\0")
     found: list[Any] = []
 
     def gather() -> None:
-        found.append(multihost_utils.process_allgather(np.frombuffer(said, np.uint8)))
+        found.append(multihost_utils.process_allgather(np.frombuffer(sent, np.uint8)))
 
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()

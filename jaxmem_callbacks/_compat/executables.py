@@ -17,7 +17,7 @@ _NEWEST = 8  # of the client's list; more than so many compile at once in no run
 
 @final
 class NewExecutables:
-    """Tells each new program once, by its fingerprint; keeps no program alive."""
+    """Reports each new program once, by its fingerprint; keeps no program alive."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] | None = None
@@ -67,7 +67,7 @@ class LiveProgram(NamedTuple):
 
 
 def programs_here(most: int = _NEWEST) -> list[LiveProgram]:
-    """The newest programs of the default platform; those that tell name and statistics."""
+    """The newest programs of the default platform; those that have a name and statistics."""
     found: list[LiveProgram] = []
     for executable in _live()[:most]:
         try:

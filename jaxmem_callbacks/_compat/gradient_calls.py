@@ -96,7 +96,7 @@ class handled_by:  # noqa: N801 - used as a function; a generator would cost eac
 
 
 def _answered(call: TakenGradient) -> tuple[Any, Any, Any] | None:
-    """What the first handler says that does not decline."""
+    """The answer of the first handler that does not decline."""
     return next((answer for handler in _handlers if (answer := handler(call)) is not None), None)
 
 
@@ -191,7 +191,7 @@ def _stand_in(own: Callable[..., Any], *, with_value: bool) -> Callable[..., Any
 
     @functools.wraps(own)
     def made(*given: Any, **named: Any) -> Callable[..., Any]:
-        plain = own(*given, **named)  # which also says what is wrong with them
+        plain = own(*given, **named)  # which also raises what is wrong with them
         bound = signature.bind(*given, **named)
         bound.apply_defaults()
         asked = bound.arguments

@@ -1,7 +1,7 @@
 """The few places where the two JAX lines spell a jaxpr differently: building one, evaluating one, reading a scan.
 
-Up to jax 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants, and `scan` says `num_consts`, `num_carry`; from 0.12 there
-is one class, and `scan` says `ft_in`. Everything here goes through `jax.extend.core`, the published side of jaxprs.
+Up to jax 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants, and `scan` has `num_consts`, `num_carry`; from 0.12 there
+is one class, and `scan` has `ft_in`. Everything here goes through `jax.extend.core`, the published side of jaxprs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def open_jaxpr(closed: Any) -> Any:
 def argument_names(closed: Any) -> tuple[str, ...] | None:
     """JAX's own names of a traced function's inputs, such as ``state['w']``, in order; None where it gives none.
 
-    Static arguments have none, and are told from arrays by that alone: no form of a value tells them apart.
+    Static arguments have none, and only that distinguishes them from arrays: no form of a value does.
     """
     opened = open_jaxpr(closed)
     names = getattr(getattr(opened, "debug_info", None), "arg_names", None)
@@ -118,7 +118,7 @@ def name_equation(template: Any, var: Any, named: Any, like: Any) -> Any:
     """An equation that names ``var`` as ``named``, where ``like`` stands: in the same mesh, under the same settings and scope.
 
     JAX rounds what a checkpoint keeps by an equation that has the scope and source line of the one that names it, and by these
-    the compiled program tells what it stores.
+    the compiled program shows what it stores.
     """
     return template.replace(invars=[var], outvars=[named], ctx=like.ctx, source_info=like.source_info)
 

@@ -17,9 +17,9 @@ _INSIDE = ("jitted_fn", "_cached")
 def compiler_options_of(jitted: Any) -> dict[str, Any]:
     """The compiler options of a jit, by name; empty where none were given."""
     for function in (jitted, *(getattr(jitted, name, None) for name in _INSIDE)):
-        told = getattr(getattr(function, "_jit_info", None), "compiler_options_kvs", None)
-        if told:
-            return dict(told)
+        options = getattr(getattr(function, "_jit_info", None), "compiler_options_kvs", None)
+        if options:
+            return dict(options)
     return {}
 
 

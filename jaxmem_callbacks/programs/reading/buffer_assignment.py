@@ -38,11 +38,11 @@ def dump_options(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def asked_folder(options: Mapping[str, Any]) -> pathlib.Path | None:
+def user_dump_folder(options: Mapping[str, Any]) -> pathlib.Path | None:
     """The folder that the user has XLA dump into, by an option of the compile or else by ``XLA_FLAGS``; None for no folder."""
     flags = re.findall(rf"--{_FOLDER}=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    said = str(options.get(_FOLDER) or (flags[-1] if flags else ""))
-    return None if said in {"", "-", "sponge"} or "://" in said else pathlib.Path(said)
+    folder = str(options.get(_FOLDER) or (flags[-1] if flags else ""))
+    return None if folder in {"", "-", "sponge"} or "://" in folder else pathlib.Path(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Value:
         bytes: Size, padding included.
         offset: Place in its allocation.
         shape: Dtype, shape and layout.
-        first: Position in the flattened schedule where it begins to live, or None where the dump says nothing.
+        first: Position in the flattened schedule where it begins to live, or None where the dump does not show it.
         last: Position of its last use.
     """
 

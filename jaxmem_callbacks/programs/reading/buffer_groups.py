@@ -16,7 +16,7 @@ from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 Pass = Literal["forward", "backward", "outside"]
 Place = tuple[str, int | None]  # an instruction, and which element of its tuple
 
-# The outermost transform tells: a gradient inside a loss that is differentiated belongs to the forward pass.
+# The outermost transform decides: a gradient inside a loss that is differentiated belongs to the forward pass.
 _TRANSFORM = re.compile(r"(?<![\w])(transpose|jvp)\(")
 # Instructions whose result is their operand's memory, or a copy on its way to another one.
 _PASSING = {"bitcast", "optimization-barrier", "copy-start"}
@@ -30,7 +30,7 @@ _MIXED: tuple[Pass, ...] = ("backward", "forward", "outside")
 
 
 def pass_of_name(op_name: str | None) -> Pass | None:
-    """The pass that an operation's name tells; None without a name, or for a name that is a parameter's."""
+    """The pass that an operation's name shows; None without a name, or for a name that is a parameter's."""
     if not op_name or "/" not in op_name:
         return None
     found = _TRANSFORM.search(op_name)
@@ -65,7 +65,7 @@ class Flow:
         self._users: dict[str, list[tuple[Instruction, int]]] = {}
         self._inside: dict[str, list[Instruction]] = {}
         self._callers = module.callers
-        self._judged: dict[str, Pass | None] = {}
+        self._known_passes: dict[str, Pass | None] = {}
         for each in module.instructions.values():
             self._inside.setdefault(each.computation, []).append(each)
             for position, operand in enumerate(each.operands):
@@ -168,10 +168,10 @@ class Flow:
     def passes(self, found: Instruction) -> frozenset[Pass]:
         """All passes that an instruction works for: a fusion may hold operations of several."""
         names = [each.op_name for each in self._inside.get(found.calls or "", ())] + [found.op_name]
-        told: set[Pass] = {each for each in map(pass_of_name, names) if each is not None}
-        if not told and (around := self._pass(self._callers.get(found.computation), 0)):
-            told = {around}
-        return frozenset(told)
+        named: set[Pass] = {each for each in map(pass_of_name, names) if each is not None}
+        if not named and (around := self._pass(self._callers.get(found.computation), 0)):
+            named = {around}
+        return frozenset(named)
 
     def inside(self, found: Instruction) -> list[Instruction]:
         """The operations of a fusion, or the instruction itself."""
@@ -189,21 +189,21 @@ class Flow:
     def _pass(self, found: Instruction | None, depth: int) -> Pass | None:
         if found is None or depth > _DEEPEST:
             return None
-        if found.name not in self._judged:
-            self._judged[found.name] = None  # for whatever comes back to it
-            self._judged[found.name] = self._pass_anew(found, depth)
-        return self._judged[found.name]
+        if found.name not in self._known_passes:
+            self._known_passes[found.name] = None  # for whatever comes back to it
+            self._known_passes[found.name] = self._pass_anew(found, depth)
+        return self._known_passes[found.name]
 
     def _pass_anew(self, found: Instruction, depth: int) -> Pass | None:
         """By its own name, by its operations, by what it is made of, by the loop it stands in."""
-        told: Pass | None = pass_of_name(found.op_name)
-        if told is None and found.calls is not None:
-            named = {pass_of_name(each.op_name) for each in self._inside.get(found.calls, ())}
-            told = next((each for each in _MIXED if each in named), None)
-        if told is None and found.opcode not in {"parameter", "constant"}:
+        found_pass: Pass | None = pass_of_name(found.op_name)
+        if found_pass is None and found.calls is not None:
+            inside = {pass_of_name(each.op_name) for each in self._inside.get(found.calls, ())}
+            found_pass = next((each for each in _MIXED if each in inside), None)
+        if found_pass is None and found.opcode not in {"parameter", "constant"}:
             made_of = {self._pass(self._module.instructions.get(name), depth + 1) for name in found.operands[:_WIDEST]}
-            told = next((each for each in _MIXED if each in made_of), None)
-        return told or self._pass(self._callers.get(found.computation), depth + 1)
+            found_pass = next((each for each in _MIXED if each in made_of), None)
+        return found_pass or self._pass(self._callers.get(found.computation), depth + 1)
 
     def _follow(self, place: Place) -> Iterator[Place | Instruction | None]:
         """Where a value goes next: a place that holds it, an instruction that reads it, or None for the program's result."""

@@ -2,7 +2,7 @@
 
 The figure is the compiler's plan, not a measurement. Temporaries share one stretch of memory whose size is the program's
 ``temp_bytes``; each value has a place in it and a live range in the flattened schedule (loop bodies once). The peak is the
-position where the values alive cover most of it. What is left over there is told as a buffer of kind ``gap``: memory that
+position where the values alive cover most of it. What is left over there is reported as a buffer of kind ``gap``: memory that
 the plan needs because values of other moments do not fit together more closely. So temporaries plus gap are the size of
 the stretch exactly.
 """
@@ -44,8 +44,8 @@ from jaxmem_callbacks.records.peaks import (
 from jaxmem_callbacks.records.programs import Buffer
 
 _Slot = tuple[int, int, int]  # allocation, offset, bytes
-_RANKED = (UNKNOWN, TEMPORARIES, GRADIENTS, SAVED)  # of several values in one place the last of these tells
-_UNTELLING = {"broadcast", "tuple", "while", "parameter", "custom-call", "constant", "conditional", "call"}
+_RANKED = (UNKNOWN, TEMPORARIES, GRADIENTS, SAVED)  # of several values in one place the last of these decides
+_UNINFORMATIVE = {"broadcast", "tuple", "while", "parameter", "custom-call", "constant", "conditional", "call"}
 
 
 def peak_attached(lowered: Any, arguments: Arguments | None = None) -> Peak:
@@ -53,7 +53,7 @@ def peak_attached(lowered: Any, arguments: Arguments | None = None) -> Peak:
 
     Args:
         lowered: What ``jitted.lower(*args)`` gave.
-        arguments: What its arguments hold; judged by their names where this does not say.
+        arguments: What its arguments hold; judged by their names where this does not hold them.
 
     Returns:
         Temporaries alive at the peak, the gap between them, arguments, outputs and constants; largest first.
@@ -84,7 +84,7 @@ def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None =
     Args:
         folder: Where a compile with `dump_options` wrote.
         platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``.
-        arguments: What the program's parameters hold; judged by their names where this does not say.
+        arguments: What the program's parameters hold; judged by their names where this does not hold them.
 
     Raises:
         CompileError: there are no such dumps.
@@ -141,7 +141,7 @@ class _Reader:
             number, offset, size = slot
             taken = covered.setdefault(number, [])
             if any(start <= offset and offset + size <= end for start, end in taken):
-                continue  # a part of a buffer told already, such as one that is written in place
+                continue  # a part of a buffer reported already, such as one that is written in place
             taken.append((offset, offset + size))
             yield self._temporary(size, alive[slot])
         gap = sum(allocation.bytes - _covered(covered.get(i, [])) for i, allocation in enumerate(temporaries))
@@ -201,13 +201,13 @@ class _Reader:
         return last, RESULTS
 
     def _temporary(self, size: int, values: list[Value]) -> Buffer:
-        """One buffer, described by the value alive in it that tells most."""
+        """One buffer, described by the value alive in it that is most informative."""
         alive = [value for value in values if _lives(value, self.position)]
-        ranked = sorted((self._judged(value) for value in alive), key=lambda judged: judged[0])
+        ranked = sorted((self._ranked(value) for value in alive), key=lambda ranked: ranked[0])
         rank, best, why = ranked[-1]
         if not rank[1]:  # nothing but a loop's beginning: what the loop makes of it lies in the same place
             rank, best, why = max(
-                (self._judged(v) for v in _same_buffer(values, self.position)), key=lambda judged: judged[0]
+                (self._ranked(v) for v in _same_buffer(values, self.position)), key=lambda ranked: ranked[0]
             )
         held = self.groups.content(best)
         origin = self.module.origin(held.name, held.index)
@@ -223,12 +223,12 @@ class _Reader:
             why=why,
         )
 
-    def _judged(self, value: Value) -> tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]:
-        """A value with its group's rank and how much it tells."""
+    def _ranked(self, value: Value) -> tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]:
+        """A value with its group's rank and how informative it is."""
         group, why = self.groups.of(value)
         held = self.groups.content(value)
-        telling = _telling(held, self.module)
-        return (_RANKED.index(group), any(telling[:2]), telling), value, why
+        information = _information(held, self.module)
+        return (_RANKED.index(group), any(information[:2]), information), value, why
 
 
 def _slots(temporaries: Sequence[Allocation]) -> dict[_Slot, list[Value]]:
@@ -296,12 +296,12 @@ def _touches(one: Value, other: Value) -> bool:
     return one.first <= other.last + 1 and other.first <= one.last + 1
 
 
-def _telling(value: Value, module: Module) -> tuple[bool, bool, bool, bool]:
+def _information(value: Value, module: Module) -> tuple[bool, bool, bool, bool]:
     origin = module.origin(value.name, value.index)
     maker: Instruction | None = module.instructions.get(value.name)
     return (
         module.writes_slice(value.name),
-        maker is not None and maker.opcode not in _UNTELLING,
+        maker is not None and maker.opcode not in _UNINFORMATIVE,
         origin is not None and origin.source is not None,
         origin is not None and origin.op_name is not None,
     )

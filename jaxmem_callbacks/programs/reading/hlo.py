@@ -40,7 +40,7 @@ def unpadded_bytes(shape: str) -> int | None:
 
 
 def padded_bytes(shape: str) -> int:
-    """Bytes of all arrays in a shape as they lie in memory, in tiles where the layout says so; 0 for an unknown dtype."""
+    """Bytes of all arrays in a shape as they lie in memory, in tiles where the layout has them; 0 for an unknown dtype."""
     total = 0
     for found in _ARRAY.finditer(shape):
         layout = _LAYOUT.match(shape, found.end())

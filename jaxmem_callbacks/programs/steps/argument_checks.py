@@ -40,15 +40,17 @@ def replicated(leaves: Sequence[Leaf], policy: StepPolicy) -> tuple[str, ...]:
         and not (policy.sharding == "zero1" and leaf.kind == PARAMETERS)
     ]
     whole.sort(key=_bytes_here, reverse=True)
-    told = [
+    warnings = [
         f"{leaf.path} ({leaf.type_text}, {format_bytes(_bytes_here(leaf))}) lies whole on each of {_copies(leaf.value)} devices, "
         f"though sharding={policy.sharding!r}: no dimension of it divides by the mesh, or it was put there so."
         for leaf in whole[:_NAMED]
     ]
     rest = whole[_NAMED:]
     if rest:
-        told.append(f"{len(rest)} more arrays of {format_bytes(sum(map(_bytes_here, rest)))} lie whole on each device.")
-    return tuple(told)
+        warnings.append(
+            f"{len(rest)} more arrays of {format_bytes(sum(map(_bytes_here, rest)))} lie whole on each device."
+        )
+    return tuple(warnings)
 
 
 def _sharding(value: Any) -> Any:
@@ -129,10 +131,10 @@ def _message(donated: Leaf, other: Leaf, function: Callable[..., Any]) -> str:
 
 
 def _buffers(value: Any) -> list[tuple[int, ...]]:
-    """What tells the buffers of an array from others: device and address; nothing for what is no live array."""
+    """What identifies the buffers of an array: device and address; nothing for what is no live array."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_deleted() or value.size == 0:
         return []
     try:
         return [(part.device.id, part.unsafe_buffer_pointer()) for part in parts_of(value)] or [(-1, id(value))]
     except (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError):
-        return [(-1, id(value))]  # typed keys and exotic arrays have no address; the object itself still tells
+        return [(-1, id(value))]  # typed keys and exotic arrays have no address; the object itself identifies it

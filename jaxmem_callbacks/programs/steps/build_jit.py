@@ -50,7 +50,7 @@ class JitOptions:
     Attributes:
         donate: Argument names, ``()`` for none; ``auto`` or None to infer.
         state_shardings: What the state is pinned to, or None.
-        policy: Says, where it has a sharding, where all that is updated lies.
+        policy: Its sharding, where it has one, is the place of all that is updated.
         pins: Where arguments must lie, decided at the first call.
         pinned_like: What the pinned arguments were like then: for others the pins are decided anew.
         static: Arguments found to be static so far.
@@ -73,7 +73,7 @@ class JitOptions:
 
     @property
     def places(self) -> bool:
-        """Whether anything says where the state lies."""
+        """Whether the place of the state is given."""
         return self.state_shardings is not None or self.policy.sharding is not None
 
     def pinned(self, leaves: list[Leaf]) -> list[Leaf]:
@@ -120,14 +120,14 @@ class JitOptions:
         assert own is not None  # else nothing was decided for its user
         if missing:
             msg = (
-                f"The policy says donate={self.donate!r}, but {name} is already jitted and does not donate "
+                f"The policy has donate={self.donate!r}, but {name} is already jitted and does not donate "
                 f"{', '.join(missing)}. {own.donating(name, missing, donated)}"
             )
             raise DonationError(msg)
         undonated = worth_donating(undonated, [(use.argument, use.bytes) for use in uses])
         if self.donate == "auto" and undonated:
             msg = (
-                f"The policy says donate='auto', but {name} is already jitted and returns {', '.join(undonated)} updated "
+                f"The policy has donate='auto', but {name} is already jitted and returns {', '.join(undonated)} updated "
                 f"without donating. {own.donating(name, undonated, donated)}"
             )
             warnings.warn(msg, DonationWarning, stacklevel=5)
@@ -141,7 +141,7 @@ def build_jit(
 
     Raises:
         DonationError: ``donate_argnames`` has a name that is no argument.
-        PolicyError: the state lies elsewhere than ``state_shardings`` or the policy's sharding says.
+        PolicyError: the state lies elsewhere than ``state_shardings`` or the policy's sharding requires.
         TypeError: a value that is no array sits inside a tree of arrays.
     """
     arguments = named_arguments(function, args, kwargs)
@@ -184,7 +184,7 @@ def pin(function: Callable[..., Any], jit_options: JitOptions, traced: Sequence[
     """Decide where the state must lie, and refuse one that does not.
 
     Raises:
-        PolicyError: there is no mesh, or the state lies elsewhere; says what to type.
+        PolicyError: there is no mesh, or the state lies elsewhere. The message has the line to type.
     """
     updated = updated_arguments(traced, results)
     own = None
@@ -199,7 +199,7 @@ def pin(function: Callable[..., Any], jit_options: JitOptions, traced: Sequence[
 
 def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tuple[Any, ...]:
     """Tree and shapes of the arguments that a policy pins; what the user pins is the user's word for every state."""
-    names = {one.argument for one in pins if one.said != "state_shardings"}
+    names = {one.argument for one in pins if one.required_by != "state_shardings"}
     return tuple(
         (name, jax.tree.structure(value), tuple(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(value)))
         for name, value in arguments
@@ -235,7 +235,7 @@ def written_call(  # noqa: PLR0913 - what the call and its trace know, each once
     *,
     own_jit: bool,
 ) -> Written:
-    """How a step's user writes its call, as far as names tell."""
+    """How a step's user writes its call, as far as names show."""
     name = getattr(jitted.function, "__qualname__", "").rpartition("<locals>.")[2]
     present = {leaf.argument for leaf in leaves}
     updated = updated_arguments([(n, v) for n, v in arguments if n in present], results)
@@ -321,7 +321,7 @@ def _pinned_options(
         order = {name: place for place, name in enumerate(parameter_names(function))}
         names = sorted((name for name, _ in traced), key=lambda name: order.get(name, len(order)))
         msg = (
-            f"{jit_options.pins[0].said} pins arguments by position, and {', '.join(refused)} came by keyword. "
+            f"{jit_options.pins[0].required_by} pins arguments by position, and {', '.join(refused)} came by keyword. "
             f"Call the step with positional arguments: step({', '.join(names)})."
         )
         raise PolicyError(msg)

@@ -35,7 +35,7 @@ def infer_donation(
         arguments: The traced (not static) arguments with their names, in order.
         results: The step's results as shapes.
         leaves: The arrays of the arguments in the program's order, which know what the traced step does with each; None where
-            no trace tells.
+            there is no trace.
     """
     return tuple(updated_arguments(arguments, results, leaves))
 
@@ -137,7 +137,7 @@ def _shape_of(tree: Any) -> Shape:
 
 def _dtype(leaf: Any) -> Any:
     if hasattr(leaf, "dtype"):
-        # NumPy's 64 bits are 32 in a trace, unless JAX was told otherwise.
+        # NumPy's 64 bits are 32 in a trace, unless JAX is configured otherwise.
         is_jaxs_own = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
         return leaf.dtype if is_jaxs_own else jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jax.dtypes.result_type(leaf) if isinstance(leaf, bool | int | float | complex) else type(leaf)
@@ -215,7 +215,7 @@ class LeafUse:
         bytes: On one device.
         requested: Whether it was to be donated.
         used: Whether the program takes it at all.
-        aliased: Whether a result reuses its memory, or None where the program does not tell.
+        aliased: Whether a result reuses its memory, or None where the program does not show it.
         passing: Whether it is donated and no state, as `Leaf.passing`.
         lost: Why a requested donation is not happening, or None.
         remedy: What to type against it, or None.

@@ -100,10 +100,10 @@ class Leaf:
         kind: What it holds, in the words of `ArgumentMemory.kind`.
         shape: Its global shape.
         dtype: Its dtype.
-        value: The array, `jax.ShapeDtypeStruct` or Python number itself, or None where it could not be told.
-        donated: Whether JAX was told to donate it.
+        value: The array, `jax.ShapeDtypeStruct` or Python number itself, or None where it is unknown.
+        donated: Whether JAX was asked to donate it.
         passing: Whether it is donated although the step returns no update of its argument: a batch, and no state.
-        by_class: Whether its class says what it holds, and not a name.
+        by_class: Whether its kind follows from its class, and not from a name.
         updated: Whether the step is known to return it updated.
         differentiated: Whether the step is known to return its gradient as it is, and no update.
         accumulates: Whether gradients are added to it from step to step.
@@ -170,7 +170,7 @@ def require_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs:
 
 
 def parameter_names(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that can be given by position; empty where Python cannot tell."""
+    """Names of the parameters that can be given by position; empty where Python does not know."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -234,7 +234,7 @@ def call_leaves(
         arguments: All arguments with names, static ones included, as `named_arguments` gives them.
         positional: How many of them were given by position.
         lowered: What JAX made of the call: static arguments are gone, donation is marked.
-        jaxpr: What was traced, where the jit tells: it says which arguments are static and what each array is in the step.
+        jaxpr: What was traced, where the jit has it: it shows which arguments are static and what each array is in the step.
     """
     infos = lowered.in_tree.flatten_up_to(lowered.args_info)
     aligned = _named_by_jax(arguments, jaxpr) or _dynamic_arguments(arguments, positional, lowered.in_tree, infos)
@@ -272,7 +272,7 @@ def _argument_of(written: str, names: Sequence[str]) -> str | None:
 
 
 def _with_roles(leaves: list[Leaf], jaxpr: Any) -> list[Leaf]:
-    """The leaves by what the step does with them, but for those whose class or own name says better."""
+    """The leaves by what the step does with them, but for those whose class or own name is more certain."""
     if jaxpr is None or len(open_jaxpr(jaxpr).invars) != len(leaves):
         return leaves
     flow = dataflow_of(jaxpr)
@@ -293,7 +293,7 @@ def _as_its_like(leaf: Leaf, kinds: Collection[str]) -> Leaf:
 
 
 def _role(leaf: Leaf, role: Role) -> dict[str, Any]:
-    """What a leaf's role in the step says of it. A name below the argument's own stays where it is of the same sort."""
+    """What a leaf's role in the step makes of it. A name below the argument's own stays where it is of the same sort."""
     is_trained = role.updated and role.kind in (PARAMETERS, OPTIMIZER)
     if leaf.kind == BATCH and not is_trained:  # given back changed, or differentiated for its own sake
         return {}
@@ -400,7 +400,7 @@ def _leaf(name: str, path: tuple[Any, ...], leaf: Any, kind: NodeKind | None) ->
 
 
 def _scalar(leaf: Any) -> Any:
-    """The array type of a Python number; anything else (a string, a callable) has none and is told by its class."""
+    """The array type of a Python number; anything else (a string, a callable) has none and is known by its class."""
     if isinstance(leaf, bool | int | float | complex):
         return jax.ShapeDtypeStruct((), jax.numpy.result_type(leaf))
     return _Untraceable(type(leaf).__name__)

@@ -27,14 +27,14 @@ class Pin:
         argument: Its name.
         shardings: One sharding for each of its arrays in its own tree, or one for all.
         place: Where its update is among the results; None where it changes in place or is not returned.
-        said: Who says so: ``state_shardings`` or ``sharding='fsdp'``.
+        required_by: What requires it: ``state_shardings`` or ``sharding='fsdp'``.
         move: The line that moves it there.
     """
 
     argument: str
     shardings: Any
     place: Place | None
-    said: str
+    required_by: str
     move: str
 
 
@@ -75,7 +75,7 @@ def pin_of_state(
         argument=name,
         shardings=shardings,
         place=same_tree if updated.get(name) is None else updated[name],
-        said="state_shardings",
+        required_by="state_shardings",
         move=advise("sharding.put", state=name),
     )
 
@@ -90,8 +90,8 @@ def require_placed(pin: Pin, value: Any) -> None:
         if wanted is None or _lies(leaf, wanted):
             continue
         msg = (
-            f"{pin.argument}{jax.tree_util.keystr(path)} lies as {leaf.sharding}, expected {wanted} as {pin.said} says. It is "
-            f"never moved silently. Move it once, before the loop:\n    {pin.move}"
+            f"{pin.argument}{jax.tree_util.keystr(path)} lies as {leaf.sharding}, expected {wanted} as "
+            f"{pin.required_by} requires. It is never moved silently. Move it once, before the loop:\n    {pin.move}"
         )
         raise PolicyError(msg)
 
@@ -136,7 +136,7 @@ def _prefix(node: Any, here: Place, places: Mapping[Place, Any]) -> Any:
 
 
 def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, jitted: Jitted) -> None:
-    """Refuse a step that the user jitted and that returns its state elsewhere than the policy says.
+    """Refuse a step that the user jitted and that returns its state elsewhere than the policy requires.
 
     Raises:
         PolicyError: with the first array that does, and where to write it.
@@ -152,7 +152,7 @@ def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, jitted: 
                 continue
             msg = (
                 f"{name} is already jitted and returns {pin.argument}{jax.tree_util.keystr(path)} as {placed}, expected {wanted} "
-                f"as {pin.said} says. Write out_shardings in the {jitted.word} of {name}, or pass the plain "
+                f"as {pin.required_by} requires. Write out_shardings in the {jitted.word} of {name}, or pass the plain "
                 "function to jm.jit_step, which pins it."
             )
             raise PolicyError(msg)
@@ -254,7 +254,7 @@ def pins_of_policy(
             argument=argument,
             shardings=wanted,
             place=updated[argument],
-            said=f"sharding={policy.sharding!r}",
+            required_by=f"sharding={policy.sharding!r}",
             move=move,
         )
         for (argument, _), wanted in zip(state, shardings, strict=True)
@@ -274,7 +274,7 @@ def _mesh(policy: StepPolicy, own: Pin | None, step: str) -> Any:
 
 
 def _move(policy: StepPolicy, state: Sequence[tuple[str, Any]], own: Pin | None, step: Any) -> str:
-    """The line that lays a state as a policy says, in the names of the user's own call."""
+    """The line that lays a state as a policy requires, in the names of the user's own call."""
     written = written_arguments(step)
     names = ", ".join(written.get(argument, argument) for argument, _ in state)
     whole = f"({names})" if len(state) > 1 else names
@@ -318,7 +318,7 @@ def _require_effect(policy: StepPolicy, mesh: Any, shardings: Any, own: Pin | No
     """Refuse a policy that is to split the state and splits nothing of it.
 
     Raises:
-        PolicyError: says why, and what to type.
+        PolicyError: with the reason and what to type.
     """
     if policy.sharding == "replicate" or mesh.size == 1:
         return
@@ -334,7 +334,7 @@ def _require_effect(policy: StepPolicy, mesh: Any, shardings: Any, own: Pin | No
     if own is not None and not any(_is_split(sharding) for sharding in _shardings(own.shardings)):
         msg = (
             f"sharding={policy.sharding!r} and state_shardings contradict each other: the policy splits the state, and "
-            "state_shardings keeps every array whole. Leave state_shardings out, and the policy says where the state lies; or "
+            "state_shardings keeps every array whole. Leave state_shardings out, and the policy decides where the state lies; or "
             "drop sharding from the policy."
         )
         raise PolicyError(msg)

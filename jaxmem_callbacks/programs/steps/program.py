@@ -20,7 +20,7 @@ from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 
-# What pins a value on a mesh says nothing of the mathematics.
+# What pins a value on a mesh is no part of the mathematics.
 _PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
 # Flags that change no program: where files go, how many CPU devices there are (which is counted), and what JAX sets on every TPU.
 _HARMLESS = ("xla_dump", "xla_force_host_platform_device_count", "xla_tpu_use_enhanced_launch_barrier")
@@ -30,7 +30,7 @@ def operations_of(jaxpr: Any) -> str:
     """A short hash of a jaxpr's operations with shapes and dtypes of their results, inner jaxprs included."""
     known: dict[int, str] = {}  # by identity: all of them are held by the jaxpr that is read
 
-    def told(jaxpr: Any) -> str:
+    def hashed(jaxpr: Any) -> str:
         if id(jaxpr) not in known:
             eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
             text = "\n".join(line(eqn) for eqn in eqns if eqn.primitive.name not in _PLACING)
@@ -39,10 +39,10 @@ def operations_of(jaxpr: Any) -> str:
 
     def line(eqn: Any) -> str:
         types = [f"{getattr(v.aval, 'dtype', '')}{getattr(v.aval, 'shape', '')}" for v in eqn.outvars]
-        inner = [told(each) for name in sorted(eqn.params) for each in _jaxprs(eqn.params[name])]
+        inner = [hashed(each) for name in sorted(eqn.params) for each in _jaxprs(eqn.params[name])]
         return f"{eqn.primitive.name} {types} {inner} {eqn.params.get('length', '')}"
 
-    return told(jaxpr)
+    return hashed(jaxpr)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def unguarded() -> Generator[None]:
     """Where this library traces and compiles a step: what JAX watches in the caller's own code changes no program, and is off.
 
     What changes the program holds, such as ``jax_debug_nans``, under which JAX donates nothing. Without a jit there is no program
-    at all: under ``jax_disable_jit`` a step is told as it is jitted.
+    at all: under ``jax_disable_jit`` a step is shown as it is jitted.
     """
     with ExitStack() as off:
         off.enter_context(jax.transfer_guard("allow"))
@@ -102,7 +102,7 @@ def _jaxprs(value: Any) -> list[Any]:
 
 
 Signature = tuple[tuple[str, str], ...]
-_TOLD = 8
+_SHOWN = 8
 
 
 def signature_of(uses: Sequence[LeafUse], static: Mapping[str, object]) -> Signature:
@@ -116,12 +116,12 @@ def changes(before: Signature | None, after: Signature) -> tuple[str, ...]:
     if before is None:
         return ()
     old, new = dict(before), dict(after)
-    told = [f"{path}: {old[path]} -> {new[path]}" for path in new if path in old and old[path] != new[path]]
-    told += [f"{path}: new, {new[path]}" for path in new if path not in old]
-    told += [f"{path}: gone, was {old[path]}" for path in old if path not in new]
-    if len(told) > _TOLD:
-        return (*told[:_TOLD], f"and {len(told) - _TOLD} more")
-    return tuple(told) or ("nothing in the arguments: the jit or the policy is another one",)
+    changed = [f"{path}: {old[path]} -> {new[path]}" for path in new if path in old and old[path] != new[path]]
+    changed += [f"{path}: new, {new[path]}" for path in new if path not in old]
+    changed += [f"{path}: gone, was {old[path]}" for path in old if path not in new]
+    if len(changed) > _SHOWN:
+        return (*changed[:_SHOWN], f"and {len(changed) - _SHOWN} more")
+    return tuple(changed) or ("nothing in the arguments: the jit or the policy is another one",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,12 +210,12 @@ def _platform(compiled: jax.stages.Compiled) -> str:
     return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
 
 
-_WORTH = 2**20  # bytes of all of them together from which on it is told: a viewed counter is nothing
+_WORTH = 2**20  # bytes of all of them together from which on it is recorded: a viewed counter is nothing
 _WHY = "the runtime copied it, since something outside of JAX holds its memory, such as a NumPy view (np.asarray)"
 
 
 def record_copies(name: str, program: Program, leaves: Sequence[Leaf]) -> None:
-    """Write the copies of a first run to the registry, where there are any worth telling."""
+    """Write the copies of a first run to the registry, where they are large enough."""
     copied = _copied(leaves, program.uses)
     if sum(use.bytes for use in copied) < _WORTH:
         return

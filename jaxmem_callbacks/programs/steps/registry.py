@@ -37,7 +37,7 @@ def _count(event: str, duration_secs: float, **_: Any) -> None:  # noqa: ARG001 
         compiles.count += 1
 
 
-KEPT = 1024  # a run that recompiles more often than this has told its story long before
+KEPT = 1024  # a run that recompiles more often than this has shown its cause long before
 _OF_A_STEP = 16  # its newest
 
 

@@ -3,7 +3,7 @@
 Found from dataflow, whatever the arguments are called. An input is returned updated where some result has its shape and dtype and
 is made of it element by element. If the result is also made of the backward pass, the input is a parameter where the forward pass
 reads it, and the optimizer's where it does not. An input without such a result is a parameter where the step returns a gradient
-for it. What the step only reads is left open: no dataflow tells a batch from a frozen weight.
+for it. What the step only reads is left open: no dataflow distinguishes a batch from a frozen weight.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Role:
     """What one input is in a step.
 
     Attributes:
-        kind: A word of `transforms.arg_roles`, or None where dataflow does not tell.
+        kind: A word of `transforms.arg_roles`, or None where dataflow does not show it.
         updated: Whether some result is the same array updated.
         accumulates: Whether gradients are added to it until some step begins anew, as `optax.MultiSteps` does.
     """
@@ -144,7 +144,7 @@ def dataflow_of(closed: Any) -> Dataflow:
         kind = _kind_of_updated(jaxpr, place, made[result], is_read=forward[place])
         of_weights = (
             made[result].moved & flow.read_forward & ~(1 << place)
-        )  # a slow copy of them, say, and no sum of gradients
+        )  # such as a slow copy of them, and no sum of gradients
         accumulates = kind == OPTIMIZER and not of_weights and bool(made[result].dropped >> place & 1)
         roles[place] = Role(kind, updated=True, accumulates=accumulates)
     changed = {place: result for place, result in claimed.items() if jaxpr.outvars[result] is not jaxpr.invars[place]}

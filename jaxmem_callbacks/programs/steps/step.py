@@ -94,13 +94,13 @@ def jit_step(
             ``nnx.cached_partial`` of one. That is used as it is, with its own static arguments and donation. Of a step
             that this function made, the same step under another policy. Switches,
             strings and callables given to a plain function are static without being named.
-        policy: What to apply; nothing but donation unless said. Text names a preset (several as ``"donate+full_remat"``, or
+        policy: What to apply; only donation where left out. Text names a preset (several as ``"donate+full_remat"``, or
             the path of a YAML file), else a word of ``StepPolicy.remat`` or ``StepPolicy.sharding``. ``"fsdp"`` and its like
-            are both: the preset is taken, which says that sharding and nothing else.
-        donate_argnames: Arguments whose memory the results take over. None: as the policy says, and where that says
-            nothing, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
+            are both: the preset is taken, which has that sharding and nothing else.
+        donate_argnames: Arguments whose memory the results take over. None: those of the policy, and where that has
+            none, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
         state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
-            and is never moved silently. A policy with a sharding says the same of every argument that is returned
+            and is never moved silently. A policy with a sharding pins every argument that is returned
             updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; for one argument this word wins.
         gradients: ``own``: the policy acts on gradients by ``jm.value_and_grad``, ``jm.grad`` and ``jm.nnx.value_and_grad``.
             ``all``: on those by `jax.value_and_grad`, `jax.grad` and Flax NNX's and Equinox's functions too, in your code and
@@ -152,7 +152,7 @@ class Traced(NamedTuple):
     jaxpr: Any
     leaves: list[Leaf]
     undonated: tuple[str, ...]
-    out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is said of it
+    out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is known of it
     compiler_options: Mapping[str, Any] = MappingProxyType({})  # those that the user gave to a jit
 
 
@@ -214,7 +214,7 @@ class JitStep(Generic[_Arguments, _Results]):
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Results:
         """Run one step. Adds about a microsecond to the jitted function's own call; no flattening, no sync."""
-        self.calls += 1  # a monitor tells by it which steps are in use
+        self.calls += 1  # a monitor sees by it which steps are in use
         call = self._call
         if call is None:
             return self._first_call(args, kwargs)
@@ -250,7 +250,7 @@ class JitStep(Generic[_Arguments, _Results]):
     def under(
         self, policy: StepPolicy, donate_argnames: tuple[str, ...] | None, state_shardings: Any, *, gradients: Gradients
     ) -> JitStep:
-        """The same step under another policy; what was said of donation, places and gradients stays unless it is said anew."""
+        """The same step under another policy; donation, places and gradients stay unless they are given anew."""
         own = None if self._jit_options.donate == self.policy.donate else self._jit_options.donate
         is_said = donate_argnames is not None or policy.donate not in (None, self.policy.donate)
         names = own if isinstance(own, tuple) and not is_said else donate_argnames
@@ -262,7 +262,7 @@ class JitStep(Generic[_Arguments, _Results]):
         """What the jit's own ``lower`` returns for these arguments, under the policy.
 
         With microbatches and real arrays the loss is compared, as at a first call. With abstract ones it can't be:
-        ``unchecked`` says so, and what is compiled from here is checked by nobody.
+        ``unchecked`` is then True, and what is compiled from here is checked by nobody.
         """
         jitted = self._get_or_build_jit(args, kwargs)
         are_real = self.compare(args, kwargs)
@@ -362,7 +362,7 @@ class JitStep(Generic[_Arguments, _Results]):
 
     @property
     def donation(self) -> Literal["auto"] | tuple[str, ...] | None:
-        """What was said of donation, by ``donate_argnames`` or the policy; None where nothing, or by the user's own jit."""
+        """Donation as ``donate_argnames`` or the policy asks for it; None where neither does, or the user's own jit decides."""
         return self._jit_options.donate
 
     @property
@@ -465,7 +465,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 raise _RetraceSignal
             return train_step(*args, **kwargs)
 
-        traced_step.__name__ = self.name  # which JAX's compile events tell; a partial has none to take over
+        traced_step.__name__ = self.name  # the name in JAX's compile events; a partial has none to take over
         return traced_step
 
     @functools.cached_property
@@ -529,7 +529,7 @@ class JitStep(Generic[_Arguments, _Results]):
         results: Any,
         call: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> tuple[str, ...]:
-        """Arguments that are returned updated and not donated; of a jit that tells no trace only those that another one shows."""
+        """Arguments that are returned updated and not donated; of a jit without a trace only those that another one shows."""
         names = undonated_names(arguments, leaves, results)
         if jaxpr is not None or not names:
             return names
@@ -566,7 +566,7 @@ class JitStep(Generic[_Arguments, _Results]):
             warnings.warn(message, DonationWarning, stacklevel=4)
 
     def _after_compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """JAX compiled during an ordinary call (another sharding, or a signature new to the user's own jit): tell it.
+        """JAX compiled during an ordinary call (another sharding, or a signature new to the user's own jit): record it.
 
         The call has run already, so a donation that is lost can only be warned of; donated arrays still know their shapes.
         """

@@ -56,7 +56,7 @@ class Jitted:
 
     @property
     def is_equinox(self) -> bool:
-        """Whether it is Equinox's, which splits what it is given into arrays and all else, and tells no trace."""
+        """Whether it is Equinox's, which splits what it is given into arrays and all else, and has no ``trace``."""
         return _room(self.lowering) == "equinox"
 
     @property
@@ -120,7 +120,7 @@ class Jitted:
         return self.lowering.lower(*full_args, **full_kwargs)
 
     def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[jax.stages.Lowered, Any]:
-        """JAX's own lowering for these arguments, and what was traced; None for a jit that does not tell."""
+        """JAX's own lowering for these arguments, and what was traced; None for a jit that has no ``trace``."""
         if not hasattr(self.lowering, "trace"):
             return jax_lowered(self.lower(args, kwargs)), None
         full_args, full_kwargs = self.full(args, kwargs)

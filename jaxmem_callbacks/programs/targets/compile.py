@@ -19,10 +19,10 @@ from typing import Any, ParamSpec
 import jax
 
 from jaxmem_callbacks.programs.reading.buffer_assignment import (
-    asked_folder,
     dump_options,
     figures_of_module,
     program_memory,
+    user_dump_folder,
 )
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.buffers import past_the_cache, read_peak
@@ -321,7 +321,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
 
 def _hand_over(dump: pathlib.Path, options: Mapping[str, Any]) -> None:
     """Give the user the dumps that flags or options ask for, which the compile wrote where this library reads them."""
-    asked = asked_folder(options)
+    asked = user_dump_folder(options)
     if asked is None or not dump.exists():
         return
     try:
