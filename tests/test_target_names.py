@@ -106,7 +106,7 @@ def test_every_name_resolves_and_knows_its_memory():
         ),
         (
             "rtx4080",
-            r"^Unknown target 'rtx4080'\. No .* such as `rtx4090`, .* three quarters unless told otherwise\. Expected one of: ",
+            r"^Unknown target 'rtx4080'\. No .* such as `rtx4090`, .* three quarters by default\. Expected one of: ",
         ),
         ("RTX A5000", r"such as `a6000`, and give"),
         ("rtx_409", r"Did you mean `rtx4090`\? "),

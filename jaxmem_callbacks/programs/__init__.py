@@ -1,1 +1,1 @@
-"""Lower, compile (in a worker process where the target is absent) and read what the compiler says."""
+"""Lower, compile (in a worker process where the target is absent) and read the compiler's figures."""

@@ -58,12 +58,12 @@ def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], wa
 def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[str]:
     """Why sizes by argument add up to less than the figures above them: a TPU rounds arrays up to tiles."""
     elements = sum(row.bytes for row in arguments)
-    told, padded = format_bytes(elements), format_bytes(program.argument_bytes)
-    if program.platform != "tpu" or program.argument_bytes <= elements or told == padded:
+    sizes, padded = format_bytes(elements), format_bytes(program.argument_bytes)
+    if program.platform != "tpu" or program.argument_bytes <= elements or sizes == padded:
         return []
     remark = (
-        f"Sizes by argument are those of the elements, {told}; a TPU's tiles pad them to {padded}, as in the figures above. "
-        "peak() tells the padding of each array."
+        f"Sizes by argument are those of the elements, {sizes}; a TPU's tiles pad them to {padded}, as in the figures above. "
+        "peak() has the padding of each array."
     )
     return ["", *wrapped([remark])]
 
@@ -118,7 +118,7 @@ def _padding(buffer: Buffer) -> str:
 
 
 def _near(source: str | None) -> str:
-    """``file:line`` as short as it can be told from the working folder."""
+    """``file:line`` as short as it can be written from the working folder."""
     if source is None:
         return "unknown"
     with contextlib.suppress(FileNotFoundError):  # whoever works in a folder that is gone has no shorter name
@@ -165,9 +165,9 @@ def account_of_step(memory: StepMemory, policy: StepPolicy, peak: Peak | None) -
     """The account of one compiled step.
 
     Args:
-        memory: What `jm.step_memory` told.
+        memory: What `jm.step_memory` returned.
         policy: What the step was compiled under.
-        peak: What makes its peak, told by group; None where nobody asked.
+        peak: What makes its peak, by group; None where nobody asked.
     """
     program = memory.program
     return Account(
@@ -190,7 +190,7 @@ def _versions(program: ProgramMemory) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """What one step needs on one device, as the compiler says. ``print`` it for a table.
+    """What one step needs on one device, by the compiler's own figures. ``print`` it for a table.
 
     Attributes:
         program: The compiler's figures.
@@ -302,7 +302,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         TypeError: a step that is no function, or arguments that it does not take.
         PolicyError: a remat policy on a step that takes no gradient through this library.
         TargetError: ``target`` is unknown, or its compiler is not installed.
-        CompileError: the compiler failed, does not know a compiler option of your jit, or says that the program does not fit
+        CompileError: the compiler failed, does not know a compiler option of your jit, or finds that the program does not fit
             into a TPU; or the arguments lie on different devices.
     """
     require_function(step, "jm.step_memory")
@@ -423,37 +423,37 @@ def _donating(step: JitStep, program: Program, names: tuple[str, ...]) -> str:
 
 def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     """What is worth acting on in a compiled program."""
-    told = _donated_in_vain(program)
+    found = _donated_in_vain(program)
     undonated = worth_donating(program.undonated, [(use.argument, use.bytes) for use in program.uses])
     if undonated and not jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         held = format_bytes(sum(use.bytes for use in program.uses if use.argument in undonated))
-        told.append(
+        found.append(
             f"{', '.join(undonated)}: returned updated and not donated, so {held} are held twice. "
             f"{_donating(step, program, undonated)}"
         )
     unused = [
         name for name, group in itertools.groupby(program.uses, lambda u: u.argument) if not any(u.used for u in group)
     ]
-    told += [f"{name} is never used by {step.name}: JAX drops it from the program." for name in unused]
+    found += [f"{name} is never used by {step.name}: JAX drops it from the program." for name in unused]
     if program.memory is not None and program.memory.compiler_remat:
-        told.append(
+        found.append(
             f"The compiler recomputes {program.memory.compiler_remat} instructions by itself near its memory limit: bytes no "
             "longer grow with the batch, time does."
         )
     if program.memory is not None:
-        told += large_constants(step.name, program.memory.step_bytes, program.memory.constant_bytes)
-        told += disagreement_words(program.memory)
+        found += large_constants(step.name, program.memory.step_bytes, program.memory.constant_bytes)
+        found += disagreement_words(program.memory)
     if step.left_alone:
-        told.append(
+        found.append(
             f"{own_checkpoints_words(step.left_alone)}: the policy acts on the rest. With own_checkpoints='replace' in the "
             "policy it replaces them."
         )
-    told += step.notes
+    found += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
-        told.append(_offloads_nothing(program.memory))
+        found.append(_offloads_nothing(program.memory))
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
-        told.append("jax_debug_nans is on: JAX donates nothing while it is.")
-    return (*told, *_cross_check(program))
+        found.append("jax_debug_nans is on: JAX donates nothing while it is.")
+    return (*found, *_cross_check(program))
 
 
 def _donated_in_vain(program: Program) -> list[str]:

@@ -47,7 +47,7 @@ class Fingerprint:
 
     Attributes:
         program: Hash of its operations, their names, constants, shapes, dtypes and shardings, without source lines.
-        lines: Hash of the user's innermost source line of each operation: the line that is told of a buffer.
+        lines: Hash of the user's innermost source line of each operation: the line that is reported of a buffer.
         stacks: Hash of all that with every caller's line.
     """
 
@@ -142,13 +142,13 @@ _LINE = re.compile(r' ?(?:stack_frame_id=\d+|source_file="[^"]*"|source_(?:end_)
 
 def cache_folder() -> pathlib.Path | None:
     """Where answers are kept: ``JAXMEM_CACHE_DIR``, else the user's own cache; None where that is empty or ``off``."""
-    said = os.environ.get(_VARIABLE)
-    if said is not None and said.strip().lower() in {"", "off"}:
+    given = os.environ.get(_VARIABLE)
+    if given is not None and given.strip().lower() in {"", "off"}:
         return None
     try:
         cache = user_cache()
         place = None if cache is None else cache / "compiles"
-        return place if said is None else pathlib.Path(said).expanduser()
+        return place if given is None else pathlib.Path(given).expanduser()
     except RuntimeError:  # `~` of a user without a home folder
         return None
 
@@ -160,7 +160,7 @@ def cache_entry(
 
     Args:
         blob: The serialised program.
-        request: All else that the worker is told, without the folders of this one compile.
+        request: All else that the worker is given, without the folders of this one compile.
         versions: Package -> version of the compiler.
         environment: The worker's environment.
 
@@ -174,7 +174,7 @@ def cache_entry(
     if folder is None or _wants_a_real_compile(request["compiler_options"], environment):
         return None
     fingerprint = program_fingerprint(blob)
-    told = {
+    parts = {
         "format": _FORMAT,
         "program": fingerprint.program,
         "request": dict(request),
@@ -182,7 +182,7 @@ def cache_entry(
         "environment": {name: value for name, value in environment.items() if name.startswith(_READ_BY_COMPILERS)},
         "worker": _worker_code(),
     }
-    key = hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
     return Entry(folder=folder, key=replace(fingerprint, program=key))
 
 
@@ -209,7 +209,7 @@ class Entry:
         """Put the answer's files where a worker would have put them.
 
         The same program traced from other source lines has the same figures: its answer is taken with the lines removed
-        from its texts, unless buffers are wanted with their lines. Where only callers moved, what is told of buffers holds;
+        from its texts, unless buffers are wanted with their lines. Where only callers moved, what is reported of buffers holds;
         the program's text, which has the callers too, still loses its lines.
 
         Args:
@@ -344,15 +344,19 @@ def _prune(folder: pathlib.Path, limit_bytes: int) -> None:
 def _wants_a_real_compile(options: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
     """Whether flags have the compiler write or read files, or lie in one: no key can know their contents."""
     flags = environment.get("XLA_FLAGS", "").strip()
-    said = [flags, environment.get("LIBTPU_INIT_ARGS", ""), *(f"--{name}={value}" for name, value in options.items())]
-    return any(_NAMES_FILES.search(_TOOLS.sub("", text)) for text in said) or (
+    texts = [
+        flags,
+        environment.get("LIBTPU_INIT_ARGS", ""),
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
+    return any(_NAMES_FILES.search(_TOOLS.sub("", text)) for text in texts) or (
         flags != "" and not flags.startswith("-")
     )
 
 
 @functools.cache
 def _worker_code() -> str:
-    """A hash of the code that lowers, compiles and reads the figures: what it does to an answer, no version tells."""
+    """A hash of the code that lowers, compiles and reads the figures: no version shows what it does to an answer."""
     package = importlib.resources.files("jaxmem_callbacks.programs")
     parts = (package / "targets" / "worker_main.py", *(package / "reading" / f"{name}.py" for name in _FIGURES_IN))
     return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()

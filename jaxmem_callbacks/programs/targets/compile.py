@@ -84,7 +84,7 @@ def refuse_unknown_option(title: str, words: str) -> None:
         return
     name = match[1]
     family = next((each for each in ("xla_cpu_", "xla_gpu_", "xla_tpu_") if name.startswith(each)), "xla_")
-    # The names of a family are alike by their beginning, which says nothing of what is meant.
+    # The names of a family are alike by their beginning, which does not show what is meant.
     known = [each.removeprefix(family) for each in _OPTIONS if each.startswith(family)]
     alike = did_you_mean(name.removeprefix(family), known, cutoff=_NEAR).replace("`", f"`{family}", 1)
     msg = (
@@ -107,8 +107,8 @@ def refuse_devices_apart(name: str, words: str) -> None:
     if "incompatible devices" not in words:
         return
     found = list(_PLACED.finditer(words))
-    said = words.partition(" Got ")[2] or words
-    msg = f"{name}: expected all arguments on the same devices, got {said.rstrip('.')}. "
+    placed = words.partition(" Got ")[2] or words
+    msg = f"{name}: expected all arguments on the same devices, got {placed.rstrip('.')}. "
     fewest, most = (pick(found, key=_device_count, default=None) for pick in (min, max))
     if fewest and most and fewest["argument"].isidentifier() and _device_count(most) > 1:
         line = advise("devices.apart", argument=fewest["argument"], other=most["argument"])
@@ -131,7 +131,7 @@ def refused_for_memory(title: str, error: str, remark: str = "") -> tuple[int | 
         remark: What may be wrong with the compiler itself, for an error of another kind.
 
     Returns:
-        Needed and available bytes; None for what the text does not say.
+        Needed and available bytes; None for what is not in the text.
 
     Raises:
         CompileError: it is an error of another kind.
@@ -140,7 +140,7 @@ def refused_for_memory(title: str, error: str, remark: str = "") -> tuple[int | 
     if "RESOURCE_EXHAUSTED" not in error:
         advice = (
             "Expected operations and options that it takes without a device. Find in its words below which one it does not, and "
-            "leave it out or replace it: docs/targets.md, 'What cannot be compiled for an absent device', tells by what."
+            "leave it out or replace it: docs/targets.md, 'What cannot be compiled for an absent device', shows how."
         )
         msg = f"{title}: the compiler refused the program. {remark}{'. ' if remark else ''}{advice}\n{error[:_TEXT_LIMIT]}"
         raise CompileError(msg)
@@ -167,7 +167,7 @@ _Options = ParamSpec("_Options")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetCompilation:
-    """What a target's compiler said about one program.
+    """The answer of a target's compiler for one program.
 
     Attributes:
         target: The hardware.
@@ -183,7 +183,7 @@ class TargetCompilation:
         compiler: Package -> version of the compiler.
         paths: Path of each array argument, such as ``params['w']``.
         kept: Which of them the program takes, in the order of its parameters; arguments that are never read are dropped.
-            None for the attached CPU, where JAX does not tell.
+            None for the attached CPU, where JAX does not show it.
         peak: What makes the peak, or None where it was not asked for or the compiler refused the program.
         left_out: What only reports to Python, such as `jax.debug.print`, and is not in the program that was compiled.
         warnings: What JAX warned of while lowering, such as donations that are not usable.
@@ -269,16 +269,16 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
         out_shardings: As in ``jax.jit``: a tree of shardings, a prefix of the result's tree, None where unstated.
         compiler_options: Further XLA options of this one compile.
         timeout_s: Seconds after which the compiler is ended; None for ``JAXMEM_COMPILE_TIMEOUT_S``, else 600.
-        want_buffers: Also tell what makes the peak; the same compile writes it.
+        want_buffers: Also find what makes the peak; the same compile writes it.
         need_lines: Whether a peak from the disk cache that lost its source lines is no use, so that it is compiled anew.
         arguments: What each array argument holds, in order; by default judged by its path.
         keep_hlo: Keep the optimised program, which can be large.
         cache: Take the answer from the disk cache where the same program was compiled before in the same way by the same
-            versions, and keep it there otherwise. ``JAXMEM_CACHE_DIR`` says where, and ``off`` there switches it off. Not
+            versions, and keep it there otherwise. ``JAXMEM_CACHE_DIR`` is the folder, and ``off`` there switches it off. Not
             for the attached CPU, nor where your flags ask XLA for dumps.
 
     Returns:
-        The compile that is left to do, in any thread; it gives what the compiler said. A program too large for a TPU is an
+        The compile that is left to do, in any thread; it gives the compiler's answer. A program too large for a TPU is an
         answer (``fits=False``), not an error. It raises CompileError where the compiler failed, crashed or took too long.
 
     Raises:
@@ -356,7 +356,7 @@ class _Job:
     cache: bool
 
     def all_options(self, folder: pathlib.Path) -> dict[str, Any]:
-        """Its options, with those that have the compiler write into a folder, where a TPU's tells its temporaries too."""
+        """Its options, with those that have the compiler write into a folder, where a TPU's has its temporaries too."""
         writes = self.want_buffers or self.target.platform == "tpu"
         return self.options | (dump_options(folder / _DUMP) if writes else {})
 
@@ -462,7 +462,7 @@ def _lowered_here(job: _Job) -> _Lowered:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lowered = jax.jit(flat.function, donate_argnums=flat.donated, **out).lower(*leaves)
-    told = tuple(str(warning.message) for warning in caught if warning.category is UserWarning)
+    reported = tuple(str(warning.message) for warning in caught if warning.category is UserWarning)
 
     def compiled(folder: pathlib.Path) -> TargetCompilation:
         start = time.monotonic()
@@ -484,7 +484,7 @@ def _lowered_here(job: _Job) -> _Lowered:
             compiler_options=job.options,
             paths=flat.paths,
             peak=job.peak(folder, memory, named),
-            warnings=told,
+            warnings=reported,
         )
 
     return compiled
@@ -499,7 +499,7 @@ def _described(flat: FlatProgram) -> list[Argument]:
 
 
 def _request(program: PortableProgram, job: _Job) -> dict[str, Any]:
-    """What the worker is told besides the program, less what only this one compile needs."""
+    """What the worker is given besides the program, less what only this one compile needs."""
     names = [name for name in jax.config.values if not _NOT_THE_COMPILERS.search(name)]
     # An attribute is the thread's own value; what can only be set for the whole process is none.
     config = {name: getattr(jax.config, name, jax.config.values[name]) for name in sorted(names)}

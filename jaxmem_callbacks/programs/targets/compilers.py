@@ -91,7 +91,7 @@ def other_than_pinned(platform: str) -> str:
 
 
 def options_without_device(platform: str) -> dict[str, Any]:
-    """Options of a compile without the device, but for those of which the user's ``XLA_FLAGS`` say something.
+    """Options of a compile without the device, but for those that the user's ``XLA_FLAGS`` set.
 
     There is nothing to tune a GPU's kernels on. Before 0.12 its own search takes no time and changes bytes, and so it is left.
     """
@@ -105,12 +105,12 @@ def options_without_device(platform: str) -> dict[str, Any]:
 
 def _is_of(version: str, pinned: str) -> bool:
     """Whether a version is ``==0.0.42`` or, of ``==0.0.42.*``, one of those."""
-    said = pinned.removeprefix("==")
-    return f"{version}.".startswith(said[:-1]) if said.endswith(".*") else version == said
+    wanted = pinned.removeprefix("==")
+    return f"{version}.".startswith(wanted[:-1]) if wanted.endswith(".*") else version == wanted
 
 
 def _pinned_libtpu() -> str:
-    """The versions of libtpu that the installed JAX asks for, such as ``==0.0.50.*``; empty where it does not say."""
+    """The versions of libtpu that the installed JAX asks for, such as ``==0.0.50.*``; empty where it asks for none."""
     jax = next(iter(importlib.metadata.distributions(name="jax", path=sys.path)), None)
     asked = (jax and jax.requires) or ()
     return next((match[1] for match in map(_PIN.match, asked) if match), "")
@@ -123,9 +123,9 @@ def target_folders() -> list[str]:
 
 def _searched() -> list[str]:
     """Folders that are looked in, whether they exist or not."""
-    said = (os.environ.get(_VARIABLE) or "").split(os.pathsep)
+    named = (os.environ.get(_VARIABLE) or "").split(os.pathsep)
     default = default_folder()
-    return [folder for folder in said if folder] or ([] if default is None else [str(default)])
+    return [folder for folder in named if folder] or ([] if default is None else [str(default)])
 
 
 def compiler_versions(platform: str, path: Sequence[str] | None = None) -> dict[str, str]:

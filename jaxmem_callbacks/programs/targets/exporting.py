@@ -119,7 +119,7 @@ class PortableProgram:
         name: The function's name, which the compiled module keeps.
         blob: The serialised program.
         shardings: Of each array argument in order, or None where it has none.
-        out_shardings: Of each result in order, or None where nothing was said.
+        out_shardings: Of each result in order, or None where nothing was given.
         donated: Positions of the donated arguments among all array arguments.
         device_count: Devices that its shardings span.
         left_out: What only reports to Python and is not in the program, with its source line.
@@ -198,7 +198,7 @@ def refusing_cudnn(name: str, platform: str) -> Generator[None]:
     """Where a function is traced for an absent device: JAX asks for cuDNN then, and fails where there is none.
 
     Raises:
-        CompileError: a kernel of cuDNN is asked for; the message says what to write instead.
+        CompileError: a kernel of cuDNN is asked for; the message has what to write instead.
     """
     try:
         yield
@@ -217,7 +217,7 @@ def export_program(flat: FlatProgram, platform: str) -> PortableProgram:
     """Trace and serialise for ``tpu`` or ``cuda``, without what only reports to Python.
 
     Raises:
-        CompileError: the program has something that cannot leave this process; the message says what to do.
+        CompileError: the program has something that cannot leave this process; the message has what to do.
         Exception: whatever the user's own function raises while it is traced, unchanged.
     """
     options: dict[str, Any] = {} if flat.out_shardings is None else {"out_shardings": list(flat.out_shardings)}

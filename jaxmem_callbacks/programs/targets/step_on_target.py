@@ -50,7 +50,7 @@ def compile_step_for(
 
     Returns:
         The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
-        function that tells what makes the peak with its source lines, and compiles once more for that.
+        function that finds what makes the peak with its source lines, and compiles once more for that.
     """
     with refusing_cudnn(step.name, resolve_target(target).platform):
         traced = step.traced(args, kwargs)
@@ -81,11 +81,11 @@ def described(leaves: Sequence[Leaf], updated: Sequence[str] = ()) -> tuple[Argu
 
 
 def refused_peak(traced: Traced, needed_bytes: int | None) -> Peak | None:
-    """What can be said of the peak of a step that its compiler refused: its arguments, and how much the rest is.
+    """What is known of the peak of a step that its compiler refused: its arguments, and how much the rest is.
 
     Args:
         traced: The step.
-        needed_bytes: What the refusal says that it needs; None, and there is no peak to tell, where it says nothing.
+        needed_bytes: What it needs by the refusal; None, and there is no peak to report, where that has no figure.
     """
     if needed_bytes is None:
         return None
@@ -122,12 +122,12 @@ def lower_traced_for(  # noqa: PLR0913 - the compile's own options
         name: What it is called.
         target: The hardware.
         donate: Arguments that are donated besides those that the step donates.
-        want_buffers: Also tell what makes the peak.
+        want_buffers: Also find what makes the peak.
         need_lines: Whether a peak from the disk cache without source lines is no use.
-        timeout_s: Seconds after which the compiler is ended; None for what the process says.
+        timeout_s: Seconds after which the compiler is ended; None for the setting of the process.
 
     Returns:
-        The compile that is left to do, in any thread. Of a program that is refused it tells what of the peak is known.
+        The compile that is left to do, in any thread. Of a program that is refused it returns what is known of the peak.
     """
     compiling = lower_for_target(
         _flat_function(traced.jaxpr, name),
@@ -154,7 +154,7 @@ class MemoryRefusalError(CompileError):
 
     Attributes:
         words: The compiler's own.
-        needed_bytes: What the program needs on one device, where they say it.
+        needed_bytes: What the program needs on one device, where they have it.
     """
 
     def __init__(self, name: str, words: str) -> None:
@@ -203,7 +203,7 @@ def compile_traced_here(traced: Traced, name: str, *, donate: Sequence[str] = ()
     """The same for the devices of this process; to be called on the mesh of the step, where it has one.
 
     Raises:
-        MemoryRefusalError, CompileError: as `compiling_here` says.
+        MemoryRefusalError, CompileError: as in `compiling_here`.
     """
     pinned = _pinned_results(traced)
     out: dict[str, Any] = {} if pinned is None else {"out_shardings": pinned}

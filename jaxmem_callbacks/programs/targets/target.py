@@ -31,7 +31,7 @@ class Target:
         platform: ``tpu``, ``cuda`` or ``cpu`` (the attached one).
         device_count: Devices in it, as JAX counts them. A program whose arguments carry no shardings uses one.
         memory_bytes: Memory of one device. TPU: what the compiler lets a program use. GPU: the whole device memory,
-            of which JAX's allocator takes three quarters unless told otherwise. None where unknown.
+            of which JAX's allocator takes three quarters by default. None where unknown.
         topology: What the compiler's topology is called there, such as ``v5e:2x2`` or ``1x1x8``.
         topology_options: Further options of the topology.
         target_config: The GPU's figures in the compiler's own text format, else None.
@@ -49,9 +49,9 @@ class Target:
 
     @property
     def device_kind(self) -> str:
-        """What JAX calls one of its devices, as far as the figures say; empty where they do not."""
-        said = re.search(r'device_description_str: "([^"]*)"', self.target_config or "")
-        return said[1] if said else ""
+        """What JAX calls one of its devices, as far as the figures show it; empty where they do not."""
+        found = re.search(r'device_description_str: "([^"]*)"', self.target_config or "")
+        return found[1] if found else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class _Tpu:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-# v4 chips have two cores that JAX shows as one device; the compiler must be told so.
+# v4 chips have two cores that JAX shows as one device; the compiler needs an option for it.
 _TPUS = {
     "v2": _Tpu(smallest="2x2", memory_gib=7.48, devices_per_chip=2),
     "v3": _Tpu(smallest="2x2", memory_gib=15.48, devices_per_chip=2),
@@ -125,10 +125,10 @@ def target_names() -> tuple[str, ...]:
 
 
 def memory_of_kind(device_kind: str) -> int | None:
-    """Memory of a GPU by the maker's name of it, such as ``NVIDIA H100 80GB HBM3``; None where the table does not say.
+    """Memory of a GPU by the maker's name of it, such as ``NVIDIA H100 80GB HBM3``; None where the table does not have it.
 
     Args:
-        device_kind: ``Device.device_kind``, which may say less than the table does, as ``NVIDIA H200``.
+        device_kind: ``Device.device_kind``, which may be less precise than the table, as ``NVIDIA H200``.
     """
     sizes = {
         figures["device_memory_size"]
@@ -195,8 +195,8 @@ def _require_one_card(word: str, shape: str, text: str) -> None:
     fitting = _cards(word)
     if len(fitting) > 1:
         count = f":{shape}" if shape else ""
-        told = ", ".join(f"{name} ({format_bytes(_gpu_figures()[name]['device_memory_size'])})" for name in fitting)
-        msg = f"Target {text!r} fits {len(fitting)} cards: {told}. Type one of them, such as '{fitting[-1]}{count}'."
+        cards = ", ".join(f"{name} ({format_bytes(_gpu_figures()[name]['device_memory_size'])})" for name in fitting)
+        msg = f"Target {text!r} fits {len(fitting)} cards: {cards}. Type one of them, such as '{fitting[-1]}{count}'."
         raise TargetError(msg)
 
 
@@ -312,7 +312,7 @@ def _meant(word: str) -> str:
         such = f", such as `{name}`," if near else ""
         return (
             f" No figures of it are known here: plan for one like it{such} and give as the budget what JAX takes of its own "
-            "memory, three quarters unless told otherwise."
+            "memory, three quarters by default."
         )
     return near and f" Did you mean `{name}`?"
 
@@ -335,11 +335,11 @@ def _is_another_number(word: str, name: str) -> bool:
 
 def _slice_meant(word: str) -> str:
     """The topology that an accelerator type of Google Cloud stands for, such as ``v5p_64``; empty for other words."""
-    kind, _, said = _unbranded(word).rpartition("_")
+    kind, _, count = _unbranded(word).rpartition("_")
     kind = _ALIASES.get(kind, kind)
-    if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9][0-9]{0,5}", said) or int(said) % _TYPES_COUNT[kind]:
+    if kind not in _TYPES_COUNT or not re.fullmatch(r"[1-9][0-9]{0,5}", count) or int(count) % _TYPES_COUNT[kind]:
         return ""
-    chips = int(said) // _TYPES_COUNT[kind]
+    chips = int(count) // _TYPES_COUNT[kind]
     name = _slice_of(kind, chips)
     return name and f" As Google Cloud counts, that is {chips} chip{'s' * (chips > 1)}: `{name}`."
 
@@ -492,12 +492,12 @@ def nearest_target(platform: str, kind: str) -> str | None:
         return "cpu"
     if platform == "tpu":
         return _TPU_KINDS.get(kind)
-    said = re.sub(r"rtx (?:(pro) )?(\d+)(?: (ada))?", lambda m: f"rtx{m[2]}{m[1] or m[3] or ''}", kind.lower())
-    words = {re.sub(r"^sxm\d*$", "sxm", word.removesuffix("gb")) for word in re.split(r"[^a-z0-9]+", said)}
+    text = re.sub(r"rtx (?:(pro) )?(\d+)(?: (ada))?", lambda m: f"rtx{m[2]}{m[1] or m[3] or ''}", kind.lower())
+    words = {re.sub(r"^sxm\d*$", "sxm", word.removesuffix("gb")) for word in re.split(r"[^a-z0-9]+", text)}
     if words & {"mig", "laptop"}:
         return None
     if "pcie" not in words:
-        words.add("sxm")  # a module's kind may say nothing but its memory; a card's says PCIe
+        words.add("sxm")  # a module's kind may name nothing but its memory; a card's names PCIe
     names = [name for name in target_names() if resolve_target(name, require_installed=False).platform == "cuda"]
     same = [name for name in names if name.split("_")[0] in words]
     return max(same, key=lambda name: len(words.intersection(name.split("_"))), default=None)

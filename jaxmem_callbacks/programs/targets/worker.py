@@ -57,7 +57,7 @@ _DROPPED = (
 
 
 def time_limit_s() -> float:
-    """Seconds that one compile may take where nobody says otherwise: the variable's, else ten minutes.
+    """Seconds that one compile may take by default: the variable's, else ten minutes.
 
     Raises:
         TargetError: the variable holds no number of seconds.
@@ -96,7 +96,7 @@ def run_worker(
     Args:
         folder: Holds ``request.json`` and ``program.bin``; the answer's files are put there.
         name: What is compiled and for which target, for messages.
-        accelerator_type: What libtpu is told the machine is.
+        accelerator_type: What libtpu is to take the machine for.
         timeout_s: After so many seconds the worker is ended; waiting for a free slot does not count.
         remark: What may be wrong with the compiler, for the error of one that crashed.
 
@@ -185,7 +185,7 @@ def usable_answer(text: str) -> dict[str, Any]:
 
 
 def _answer(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """What a worker that ended well has said."""
+    """The answer of a worker that ended well."""
     try:
         answer = usable_answer((folder / "answer.json").read_text("utf-8"))
         if "error" not in answer and not (folder / "optimised.hlo").exists():
@@ -205,12 +205,12 @@ def _crash(code: int) -> str:
     """How a worker ended that ended badly, and what to do."""
     unharmed = "your own process is unharmed."
     if code >= 0:
-        return f"(exit code {code}), {unharmed} Install its compiler anew as docs/targets.md says, or {_SMALLER}."
+        return f"(exit code {code}), {unharmed} Install its compiler anew as in docs/targets.md, or {_SMALLER}."
     number = signal.Signals(-code)
     if number is signal.SIGKILL:
         why = "This library did not end it; a system that runs out of memory does. Close other programs, or"
     else:
-        why = "The fault lies in the compiler. Install another version of it as docs/targets.md says, or"
+        why = "The fault lies in the compiler. Install another version of it as in docs/targets.md, or"
     return f"(signal {number.name}), {unharmed} {why} {_SMALLER}."
 
 
@@ -235,7 +235,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says it the other way
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS raises the other one
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -19,7 +19,7 @@ import time
 import warnings
 from typing import Any
 
-# Typed keys by the names of their dtypes; JAX tells a key's implementation only of an array.
+# Typed keys by the names of their dtypes; JAX shows a key's implementation only of an array.
 _KEY_KINDS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -44,7 +44,7 @@ def main(folder: str) -> None:
 
 
 def _compile(request: dict[str, Any], place: pathlib.Path) -> dict[str, Any]:
-    """Lower the traced program for the topology's devices, compile it and read what the compiler says."""
+    """Lower the traced program for the topology's devices, compile it and read the compiler's figures."""
     from jaxmem_callbacks.programs.reading.buffer_assignment import memory_figures
 
     start = time.monotonic()
