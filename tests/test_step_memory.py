@@ -351,7 +351,8 @@ def test_a_target_that_is_not_here_answers_by_argument(shapes):
     step = jm.jit_step(lambda state, batch: jax.tree.map(lambda w: w * batch.sum(), state))
     with pytest.raises(CompileError, match=r"does not fit into one device of v5e:2x2: its compiler needs 32\.0 GiB"):
         jm.step_memory(step, huge, jax.ShapeDtypeStruct((4,), jnp.float32), target="v5e:2x2")
-    refused, *_ = compile_step_for(step, (huge, jax.ShapeDtypeStruct((4,), jnp.float32)), {}, "v5e:2x2")
+    traced = step.traced((huge, jax.ShapeDtypeStruct((4,), jnp.float32)), {})
+    refused, *_ = compile_step_for(traced, step.name, "v5e:2x2")
     assert refused.peak is not None  # as far as its arguments tell
     assert refused.peak.bytes == max(refused.needed_bytes, 2**35 + 16)
     assert refused.peak.bytes_of("state") == 2**35

@@ -24,7 +24,9 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.hlo import dimensions
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
-from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for
+from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
+from jaxmem_callbacks.programs.targets.step_on_target import lower_traced_for
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import SAVED, TEMPORARIES, Peak
 from jaxmem_callbacks.records.units import format_bytes
@@ -68,7 +70,9 @@ class Again:
         """Bytes that it needs, compiled; None where the compiler refuses it for want of memory."""
         call, step = self._with(others), self._fresh()
         if self._target is not None:
-            memory = compile_step_for(step, call.args, call.kwargs, self._target)[0].memory
+            with refusing_cudnn(step.name, resolve_target(self._target).platform):
+                traced = step.traced(call.args, call.kwargs)
+            memory = lower_traced_for(traced, step.name, self._target)().memory
         else:
             step, args, kwargs = step.of_arrays(call.args, call.kwargs)
             compiled = step.lower(*args, **kwargs).compile(compiler_options=dict(options) or None)

@@ -23,7 +23,9 @@ from jaxmem_callbacks.programs.steps.program import Program, Signature, signatur
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, compiling_here, described
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError, DonationError, require_function
@@ -392,7 +394,9 @@ def as_step(step: Callable[..., Any]) -> JitStep:
 
 
 def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str) -> StepMemory:
-    compiled, uses, undonated, again = compile_step_for(step, args, kwargs, target)
+    with refusing_cudnn(step.name, resolve_target(target).platform):
+        traced = step.traced(args, kwargs)
+    compiled, uses, again = compile_step_for(traced, step.name, target)
     if compiled.memory is None:
         msg = (
             f"{step.name} does not fit into one device of {compiled.target.name}: its compiler needs "
@@ -400,10 +404,10 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
             "fit under remat='full', or on a larger target? jm.plan compiles both."
         )
         raise CompileError(msg)
-    program = Program(signature=(), memory=compiled.memory, uses=uses, undonated=undonated)
+    program = Program(signature=(), memory=compiled.memory, uses=uses, undonated=traced.undonated)
     return StepMemory(
         program=compiled.memory,
-        arguments=argument_rows(uses, undonated),
+        arguments=argument_rows(uses, traced.undonated),
         warnings=(*_warnings(step, program), *compiled.note_of_reports),
         signature=signature_of(uses, {}),
         read_peak=again,

@@ -1,4 +1,4 @@
-"""A compiled step: what it needs, under which conditions it was compiled, and what it copied in spite of donation."""
+"""A traced or compiled step: what it needs, under which conditions it was compiled, and what it copied in spite of donation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
@@ -122,6 +123,16 @@ def changes(before: Signature | None, after: Signature) -> tuple[str, ...]:
     if len(changed) > _SHOWN:
         return (*changed[:_SHOWN], f"and {len(changed) - _SHOWN} more")
     return tuple(changed) or ("nothing in the arguments: the jit or the policy is another one",)
+
+
+class Traced(NamedTuple):
+    """A call that was traced only."""
+
+    jaxpr: Any
+    leaves: list[Leaf]
+    undonated: tuple[str, ...]
+    out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is known of it
+    compiler_options: Mapping[str, Any] = MappingProxyType({})  # those that the user gave to a jit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,6 @@ import types
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import jax
@@ -38,6 +37,7 @@ from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, requir
 from jaxmem_callbacks.programs.steps.program import (
     Program,
     Signature,
+    Traced,
     changes,
     operations_of,
     read_program,
@@ -144,16 +144,6 @@ class CompiledCall(NamedTuple):
     leaves: list[Leaf]
     lowered: jax.stages.Lowered
     function: Callable[..., Any]
-
-
-class Traced(NamedTuple):
-    """A call that was traced only."""
-
-    jaxpr: Any
-    leaves: list[Leaf]
-    undonated: tuple[str, ...]
-    out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is known of it
-    compiler_options: Mapping[str, Any] = MappingProxyType({})  # those that the user gave to a jit
 
 
 class _RetraceSignal(Exception):  # noqa: N818 - a signal from a trace to the call that began it, never seen outside

@@ -20,8 +20,7 @@ from jaxmem_callbacks.programs.reading.buffer_groups import Argument
 from jaxmem_callbacks.programs.reading.hlo import Module
 from jaxmem_callbacks.programs.steps.donation import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf, abstract, state_arguments
-from jaxmem_callbacks.programs.steps.program import without_donation_warning
-from jaxmem_callbacks.programs.steps.step import JitStep, Traced
+from jaxmem_callbacks.programs.steps.program import Traced, without_donation_warning
 from jaxmem_callbacks.programs.targets.compile import (
     Compiling,
     TargetCompilation,
@@ -30,8 +29,8 @@ from jaxmem_callbacks.programs.targets.compile import (
     refuse_unknown_option,
     refused_for_memory,
 )
-from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn, without_reports
-from jaxmem_callbacks.programs.targets.target import Target, resolve_target
+from jaxmem_callbacks.programs.targets.exporting import without_reports
+from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
@@ -44,27 +43,25 @@ _TEXT_LIMIT = 3000
 
 
 def compile_step_for(
-    step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], target: str
-) -> tuple[TargetCompilation, tuple[LeafUse, ...], tuple[str, ...], Callable[[], Peak]]:
-    """Compile a step for hardware that need not be there.
+    traced: Traced, name: str, target: str
+) -> tuple[TargetCompilation, tuple[LeafUse, ...], Callable[[], Peak]]:
+    """Compile a traced step for hardware that need not be there.
 
     Returns:
-        The compiler's answer, what becomes of each array, the arguments that are updated and not donated, and a
-        function that finds what makes the peak with its source lines, and compiles once more for that.
+        The compiler's answer, what becomes of each array, and a function that finds what makes the peak with its source
+        lines, and compiles once more for that.
     """
-    with refusing_cudnn(step.name, resolve_target(target).platform):
-        traced = step.traced(args, kwargs)
-    answer = lower_traced_for(traced, step.name, target)()
+    answer = lower_traced_for(traced, name, target)()
     uses = _uses(traced, answer.module)
     # What may be asked later holds no array of the caller's.
     by_shapes = traced._replace(leaves=[replace(leaf, value=abstract(leaf.value)) for leaf in traced.leaves])
 
     def peak() -> Peak:
-        found = lower_traced_for(by_shapes, step.name, target, want_buffers=True)().peak
+        found = lower_traced_for(by_shapes, name, target, want_buffers=True)().peak
         assert found is not None  # a program that is refused has no memory, and nobody gets this far with it
         return found
 
-    return answer, uses, traced.undonated, peak
+    return answer, uses, peak
 
 
 def described(leaves: Sequence[Leaf], updated: Sequence[str] = ()) -> tuple[Argument, ...]:
