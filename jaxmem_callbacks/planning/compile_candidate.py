@@ -11,14 +11,13 @@ import jax
 
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.step_time import modelled_seconds
-from jaxmem_callbacks.programs.memory import disagreement_words
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomputed_flops
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.program import operations_of
+from jaxmem_callbacks.programs.steps.program import disagreement_words, operations_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.steps.user_jit import jax_traced
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation

@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.problem import (
     traced_with_rows,
 )
 from jaxmem_callbacks.programs.causes import causes_of
-from jaxmem_callbacks.programs.memory import large_constants
+from jaxmem_callbacks.programs.steps.program import large_constants
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError

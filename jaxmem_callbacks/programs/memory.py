@@ -19,7 +19,14 @@ from jaxmem_callbacks.programs.reading.buffers import peak_attached
 from jaxmem_callbacks.programs.steps.argument_checks import replicated, require_unshared
 from jaxmem_callbacks.programs.steps.donation import LeafUse, lost_donations, worth_donating
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, abstract_call, require_arguments
-from jaxmem_callbacks.programs.steps.program import Program, Signature, signature_of, unguarded
+from jaxmem_callbacks.programs.steps.program import (
+    Program,
+    Signature,
+    disagreement_words,
+    large_constants,
+    signature_of,
+    unguarded,
+)
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
@@ -35,10 +42,6 @@ from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMem
 from jaxmem_callbacks.records.terminal import columns, wrapped
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE, batch_of
-
-# Constants of so many bytes, and of this share of what the step needs, are worth a word.
-_LARGE = 2**20
-_LARGE_SHARE = 0.01
 
 
 def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> str:
@@ -68,30 +71,6 @@ def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[
         "peak() has the padding of each array."
     )
     return ["", *wrapped([remark])]
-
-
-def disagreement_words(program: ProgramMemory) -> tuple[str, ...]:
-    """A sentence for each other figure of the same bytes that differs by more than 1 %, and which of them is right."""
-    step = format_bytes(program.step_bytes)
-    less = (
-        "It leaves out memory that XLA keeps apart, as a flag such as xla_gpu_temp_buffer_use_separate_color asks for"
-    )
-    more = "It counts memory that no value is given"
-    return tuple(
-        f"{program.name} needs {step} by {program.step_source}, and {words} {format_bytes(count)}. "
-        f"{less if count < program.step_bytes else more}; the program asks for {step}."
-        for words, count in program.disagreements
-    )
-
-
-def large_constants(name: str, step_bytes: int | None, constant_bytes: int | None) -> tuple[str, ...]:
-    """What to do about arrays in a program that are worth it; empty where none are."""
-    held = constant_bytes or 0
-    if held < max(_LARGE, _LARGE_SHARE * (step_bytes or 0)):
-        return ()
-    size = format_bytes(held)
-    msg = f"{size} of constants: {name} closes over arrays, which each compiled program holds. Give them as arguments."
-    return (msg,)
 
 
 def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:

@@ -20,6 +20,7 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
+from jaxmem_callbacks.records.units import format_bytes
 
 # What pins a value on a mesh is no part of the mathematics.
 _PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
@@ -219,6 +220,35 @@ def _platform(compiled: jax.stages.Compiled) -> str:
     """Where the program runs, by the devices of its results or arguments."""
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
     return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+
+
+# Constants of so many bytes, and of this share of what the step needs, are worth a warning.
+_LARGE = 2**20
+_LARGE_SHARE = 0.01
+
+
+def disagreement_words(program: ProgramMemory) -> tuple[str, ...]:
+    """A sentence for each other figure of the same bytes that differs by more than 1 %, and which of them is right."""
+    step = format_bytes(program.step_bytes)
+    less = (
+        "It leaves out memory that XLA keeps apart, as a flag such as xla_gpu_temp_buffer_use_separate_color asks for"
+    )
+    more = "It counts memory that no value is given"
+    return tuple(
+        f"{program.name} needs {step} by {program.step_source}, and {words} {format_bytes(count)}. "
+        f"{less if count < program.step_bytes else more}; the program asks for {step}."
+        for words, count in program.disagreements
+    )
+
+
+def large_constants(name: str, step_bytes: int | None, constant_bytes: int | None) -> tuple[str, ...]:
+    """What to do about arrays in a program that are worth it; empty where none are."""
+    held = constant_bytes or 0
+    if held < max(_LARGE, _LARGE_SHARE * (step_bytes or 0)):
+        return ()
+    size = format_bytes(held)
+    msg = f"{size} of constants: {name} closes over arrays, which each compiled program holds. Give them as arguments."
+    return (msg,)
 
 
 _WORTH = 2**20  # bytes of all of them together from which on it is recorded: a viewed counter is nothing
