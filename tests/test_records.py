@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.programs.memory import disagreement_words
+from jaxmem_callbacks.programs.steps.program import disagreement_words
 from jaxmem_callbacks.records import errors
 from jaxmem_callbacks.records.errors import JaxmemError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import REMAT_SYNONYMS, StepPolicy, canonical_remat
