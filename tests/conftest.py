@@ -19,7 +19,9 @@ jax.config.update("jax_disable_most_optimizations", True)  # see quick_compiles
 @pytest.fixture(scope="session", autouse=True)
 def compiles_of_this_run(tmp_path_factory):
     """Compiles for absent hardware are kept for this run only: the user's cache is neither read nor filled."""
-    os.environ["JAXMEM_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiles"))
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # of all processes of this run
+    os.environ["JAXMEM_CACHE_DIR"] = str(shared / "compiles")
 
 
 @pytest.fixture(autouse=True)
