@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -89,9 +90,12 @@ def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
 
     params = [(jnp.ones((4, 32, width)) / 64, jnp.ones((4, width, 32)) / 64) for width in widths]
     given, search = (params, jnp.ones((8 * 512, 32))), {"sharding": ["replicate"]}
-    ends = jm.plan(narrowing, *given, budget="1MiB", search=search)
-    sizes = {each.policy.remat: each.step_bytes or 0 for each in ends.candidates if each.policy.levels == 1}
-    budget = (sizes["none"] + 2 * sizes["full"]) // 3
+    problem = Problem(train_step=narrowing, args=given, kwargs={}, target=None, budget=budget_for("1MiB", None))
+    traced, queue = problem.step(problem.base).traced(problem.args, {}), CompileQueue(budget=CompileBudget(2))
+    placed = Compiler(spread(problem, traced, jm.make_mesh({"fsdp": 8}), "replicate", queue.results.note))
+    policies = [replace(placed.problem.base, remat=remat) for remat in ("none", "full")]
+    none, full = (each.step_bytes for each in queue.compile([(placed, policy) for policy in policies]))
+    budget = (none + 2 * full) // 3
     plan = jm.plan(narrowing, *given, budget=budget, search=search)
     assert plan.chosen.fits
     assert (plan.chosen.step_bytes or 0) > 0.9 * budget
