@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
+.PHONY: help demo picture record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -22,6 +22,9 @@ test-all: python ## the same on every supported Python found, both JAX lines
 
 core: python ## what can differ on the second JAX line, there
 	@$(ENVIRONMENT) other project,test $(PYTEST) -m "core and not targets and not browser" $(ARGS)
+
+record-answers: python ## ask absent hardware's compilers for the answers that tests plan by, to tests/answers/
+	@$(ENVIRONMENT) run project,test,targets env JAXMEM_RECORD_ANSWERS=1 $(PYTEST) -m recorded $(ARGS)
 
 test-adapters: python ## train with the real Flax, Equinox, optax, Orbax, Keras, clu, Grain, Tunix, Kauldron and Levanter, the monitor in its place; installs them, and takes a quarter of an hour
 	@$(ENVIRONMENT) apart project,test python -m benchmarks.frameworks $(ARGS)

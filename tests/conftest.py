@@ -32,6 +32,15 @@ def quick_compiles(request):
     jax.config.update("jax_disable_most_optimizations", True)  # for what the next file makes before its first test
 
 
+@pytest.fixture(autouse=True)
+def recorded_answers(request, monkeypatch):
+    """What the planner makes of compilers' answers is tested on those in tests/answers/: see tests/recorded.py."""
+    if request.node.get_closest_marker("recorded"):
+        from tests.recorded import answers_of
+
+        answers_of(request.path.stem).stand_in(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def browser():
     """A browser window for a file's tests; skips them where there is none."""

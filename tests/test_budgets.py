@@ -18,7 +18,7 @@ from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from tests.target_step import keeps_remat, needs_compiler, shape
 
 TARGETS = [
-    pytest.param("h100_sxm", marks=pytest.mark.targets),
+    pytest.param("h100_sxm", marks=[pytest.mark.targets, pytest.mark.recorded]),
     pytest.param("cpu", marks=[pytest.mark.core, keeps_remat]),
 ]
 BLOCKS, ROWS, WIDTH = 6, 1024, 128

@@ -73,7 +73,7 @@ WIDE = wide, arguments(**{"in": (WIDTH, 4 * WIDTH), "out": (4 * WIDTH, WIDTH)})
 
 
 TARGETS = [
-    pytest.param("h100_sxm", marks=pytest.mark.targets),
+    pytest.param("h100_sxm", marks=[pytest.mark.targets, pytest.mark.recorded]),
     pytest.param("cpu", marks=[pytest.mark.core, keeps_remat]),
 ]
 

@@ -109,6 +109,7 @@ def test_a_cpu_says_that_it_moves_nothing() -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 @pytest.mark.timeout(300)
 def test_a_gpus_compiler_needs_fewer_bytes_by_what_is_offloaded() -> None:
     needs_compiler("h100_sxm")

@@ -68,6 +68,7 @@ def tried_on(
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 @pytest.mark.timeout(300)
 def test_offload_goes_with_microbatches_and_what_comes_nearest_may_offload() -> None:
     needs_compiler("h100_sxm")
@@ -127,6 +128,7 @@ def test_what_one_placement_refuses_is_not_asked_of_the_others() -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 @pytest.mark.timeout(300)
 def test_a_compiler_moves_the_part_that_is_worth_its_way() -> None:
     needs_compiler("t4")

@@ -52,6 +52,7 @@ def planned(kind):
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_larger_share_of_the_gpu_that_is_printed_fits(kind, monkeypatch):
     plan = planned(kind)
@@ -65,6 +66,7 @@ def test_a_larger_share_of_the_gpu_that_is_printed_fits(kind, monkeypatch):
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 def test_the_donation_that_fits_leads_and_is_the_first_line_to_write():
     plan = planned("a function")
     lines = [line for line in str(plan).splitlines() if line.startswith(("->", "agent:", "It fits", "Parameters"))]
@@ -79,6 +81,7 @@ def test_the_donation_that_fits_leads_and_is_the_first_line_to_write():
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 def test_a_share_that_leaves_no_room_for_cuda_is_not_advised():
     needs_compiler("h100_sxm")
     nearly_all = {"w": shape(10**9), "b": shape(93 * 10**8)}

@@ -41,6 +41,7 @@ def test_scanned_layers_on_the_attached_cpu() -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("target", "name"),

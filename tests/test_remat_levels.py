@@ -111,7 +111,11 @@ def nested_by_hand(weights: Any, x: Any, each: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param("cpu", marks=keeps_remat), pytest.param("h100_sxm", marks=pytest.mark.targets)]
+    "target",
+    [
+        pytest.param("cpu", marks=keeps_remat),
+        pytest.param("h100_sxm", marks=[pytest.mark.targets, pytest.mark.recorded]),
+    ],
 )
 def test_blocks_written_out_need_no_more_than_nested_checkpoints_by_hand(target: str) -> None:
     """With cuts that were chosen for two levels: those of one level are too far apart, since all of them are alive at once."""
