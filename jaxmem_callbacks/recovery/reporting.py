@@ -53,7 +53,13 @@ from jaxmem_callbacks.recovery.reports.live_buffers import (
     users_frames,
 )
 from jaxmem_callbacks.recovery.reports.remedies import remedies
-from jaxmem_callbacks.recovery.texts.explain import Room, cause_of, free_words, is_too_large, room_of
+from jaxmem_callbacks.recovery.texts.explain import (
+    AvailableMemory,
+    available_memory,
+    cause_of,
+    free_words,
+    is_too_large,
+)
 from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
 from jaxmem_callbacks.writers.report import chart_html
 
@@ -176,22 +182,22 @@ def summarize(failure: OomFailure, devices: Sequence[MemoryLimit]) -> Summary:
         devices: The limits of the devices' allocators now.
     """
     asked, what = _asked(failure)
-    room, words = _room(failure, devices)
-    cause, why = cause_of(asked, failure.facts, room)
+    available, words = _room(failure, devices)
+    cause, why = cause_of(asked, failure.facts, available)
     facts = failure.facts
     when = " while it was compiled" if facts.phase == "compile" else ""
     sentence = f"{_who(failure)} {what}{when}; {words}: {why}."
-    return Summary(sentence=sentence, cause=cause, lacking_bytes=_lacking(asked, cause, room))
+    return Summary(sentence=sentence, cause=cause, lacking_bytes=_lacking(asked, cause, available))
 
 
-def _lacking(asked: int | None, cause: OomCause, room: Room) -> int | None:
+def _lacking(asked: int | None, cause: OomCause, available: AvailableMemory) -> int | None:
     """What was lacking at least. Unknown for a device that something else holds."""
-    free, growth = room.free_bytes, room.growth_bytes
+    free, growth = available.free_bytes, available.growth_bytes
     there = {
-        "fragmentation": room.largest_bytes,
+        "fragmentation": available.largest_bytes,
         "growth": max(free or 0, growth or 0),
         "refused": None,
-    }.get(cause, room.left_bytes)
+    }.get(cause, available.left_bytes)
     return asked - there if asked is not None and there is not None and asked > there else None
 
 
@@ -215,12 +221,12 @@ def _asked(failure: OomFailure) -> tuple[int | None, str]:
     return None, "asked for more memory than it got (how much is unknown, because the exception does not say)"
 
 
-def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[Room, str]:
+def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[AvailableMemory, str]:
     """What was there for the request, by the text, else as it is now; and the words for it."""
     facts = failure.facts
     if facts.limit_bytes is not None and is_too_large(facts):
-        return Room(left_bytes=facts.limit_bytes), f"there are {format_bytes(facts.limit_bytes)}"
-    stated = room_of(facts)
+        return AvailableMemory(left_bytes=facts.limit_bytes), f"there are {format_bytes(facts.limit_bytes)}"
+    stated = available_memory(facts)
     free = stated.free_bytes if stated.free_bytes is not None else facts.free_bytes
     if free is not None:
         return stated, free_words(free, facts.largest_free_bytes, facts)
@@ -235,7 +241,7 @@ def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[Room, st
     return stated, "what was free is unknown, because neither the exception nor the allocator says"
 
 
-def _of_device(limit: MemoryLimit, *, pooled: bool) -> Room:
+def _of_device(limit: MemoryLimit, *, pooled: bool) -> AvailableMemory:
     """What an allocator has now. A GPU's pool whose size is unknown may still grow, or not."""
     left, pool = limit.left_bytes, limit.pool_bytes
     if pool is None:
@@ -243,18 +249,18 @@ def _of_device(limit: MemoryLimit, *, pooled: bool) -> Room:
         growth = None if pooled else 0
     else:
         whole, growth = max(pool - limit.used_bytes, 0), max(limit.limit_bytes - pool, 0)
-    return Room(
+    return AvailableMemory(
         free_bytes=whole, largest_bytes=limit.largest_free_bytes, growth_bytes=growth, left_bytes=left, later=True
     )
 
 
-def _of_host(limits: Sequence[MemoryLimit]) -> tuple[Room, str]:
+def _of_host(limits: Sequence[MemoryLimit]) -> tuple[AvailableMemory, str]:
     """The bound with least left; of the process's own ones that is what refused."""
     own = [limit for limit in limits if limit.name in (ADDRESS_SPACE, DATA, GROUP)]
     tight = (own or limits)[0]
     name = tight.name if tight.name.startswith("the ") else f"the {tight.name}"
     words = f"{format_bytes(tight.left_bytes)} of the {format_bytes(tight.limit_bytes)} of {name} are left now"
-    return Room(left_bytes=tight.left_bytes, later=True), words
+    return AvailableMemory(left_bytes=tight.left_bytes, later=True), words
 
 
 _PACKAGES = (

@@ -1,1 +1,1 @@
-"""What a failure for want of memory says in its text or in a log."""
+"""Out-of-memory failures read from the text of an exception or from a log."""

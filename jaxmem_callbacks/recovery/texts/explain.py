@@ -1,4 +1,4 @@
-"""Why memory did not suffice, in words."""
+"""The cause of an out-of-memory failure as a sentence, and suggestions to try."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxmem_callbacks.recovery.texts.parsing import free_in_pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """The memory that was there for a request.
+class AvailableMemory:
+    """The memory that was available to a request.
 
     Attributes:
-        free_bytes: Free in the pool, or of a memory that has none; None where nobody says.
+        free_bytes: Free in the pool, or in a memory without one; None where unknown.
         largest_bytes: The largest piece of it.
-        growth_bytes: What the pool could still have asked of the device; 0 where there is no such thing, None where nobody says.
+        growth_bytes: How much the pool could still have grown; 0 where it cannot grow, None where unknown.
         left_bytes: Limit less use: in the pool or not.
         later: Whether this was seen after the failure, when more may be free than was then.
     """
@@ -29,26 +29,26 @@ class Room:
     later: bool = False
 
 
-def room_of(facts: OomFacts, pool: PoolDump | None = None) -> Room:
-    """What a text, and the pool's dump beside it, say of the room."""
+def available_memory(facts: OomFacts, pool: PoolDump | None = None) -> AvailableMemory:
+    """The available memory by a text and the pool's dump beside it."""
     limit, used = facts.limit_bytes, facts.used_bytes
     whole = facts.compacted_bytes if facts.compacted_bytes is not None else facts.free_bytes
     left = limit - used if limit is not None and used is not None and limit >= used else None
     if pool is not None:
         growth = max(limit - pool.pool_bytes, 0) if limit is not None else None
-        return Room(
+        return AvailableMemory(
             free_bytes=pool.free_bytes, largest_bytes=pool.largest_free_bytes, growth_bytes=growth, left_bytes=left
         )
     if facts.pool_bytes is not None:
         growth = max(limit - facts.pool_bytes, 0) if limit is not None else None
-        return Room(
+        return AvailableMemory(
             free_bytes=free_in_pool(facts), largest_bytes=facts.largest_free_bytes, growth_bytes=growth, left_bytes=left
         )
     if (
         facts.platform == "gpu"
-    ):  # what a driver counts as free is no pool's; a limit alone does not say what the pool holds
-        return Room(left_bytes=left if left is not None else facts.free_bytes)
-    return Room(
+    ):  # what a driver counts as free is no pool's; a limit alone does not show what the pool holds
+        return AvailableMemory(left_bytes=left if left is not None else facts.free_bytes)
+    return AvailableMemory(
         free_bytes=whole,
         largest_bytes=facts.largest_free_bytes,
         growth_bytes=0,
@@ -72,59 +72,59 @@ def is_too_large(facts: OomFacts) -> bool:
     return used is not None and limit is not None and (used > limit or (used == limit and facts.phase != "run"))
 
 
-def cause_of(asked: int | None, facts: OomFacts, room: Room) -> tuple[OomCause, str]:
-    """The cause, and the rest of a sentence that says why.
+def cause_of(asked: int | None, facts: OomFacts, available: AvailableMemory) -> tuple[OomCause, str]:
+    """The cause, and the rest of a sentence about it.
 
     Args:
         asked: Bytes of the one request.
-        facts: What the failure says.
-        room: What was there for it.
+        facts: What the failure states.
+        available: The memory that was available to it.
     """
-    if facts.fragmentation or (asked is not None and _is_in_pieces(asked, room)):
+    if facts.fragmentation or (asked is not None and _is_in_pieces(asked, available)):
         return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
-    too_small = _limit_was_too_small(asked, facts, room)
+    too_small = _limit_was_too_small(asked, facts, available)
     if too_small:
         return "capacity", f"it did not fit for lack of capacity, since {too_small}"
-    stopped = None if asked is None else _growing_stopped(asked, room)
+    stopped = None if asked is None else _growing_stopped(asked, available)
     if stopped is not None:
         return stopped
     if facts.driver_refused:
         return "refused", "it did not fit because the GPU's driver refused more, so that the device itself was full"
     if asked is None:
         return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
-    if room.later and room.left_bytes is not None:
+    if available.later and available.left_bytes is not None:
         why = "more is free now, after the failure, than was asked for"
-    elif room.free_bytes is not None and room.growth_bytes is None:
+    elif available.free_bytes is not None and available.growth_bytes is None:
         why = "nothing says whether the pool could still grow"
     else:
-        why = f"nothing says what {'was free' if room.left_bytes is None else 'the pool itself had free'}"
+        why = f"nothing says what {'was free' if available.left_bytes is None else 'the pool itself had free'}"
     return "unknown", f"why it did not fit is unknown, because {why}"
 
 
-def _is_in_pieces(asked: int, room: Room) -> bool:
-    free, largest = room.free_bytes, room.largest_bytes
+def _is_in_pieces(asked: int, available: AvailableMemory) -> bool:
+    free, largest = available.free_bytes, available.largest_bytes
     return free is not None and largest is not None and largest < asked <= free
 
 
-def _limit_was_too_small(asked: int | None, facts: OomFacts, room: Room) -> str:
-    """By which figures, in words; empty where none says so."""
+def _limit_was_too_small(asked: int | None, facts: OomFacts, available: AvailableMemory) -> str:
+    """By which figures, in words; empty where it was not."""
     if is_too_large(facts):
         return "the whole program is larger than the limit"
     if asked is None:
         return ""
     if facts.limit_bytes is not None and asked > facts.limit_bytes:
         return "it alone is larger than the limit"
-    left = room.left_bytes
-    if room.free_bytes is not None:  # a pool whose growth nobody knows may have had enough
-        left = None if room.growth_bytes is None else room.free_bytes + room.growth_bytes
+    left = available.left_bytes
+    if available.free_bytes is not None:  # a pool whose growth nobody knows may have had enough
+        left = None if available.growth_bytes is None else available.free_bytes + available.growth_bytes
     if left is None or asked <= left:
         return ""
-    return f"more was asked for than was {'there' if room.later else _free(facts)}"
+    return f"more was asked for than was {'there' if available.later else _free(facts)}"
 
 
-def _growing_stopped(asked: int, room: Room) -> tuple[OomCause, str] | None:
+def _growing_stopped(asked: int, available: AvailableMemory) -> tuple[OomCause, str] | None:
     """What it was where a pool could still grow: the device gave no more, or no one piece was enough."""
-    free, growth = room.free_bytes, room.growth_bytes
+    free, growth = available.free_bytes, available.growth_bytes
     if free is None or not growth or asked <= free:
         return None
     more = f"the pool could still grow by {format_bytes(growth)}"
@@ -155,7 +155,7 @@ def sentence(log: OomLog) -> str:
 
 def why(log: OomLog) -> tuple[OomCause, str]:
     """The cause, and the words for it."""
-    return cause_of(log.facts.requested_bytes, log.facts, room_of(log.facts, log.pool))
+    return cause_of(log.facts.requested_bytes, log.facts, available_memory(log.facts, log.pool))
 
 
 def _asked(facts: OomFacts) -> str:
@@ -167,11 +167,11 @@ def _asked(facts: OomFacts) -> str:
 
 
 def _free_words(facts: OomFacts, pool: PoolDump | None) -> str:
-    room = room_of(facts, pool)
-    if room.free_bytes is not None and not is_too_large(facts):
-        return free_words(room.free_bytes, room.largest_bytes, facts)
-    if room.left_bytes is not None and facts.phase != "compile":
-        return f"{format_bytes(room.left_bytes)} were {'left of the limit' if facts.used_bytes else 'free'}"
+    available = available_memory(facts, pool)
+    if available.free_bytes is not None and not is_too_large(facts):
+        return free_words(available.free_bytes, available.largest_bytes, facts)
+    if available.left_bytes is not None and facts.phase != "compile":
+        return f"{format_bytes(available.left_bytes)} were {'left of the limit' if facts.used_bytes else 'free'}"
     if facts.limit_bytes is not None:
         return f"there are {format_bytes(facts.limit_bytes)} in all"
     return "what was free is unknown, because the log does not say"

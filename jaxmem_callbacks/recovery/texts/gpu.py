@@ -115,7 +115,7 @@ STATUSES: tuple[Rule, ...] = (
         platform="gpu",
         driver=True,
     ),
-    # The stream's other calls, which tell of what went wrong before them.
+    # The stream's other calls, which report what went wrong before them.
     rule(
         "stream",
         r"(?:[Cc]ould not synchronize on (?:CUDA|ROCm|ROCM|HIP|GPU) (?:context|stream)"
@@ -217,7 +217,7 @@ STATUSES: tuple[Rule, ...] = (
 )
 
 LINES: tuple[Rule, ...] = (
-    # The pool of pinned memory has the same allocator, by a name that says so.
+    # The pool of pinned memory has the same allocator, which its name shows.
     rule(
         "host pool",
         r"Allocator \((?P<allocator>[\w.-]{0,40}host[\w.-]{0,40})\) ran out of memory trying to allocate <requested>"

@@ -59,7 +59,7 @@ HOST: tuple[Rule, ...] = (
     rule("literal", r"[Ff]ailed to allocate buffer for Literal\b", platform="host"),
     # NCCL's alloc.h, pinned and plain.
     rule("collective", r"Failed to (?:CUDA host alloc|malloc) <requested>", platform="host"),
-    # NumPy's _ArrayMemoryError, which told no size until 1.19, and Python's own.
+    # NumPy's _ArrayMemoryError, which had no size until 1.19, and Python's own.
     rule("NumPy array", r"[Uu]nable to allocate (?:<requested> for an )?array with shape", platform="host"),
     rule("C++ allocation", r"\bstd::bad_alloc\b", platform="host", vague=True),
     rule("Python object", r"(?:^|(?<=\n))(?:\w{1,40}\.){0,5}MemoryError(?=:|\s|$)", platform="host", vague=True),
@@ -70,7 +70,7 @@ HOST: tuple[Rule, ...] = (
         platform="host",
     ),
     rule("PyTorch", r"unable to mmap <requested> from file [^\n]{0,400}?: Cannot allocate memory", platform="host"),
-    # TensorFlow's kernels, where the rest was cut off, and its eager operations: neither says whose memory.
+    # TensorFlow's kernels, where the rest was cut off, and its eager operations: neither names the memory.
     rule("tensor", r"OOM when allocating (?:temporary )?tensor\b", phase="run"),
     rule("tensor", r"failed to allocate memory \[Op:", phase="run"),
     # ENOMEM, as Python words it; and LLVM, which then ends the process, or fails to compile for the CPU.
@@ -98,7 +98,7 @@ HOST: tuple[Rule, ...] = (
         unless=r": unable to create (?:new )?native thread",
         vague=True,
     ),
-    # tcmalloc, Google's and gperftools'; a large allocation that is told with an address was given out.
+    # tcmalloc, Google's and gperftools'; a large allocation that is printed with an address succeeded.
     rule("tcmalloc", r"tcmalloc: large alloc <requested> == (?:\(nil\)|0x0+\b)", platform="host", strength="log"),
     rule("tcmalloc", r"tcmalloc: allocation failed <requested>", platform="host", strength="log"),
     rule(
@@ -159,7 +159,7 @@ HOST: tuple[Rule, ...] = (
         r"|\b\d{1,12}(?:_\d{1,9})?\.(?:batch|extern|\d{1,6}) (?:[\w.-]{1,40} ){0,5}?OUT_OF_MEMORY\b)",
         platform="host",
     ),
-    # The kernel's line after the one that says why, and systemd's own killer.
+    # The kernel's line after the one with the reason, and systemd's own killer.
     rule("killed", r"\bKilled process \d{1,10} \([^()\n]{1,80}\),? (?:UID \d{1,10},? )?total-vm:", platform="host"),
     rule("killed", r"\bKilled [^\s]{1,300} due to memory (?:pressure for|used)\b", platform="host"),
 )
@@ -167,7 +167,7 @@ HOST: tuple[Rule, ...] = (
 FALLBACKS: tuple[Rule, ...] = (
     # ENOMEM beside whatever asked: `fork: Cannot allocate memory`, NCCL's `Call to mmap failed : Cannot allocate memory`.
     rule("system call", r"(?::\s{0,40}|\bcode 12 \()Cannot allocate memory\b", platform="host", vague=True),
-    # A status that says no more than this. A resource other than memory does not read like it.
+    # A status that states no more than this. A resource other than memory does not read like it.
     rule(
         "status",
         r"(?:RESOURCE_EXHAUSTED|[Rr]esource exhausted):[^\n]{0,300}?"

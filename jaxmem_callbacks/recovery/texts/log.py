@@ -92,17 +92,17 @@ def entries(text: str, start: int, end: int) -> Iterator[Entry]:
             continue
         size = size_of(found["size"])
         stop = _ENTRY_END.search(text, found.end(), found.end() + _LONGEST_ENTRY)
-        told = text[found.end() : stop.start() if stop else found.end() + _LONGEST_ENTRY]
+        details = text[found.end() : stop.start() if stop else found.end() + _LONGEST_ENTRY]
         if size is None:
             continue
-        source = _SOURCE.search(told)
+        source = _SOURCE.search(details)
         yield Entry(
             start=found.start(),
             bytes=size,
-            shape=_one(_SHAPE, told),
-            operator=_one(_OPERATOR, told),
+            shape=_one(_SHAPE, details),
+            operator=_one(_OPERATOR, details),
             source="" if source is None else source[1] + (f":{source[2]}" if source[2] else ""),
-            label=_one(_LABEL, told).split(" = ")[0],
+            label=_one(_LABEL, details).split(" = ")[0],
         )
 
 
@@ -132,18 +132,18 @@ def _one(pattern: re.Pattern[str], text: str) -> str:
 _BEHIND, _AHEAD = 8_000, 40_000
 _MOST_BUFFERS, _MOST_POOLS = 10, 16
 _SAME_LINES = 200
-_LEAST_SURE_STATUS = 1  # the rank of one that says no more than that memory ran out
+_LEAST_SURE_STATUS = 1  # the rank of one that states only that memory ran out
 _NAMES = tuple(field.name for field in dataclasses.fields(OomFacts))
 
 
 def read_oom_log(pieces: Iterable[str]) -> OomLog | None:
-    """The first failure that a log tells, with what stands beside it.
+    """The first failure in a log, with the tables beside it.
 
     Args:
         pieces: The log's text, cut anywhere.
 
     Returns:
-        What it says, or None where it tells of no failure.
+        What the log states, or None where it shows no failure.
     """
     reader = _Reader()
     for piece in plain_pieces(pieces):
@@ -194,8 +194,8 @@ class _Failure:
     last_line: int
     text: str
     place: int
-    said: str
-    told: OomFacts
+    quote: str
+    facts: OomFacts
     ranks: set[int]
     lines: dict[str, int] = dataclasses.field(default_factory=dict)
     buffers: dict[tuple[object, ...], LoggedBuffer] = dataclasses.field(default_factory=dict)
@@ -225,10 +225,10 @@ class _Reader:
             self._advance(len(self._text) - _AHEAD)
 
     def finish(self) -> OomLog | None:
-        """What the log says."""
+        """The log's first failure, or None."""
         self._advance(len(self._text))
         lines = self._line - (1 if self._text.endswith("\n") or not self._text else 0)
-        return None if self._first is None else self._told(self._first, lines)
+        return None if self._first is None else self._record(self._first, lines)
 
     def _advance(self, end: int) -> None:
         start, self._done = self._done, end
@@ -263,8 +263,8 @@ class _Reader:
                 last_line=line,
                 text=self._text[low : item.end + _AHEAD // 2],
                 place=item.start - low,
-                said=" ".join(self._text[item.start : item.end].split()),
-                told=item.facts,
+                quote=" ".join(self._text[item.start : item.end].split()),
+                facts=item.facts,
                 ranks={item.rank},
             )
             self._failures += 1
@@ -272,20 +272,20 @@ class _Reader:
             # The status speaks for the lines before it, and what stands around it is what is read.
             low = max(0, item.start - _BEHIND)
             current.text, current.place = self._text[low : item.end + _AHEAD // 2], item.start - low
-            current.line, current.said = line, " ".join(self._text[item.start : item.end].split())
+            current.line, current.quote = line, " ".join(self._text[item.start : item.end].split())
         current.ranks.add(item.rank)
         for name, value in ((name, getattr(item.facts, name)) for name in _NAMES):
             if value is not None:
                 current.lines.setdefault(name, line)
-        current.told = joined([current.told, item.facts])
+        current.facts = joined([current.facts, item.facts])
         current.last_line = line
         first = self._first
-        if first is None or not is_met_before(first.rank, first.told, current.rank, current.told):
+        if first is None or not is_met_before(first.rank, first.facts, current.rank, current.facts):
             self._first = current
 
     def _same(self, current: _Failure, item: Statement, line: int) -> bool:
         """Whether a statement goes on with the failure before it: allocators speak before the status, and repeat nothing."""
-        if not continues(current.told, item.facts):
+        if not continues(current.facts, item.facts):
             return False
         return current.rank > 0 or (item.rank <= _LEAST_SURE_STATUS and line - current.last_line <= _SAME_LINES)
 
@@ -318,12 +318,12 @@ class _Reader:
             self._pool.add(chunk, line)
 
     def _pool_of(self, facts: OomFacts) -> _Pool | None:
-        """The one that is named, else the first; pinned memory's says so in its name, and other memory has none."""
+        """The one that is named, else the first; pinned memory's has it in its name, and other memory has none."""
         gpu = facts.platform in ("gpu", None)
         pools = {name: pool for name, pool in self._pools.items() if gpu or "host" in name}
         return pools.get(facts.allocator or "") or next(iter(pools.values()), None)
 
-    def _told(self, failure: _Failure, lines: int) -> OomLog:
+    def _record(self, failure: _Failure, lines: int) -> OomLog:
         groups = failures(statements(failure.text))
         near = [group for group in groups if group[0].start <= failure.place <= group[-1].start]
         group = near[0] if near else groups[0]
@@ -334,9 +334,9 @@ class _Reader:
             for name, place in places_of(failure.text, groups, group).items()
         }
         # Lines before a long dump speak of the failure too.
-        facts = joined([facts, failure.told])
-        told = {name for name in _NAMES if getattr(facts, name) is not None}
-        where = {name: line for name, line in (failure.lines | near_lines).items() if name in told}
+        facts = joined([facts, failure.facts])
+        stated = {name for name in _NAMES if getattr(facts, name) is not None}
+        where = {name: line for name, line in (failure.lines | near_lines).items() if name in stated}
         found = self._pool_of(facts)
         pool = None if found is None or not found.in_use_count + found.free_count else found.record()
         if pool is not None and facts.requested_bytes is not None and pool.has_in_pieces(facts.requested_bytes):
@@ -344,7 +344,7 @@ class _Reader:
         return OomLog(
             facts=facts,
             line=failure.line,
-            said=failure.said,
+            said=failure.quote,
             where=where,
             failures=self._failures,
             buffers=tuple(sorted(failure.buffers.values(), key=lambda each: -each.bytes)),

@@ -18,17 +18,17 @@ from jaxmem_callbacks.recovery.texts.statements import Statement, statements
 _DEEPEST = 64
 _LOOKED_AT, _MOST = 400, 0.6
 _LONGEST = 4 * 2**20
-"""Characters of one text that are read, from its beginning: an exception that says more repeats itself."""
+"""Characters of one text that are read, from its beginning: a longer exception repeats itself."""
 
 
 def text_of(source: object) -> str:
-    """All that an exception or a text says, with the exception itself first.
+    """The whole text of an exception or a log, with the exception itself first.
 
     Args:
         source: An exception, text, or bytes of text in UTF-16 or any encoding near UTF-8.
 
     Returns:
-        The texts, a line each; an empty one where nothing can be said. Never raises, whatever the object's own methods do.
+        The texts, a line each; an empty one where there is none. Never raises, whatever the object's own methods do.
     """
     if isinstance(source, str):
         return source
@@ -36,7 +36,7 @@ def text_of(source: object) -> str:
         return bytes(source).decode(encoding_of(bytes(source)), errors="replace")
     if isinstance(source, BaseException):
         return "\n".join(_texts(source))
-    return _said(source)
+    return _text_of_object(source)
 
 
 def encoding_of(beginning: bytes) -> str:
@@ -59,19 +59,19 @@ def _texts(error: BaseException) -> Iterator[str]:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        yield f"{type(current).__name__}: {_said(current)}"
+        yield f"{type(current).__name__}: {_text_of_object(current)}"
         notes = getattr(current, "__notes__", None)
-        yield from (_said(note) for note in notes[:_DEEPEST]) if isinstance(notes, list | tuple) else ()
+        yield from (_text_of_object(note) for note in notes[:_DEEPEST]) if isinstance(notes, list | tuple) else ()
         members = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
         waiting += members[:_DEEPEST]
         behind = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
         waiting += [behind] if behind is not None else []
 
 
-def _said(thing: object) -> str:
+def _text_of_object(thing: object) -> str:
     try:
         return str(thing)[:_LONGEST]
-    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure that is being told
+    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the failure that is read
         return ""
 
 
@@ -150,7 +150,7 @@ _JSON_END = re.compile(
 _LONGEST_END = 400
 # Numbers, levels and the letter that stands for one differ from line to line.
 _DIFFERS = re.compile(r"\d+|\b[IWEFD](?=\d{4}\s)|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|FATAL|CRITICAL)\b")
-_TELLING = (
+_FAILURE_WORDS = (
     *(
         "ut of ",
         "OUT_OF",
@@ -166,8 +166,10 @@ _TELLING = (
     ),
     *("led to alloc", "nable to alloc", "not alloc", "bad_alloc", "MemoryAlloc", "OutOfM", "ALLOC_F", "illed"),
 )
-# Words of a failure are what is said, however often.
-_SAID = re.compile(r"[Mm]emory|MEMORY|xhaust|EXHAUST|OOM|[Oo]om\b|Error\b|[Kk]ill|xceed|alloc|ALLOC|InUse|Limit|Size")
+# Words of a failure belong to the message, however often they come.
+_FAILURE_TERMS = re.compile(
+    r"[Mm]emory|MEMORY|xhaust|EXHAUST|OOM|[Oo]om\b|Error\b|[Kk]ill|xceed|alloc|ALLOC|InUse|Limit|Size"
+)
 
 
 def without_heads(lines: Iterable[str]) -> Iterator[str]:
@@ -181,17 +183,19 @@ def without_heads(lines: Iterable[str]) -> Iterator[str]:
     before, here = _Block([]), _Block(next(blocks, []))
     while here.lines:
         behind = _Block(next(blocks, []))
-        heads = set[str]().union(*(block.heads for block in (before, here, behind) if block.tells or here.tells))
+        heads = set[str]().union(
+            *(block.heads for block in (before, here, behind) if block.names_failure or here.names_failure)
+        )
         yield "".join(_without(line, heads) for line in here.lines) if heads else here.text
         before, here = here, behind
 
 
 class _Block:
-    """Lines beside each other; where they tell of no failure, heads stand in nobody's way."""
+    """Neighbouring lines; where they name no failure, their heads can stay."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines, self.text = lines, "".join(lines)
-        self.tells = any(words in self.text for words in _TELLING)
+        self.names_failure = any(words in self.text for words in _FAILURE_WORDS)
 
     @functools.cached_property
     def heads(self) -> set[str]:
@@ -218,7 +222,7 @@ def _longer(line: str, form: str, end: int) -> tuple[str, int] | None:
     """The form and the end of a head with one more mark."""
     found = None if end else _JSON.match(line) or _POD.match(line)
     found = found or _MARK.match(line, end)
-    if found is None or _SAID.search(found[0]):
+    if found is None or _FAILURE_TERMS.search(found[0]):
         return None
     return form + _DIFFERS.sub("0", found[0]), found.end()
 
@@ -246,7 +250,7 @@ _LINES = (2, 3)  # the ranks of lines beside a status; those above are hints
 
 
 def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None:
-    """What an error says of memory that ran out.
+    """The facts that an out-of-memory error states.
 
     Texts of XLA's clients for GPU, TPU and CPU, of their allocators and compilers, of CUDA, ROCm and NCCL, of NumPy and of the
     system are known by their wording. A warning after which a program goes on is no failure. Never raises.
@@ -255,7 +259,7 @@ def parse_oom(exception_or_text: BaseException | str | bytes) -> OomFacts | None
         exception_or_text: An exception, with its causes, notes and group members; or a text, such as a log.
 
     Returns:
-        The first failure's facts, None in each field that the text does not say; or None where no memory ran out.
+        The first failure's facts, None in each field that the text leaves open; or None where no memory ran out.
     """
     return read_failure(exception_or_text)[0]
 
@@ -282,10 +286,10 @@ def failures(found: Sequence[Statement]) -> list[list[Statement]]:
     return groups
 
 
-def continues(known: OomFacts, told: OomFacts) -> bool:
-    """Whether what is told next may speak of the failure that is known: nothing in it contradicts."""
-    return _is_of_the_same_memory(told, known) and all(
-        _agree(getattr(told, name), getattr(known, name)) for name in _COMPARED
+def continues(known: OomFacts, stated: OomFacts) -> bool:
+    """Whether facts stated next may belong to the known failure: nothing in them contradicts it."""
+    return _is_of_the_same_memory(stated, known) and all(
+        _agree(getattr(stated, name), getattr(known, name)) for name in _COMPARED
     )
 
 
@@ -297,37 +301,37 @@ def _is_of_the_same_memory(one: OomFacts, other: OomFacts) -> bool:
     return _agree(one.platform, other.platform) or (same_request and {one.platform, other.platform} == {"gpu", "host"})
 
 
-def is_met_before(rank: int, told: OomFacts, other_rank: int, other: OomFacts) -> bool:
-    """Whether of two failures, the first of which is told first, that one is the first that a program met.
+def is_met_before(rank: int, stated: OomFacts, other_rank: int, other: OomFacts) -> bool:
+    """Whether of two failures in the order of the text the former is the first that a program met.
 
     A status speaks for lines that stand before it and that a program may survive. Another memory's is another failure.
     """
-    return rank <= other_rank or (rank in _LINES and not _agree(told.platform, other.platform))
+    return rank <= other_rank or (rank in _LINES and not _agree(stated.platform, other.platform))
 
 
-def joined(told: Sequence[OomFacts]) -> OomFacts:
-    """For each fact the first that tells it."""
+def joined(stated: Sequence[OomFacts]) -> OomFacts:
+    """Each fact from the first statement that has it."""
     names = [field.name for field in dataclasses.fields(OomFacts)]
-    return OomFacts(**{name: _first(told, name) for name in names})
+    return OomFacts(**{name: _first(stated, name) for name in names})
 
 
 def first_failure(groups: Sequence[Sequence[Statement]]) -> Sequence[Statement] | None:
-    """The first failure that a program met; where no status is told, the first that a log tells."""
-    told = [(rank_of(group), told_by(group), group) for group in groups]
+    """The first failure that a program met; where there is no status, the first in the log."""
+    stated = [(rank_of(group), facts_stated(group), group) for group in groups]
     return (
-        functools.reduce(lambda one, other: one if is_met_before(*one[:2], *other[:2]) else other, told)[2]
-        if told
+        functools.reduce(lambda one, other: one if is_met_before(*one[:2], *other[:2]) else other, stated)[2]
+        if stated
         else None
     )
 
 
 def rank_of(group: Sequence[Statement]) -> int:
-    """How surely a program failed by what is said of one failure: 0 for a status that it met."""
+    """How surely a program failed by the statements of one failure: 0 for a status that it met."""
     return min(item.rank for item in group)
 
 
-def told_by(group: Sequence[Statement]) -> OomFacts:
-    """What its statements tell, those of the surest first."""
+def facts_stated(group: Sequence[Statement]) -> OomFacts:
+    """The facts of a failure's statements, those of the surest first."""
     return joined([item.facts for item in _surest_first(group)])
 
 
@@ -348,7 +352,7 @@ def facts_of(text: str, groups: Groups, failure: Sequence[Statement]) -> OomFact
     elif phase is None and facts.program is not None:
         # An executable that is named is being loaded or run.
         phase = "run"
-    # Until 2025 the status was the same for pinned memory, and only the allocator's name told.
+    # Until 2025 the status was the same for pinned memory, and only the allocator's name differed.
     in_host = facts.platform == "gpu" and "host" in (facts.allocator or "")
     facts = dataclasses.replace(facts, phase=phase, platform="host" if in_host else facts.platform)
     return dataclasses.replace(facts, fragmentation=_fragmented(facts, around))
@@ -372,17 +376,17 @@ def _surroundings(text: str, groups: Groups, failure: Sequence[Statement]) -> tu
 
     A failure of another memory has surroundings of its own.
     """
-    order, told = _surest_first(failure), told_by(failure)
+    order, stated = _surest_first(failure), facts_stated(failure)
     first, last = failure[0].start, failure[-1].end
-    others = [group for group in groups if not _agree(told_by(group).platform, told.platform)]
+    others = [group for group in groups if not _agree(facts_stated(group).platform, stated.platform)]
     low = max([first - _AROUND_BEFORE, 0, *(group[-1].end for group in others if group[-1].end <= first)])
     high = min([last + _AROUND_AFTER, *(group[0].start for group in others if group[0].start >= last)])
-    around = details(text[low:high], platform=told.platform)
+    around = details(text[low:high], platform=stated.platform)
     return order, dataclasses.replace(around, places={name: low + place for name, place in around.places.items()})
 
 
-def _first(told: Sequence[OomFacts], name: str) -> Any:
-    return next((value for value in (getattr(facts, name) for facts in told) if value is not None), None)
+def _first(stated: Sequence[OomFacts], name: str) -> Any:
+    return next((value for value in (getattr(facts, name) for facts in stated) if value is not None), None)
 
 
 def _agree(one: object, other: object) -> bool:
@@ -392,7 +396,7 @@ def _agree(one: object, other: object) -> bool:
 
 
 def _fragmented(facts: OomFacts, around: Around) -> bool | None:
-    """True where free memory of the pool was enough, or where the text says so and no number says otherwise."""
+    """True where free memory of the pool was enough, or where the text states it and no number contradicts."""
     asked = facts.requested_bytes
     if facts.phase == "compile" or asked is None:
         return around.facts.fragmentation
@@ -404,7 +408,7 @@ def _fragmented(facts: OomFacts, around: Around) -> bool | None:
 
 
 def free_in_pool(facts: OomFacts) -> int | None:
-    """Free memory that could be given out without a word of the driver; None where the text does not say.
+    """Free memory that could be given out without asking the driver; None where the text leaves it open.
 
     A TPU's runtime owns the device's memory, but for what is reserved. A GPU's pool may still grow, and what is free on the
     device is not in the pool.
@@ -415,6 +419,6 @@ def free_in_pool(facts: OomFacts) -> int | None:
         return facts.free_bytes
     if facts.pool_bytes is None:
         return None
-    if facts.largest_free_bytes is not None:  # the allocator's summary, which says both
+    if facts.largest_free_bytes is not None:  # the allocator's summary, which has both
         return facts.free_bytes
     return None if facts.used_bytes is None else facts.pool_bytes - facts.used_bytes

@@ -88,13 +88,13 @@ class Rule:
     Attributes:
         name: What the wording is, in a word or two.
         pattern: Where it is found; groups named after fields carry sizes and names.
-        phase: What the wording alone says of the phase.
+        phase: The phase that the wording alone implies.
         platform: Whose memory it is about.
         strength: ``status`` is the error that a program meets, ``log`` a line beside it, ``hint`` one that a program may
             survive. The failing status speaks first.
         unless: What must not follow within a sentence or two: words after which the program goes on.
-        over: Whether the use that it states must reach the stated limit, since the same words also tell of programs that fit.
-        vague: Whether the wording only says that memory ran out, so that any other wording at the same place tells more.
+        over: Whether the use that it states must reach the stated limit, since the same words are printed for programs that fit.
+        vague: Whether the wording only states that memory ran out, so that any other wording at the same place is preferred.
         driver: Whether it is a GPU's driver that refuses in these words.
         needles: Words one of which stands in every match; empty where none is known.
     """
@@ -218,7 +218,7 @@ def details(text: str, *, platform: OomPlatform | None) -> Around:
     stats, held, summary, cuda = (pattern.search(text) if gpu else None for pattern in (_STATS, _POOL, _SUMMARY, _CUDA))
     tuning, driver = (pattern.search(text) if gpu else None for pattern in (_TUNING, _DRIVER))
     allocators = _ALLOCATOR.finditer(text) if platform in ("gpu", "host", None) else ()
-    # Of host memory only that of pinned memory is one, by a name that says so.
+    # Of host memory only that of pinned memory is one, which its name shows.
     allocator = next((found for found in allocators if platform != "host" or "host" in str(_name(found))), None)
     program, fragmented = _PROGRAM.search(text), _says_fragmented(text)
     # 0 is no limit, since the driver's pool has none of its own; nor is a number beyond all memory.

@@ -73,12 +73,12 @@ _CODE = re.compile(
     r"|#:|//|enum\s)"
     r"|\A[^\n#]{0,300}[\w)\]}:,\"']\s{2,4}#\s|\A[ \t]{1,80}#\s"
 )
-# A command that searches for the words or says them, in a script or as a shell tells what it does.
+# A command that searches for the words or prints them, in a script or as a shell echoes it.
 _COMMAND = re.compile(
     r"(?:\A\s{0,40}|[|;&(`!+$#%>][ \t]{0,4}|\b(?:if|while|until|then|do)\s)(?:sudo\s|command\s|exec\s)?"
     r"(?:[ezp]{0,2}grep|rg|ag|ack|sed|[gm]?awk|perl|echo|printf|jq|findstr|Select-String|git\s(?:log|grep|commit))\s[^\n]{0,300}[\"'/]"
 )
-# What looks for the words: a name that says so with its value or values, a call, a comparison, a verb.
+# What looks for the words: a variable for them with its value or values, a call, a comparison, a verb.
 _SOUGHT = re.compile(
     r"(?:(?i:\b\w{0,40}(?:retr[iy]|pattern|match|ignore|regex|expect|known|alert|filter|trigger|needle|contain|signature|allow|deny"
     r"|expr|substr|marker)\w{0,20})[\"']?(?:\s?=\s?[\"'/]?|\s?[:=]\s?(?:[\[({][^\n]{0,200})?[rfb]{0,2}[\"'/])"
@@ -117,7 +117,7 @@ def is_prose(text: str, start: int, end: int) -> bool:
     rest = after.partition("\n")[0]
     head = _HEAD.search(before)
     begins = start - len(head[0] if head else "")
-    lead, told = text[line:begins], text[max(0, begins - _NEAR) : begins]
+    lead, near = text[line:begins], text[max(0, begins - _NEAR) : begins]
     if _in_code_span(before, rest) or _CODE.match(before) or _is_quoted_by_a_frame(text, line):
         return True
     if _COMMAND.search(lead) or _SOUGHT.search(lead) or _TITLE.search(lead) or _TO_DO.search(before):
@@ -127,14 +127,14 @@ def is_prose(text: str, start: int, end: int) -> bool:
     if _PASSED_OVER.search(before) or (_TABLE.match(before) and "|" in rest):
         return True
     quoting = before[: _opening(before, rest)]
-    if _FOLLOWS.match(after) or _LEADS.search(told) or _LEADS.search(quoting) or _is_within(quoting):
+    if _FOLLOWS.match(after) or _LEADS.search(near) or _LEADS.search(quoting) or _is_within(quoting):
         return True
-    return bool(_BEGINS.match(text, begins)) and _is_within(told)
+    return bool(_BEGINS.match(text, begins)) and _is_within(near)
 
 
-def _is_within(told: str) -> bool:
+def _is_within(near: str) -> bool:
     """Whether what comes next stands in a sentence: behind a plain word, which is none that a program puts before an error."""
-    return bool(_PLAIN_WORD.search(told)) and not _MET.search(told)
+    return bool(_PLAIN_WORD.search(near)) and not _MET.search(near)
 
 
 def _in_code_span(before: str, rest: str) -> bool:
@@ -271,7 +271,7 @@ _WINDOW = 64_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
-    """One place of a text that says that memory ran out.
+    """One place of a text that states that memory ran out.
 
     Attributes:
         rule: Whose wording it is.
@@ -287,7 +287,7 @@ class Statement:
 
     @property
     def rank(self) -> int:
-        """How surely a program failed by these words, and how much they tell; 0 is a status with its own wording."""
+        """How surely a program failed by these words, and how much they state; 0 is a status with its own wording."""
         return 2 * _STRENGTHS.index(self.rule.strength) + self.rule.vague
 
 
@@ -296,7 +296,7 @@ _STRENGTHS = ("status", "log", "hint")
 
 @dataclass(kw_only=True, slots=True)
 class Budget:
-    """How much of announced text is still read; what is beyond says the same again, or is made to cost time.
+    """How much of announced text is still read; what is beyond repeats it, or is made to cost time.
 
     Attributes:
         left: Characters.
@@ -379,7 +379,7 @@ def _statement(rule: Rule, match: re.Match[str]) -> Statement:
 
 
 def _fits(rule: Rule, match: re.Match[str]) -> bool:
-    """Whether a use is told that stays below its limit."""
+    """Whether the stated use stays below the stated limit."""
     if not rule.over:
         return False
     used, limit = size_of(match["used"]), size_of(match["limit"])
@@ -388,8 +388,10 @@ def _fits(rule: Rule, match: re.Match[str]) -> bool:
 
 def _facts(rule: Rule, match: re.Match[str]) -> OomFacts:
     """What a match states. The exact count, where one is printed beside a rounded size, is the size."""
-    said = {name: value for name, value in match.groupdict().items() if value}
-    sizes = {name.removesuffix("_exact"): size_of(value) for name, value in sorted(said.items()) if name not in _NAMES}
+    groups = {name: value for name, value in match.groupdict().items() if value}
+    sizes = {
+        name.removesuffix("_exact"): size_of(value) for name, value in sorted(groups.items()) if name not in _NAMES
+    }
     requested, used, limit = (sizes.get(name) for name in ("requested", "used", "limit"))
     return OomFacts(
         phase=rule.phase,
@@ -400,8 +402,8 @@ def _facts(rule: Rule, match: re.Match[str]) -> OomFacts:
         limit_bytes=limit,
         used_bytes=used,
         driver_refused=rule.driver or None,
-        allocator=said.get("allocator"),
-        program=said.get("program"),
+        allocator=groups.get("allocator"),
+        program=groups.get("program"),
     )
 
 
