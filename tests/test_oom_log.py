@@ -260,7 +260,7 @@ def reserving(asked: int, *, free: int, reserved: int, reservable: int, compacte
         (
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4.00GiB.",
             "unknown",
-            "nothing says what was free",
+            "what was free is not stated",
         ),
         (
             "Attempting to allocate 5.94M. That was not possible. There are 4.20M free.",
@@ -291,17 +291,17 @@ def reserving(asked: int, *, free: int, reserved: int, reservable: int, compacte
         (
             POOL_FAILS + CHUNKS + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
             "unknown",
-            "nothing says whether the pool could still grow",
+            "whether the pool could still grow is not stated",
         ),
         (
             POOL_FAILS + CHUNKS + BEYOND + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
             "unknown",
-            "nothing says whether the pool could still grow",
+            "whether the pool could still grow is not stated",
         ),
         (
             NO_LIMIT + "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9.00GiB.",
             "unknown",
-            "nothing says whether the pool could still grow",
+            "whether the pool could still grow is not stated",
         ),
         (
             reserving(5, free=9, reserved=6, reservable=3, compacted=3),
@@ -350,7 +350,7 @@ DRIVER = "I failed to allocate 6.00GiB (6442450944 bytes) from device: CUDA_ERRO
         (
             f"W Allocator (GPU_0_bfc) ran out of memory trying to allocate {GIB}\nLimit: {16 * GIB}\nInUse: {9 * GIB}\n",
             "unknown",
-            "nothing says what the pool itself had free",
+            "what the pool itself had free is not stated",
         ),
     ],
 )

@@ -148,7 +148,7 @@ def test_the_cause_is_told_from_figures_or_unknown():
     assert (found.cause, found.lacking_bytes) == ("capacity", GIB)
     found = sentence_of(asked)
     assert (found.cause, found.lacking_bytes) == ("unknown", None)
-    assert "unknown, because nothing says what was free" in found.sentence
+    assert "unknown, because what was free is not stated" in found.sentence
     needs = OomFacts(phase="compile", platform="tpu", used_bytes=30 * GIB, limit_bytes=16 * GIB)
     found = sentence_of(needs)
     assert (found.cause, found.lacking_bytes) == ("capacity", 14 * GIB)

@@ -115,4 +115,4 @@ def test_a_dead_process_holds_up_nobody(lost):
     assert alive[0] != 0
     kind, text = alive[1]["dead"]["error"]
     assert kind == "RecoveryError"
-    assert text.startswith("process 1 of 2 did not say within 15 s how the step went: dead, or far behind.")
+    assert text.startswith("process 1 of 2 did not report within 15 s how the step went: dead, or far behind.")

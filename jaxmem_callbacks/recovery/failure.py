@@ -234,7 +234,7 @@ def _of_step(  # noqa: PLR0913 - what is known of the call, each once
         if compilation is None and every and not compiling:
             compilation, how = every[0], how + _LARGEST
     memory = None if compilation is None or compiling else compilation.memory
-    why = "its compile did not come to an end" if compiling else "its compiler told no figures"
+    why = "its compile did not come to an end" if compiling else "its compiler reported no figures"
     return FailingProgram(
         name=step.name,
         known_by=how,
@@ -417,7 +417,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _by_text(error: Exception, before: CallCounts | None) -> OomFailure | None:
     # The text alone: an error that came while another was handled is not that one's failure.
     facts, surely = read_failure(f"{type(error).__name__}: {error}")
-    evidence = "its text says so"
+    evidence = "its text states it"
     if facts is not None and not surely and not _is_of_a_runtime(error):
         return None
     if facts is None and isinstance(error, MemoryError):
@@ -456,7 +456,7 @@ def _by_limits(error: Exception, before: CallCounts | None) -> OomFailure | None
             f", {format_bytes(found.library_bytes)} of them in a kernel library that XLA's compiler does not count"
         )
     evidence = (
-        f"its text says only {text.strip().splitlines()[0]!r}, but {found.name} takes {format_bytes(own)} besides its "
+        f"its text is only {text.strip().splitlines()[0]!r}, but {found.name} takes {format_bytes(own)} besides its "
         f"arguments{library}, and {format_bytes(tightest.left_bytes)} of {format_bytes(tightest.limit_bytes)} are left of the "
         f"{tightest.name.removeprefix('the ')}"
     )

@@ -118,7 +118,7 @@ _FAR = 2**38  # a GPU's pools lie farther apart than any GPU is large
 _NO_POOL = {
     "": "no device is known",
     "cpu": "a CPU's arrays lie among the rest of the process's memory, so what is between them is no hole to fill",
-    "tpu": "a TPU tells no addresses",
+    "tpu": "a TPU reports no addresses",
 }
 
 
@@ -218,7 +218,7 @@ def _asked(failure: OomFailure) -> tuple[int | None, str]:
     if own is not None:
         source = "in temporaries of its kernel library" if program and program.library_bytes else "by its compiler"
         return own, f"takes {format_bytes(own)} besides its arguments, {source}"
-    return None, "asked for more memory than it got (how much is unknown, because the exception does not say)"
+    return None, "asked for more memory than it got (how much is unknown, because the exception does not state it)"
 
 
 def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[AvailableMemory, str]:
@@ -238,7 +238,7 @@ def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[Availabl
         tight = min(devices, key=lambda limit: limit.left_bytes)
         words = f"{format_bytes(tight.left_bytes)} of {format_bytes(tight.limit_bytes)} are free on {tight.name} now"
         return _of_device(tight, pooled=facts.platform == "gpu" or tight.name.startswith("gpu")), words
-    return stated, "what was free is unknown, because neither the exception nor the allocator says"
+    return stated, "what was free is unknown, because neither the exception nor the allocator states it"
 
 
 def _of_device(limit: MemoryLimit, *, pooled: bool) -> AvailableMemory:
@@ -678,7 +678,7 @@ def _outdir(settings: ReportSettings, snapshot: MonitorSnapshot | None) -> Path:
 
 
 def _unwritten(folder: Path, report: OomReport, parts: ReportParts) -> str:
-    why = parts.failures[-1] if parts.failures else "for a reason that nobody told"
+    why = parts.failures[-1] if parts.failures else "for an unknown reason"
     return f"out of memory: {report.sentence} No report was written to {folder}: {why}"
 
 

@@ -104,7 +104,7 @@ class Agreement:
     def _missing(self, who: list[int] | None) -> str:
         named = "some process" if who is None else f"process {', '.join(map(str, who))}"
         return (
-            f"{named} of {self.count} did not say within {self._seconds:g} s how the step went: dead, or far behind. Expected "
+            f"{named} of {self.count} did not report within {self._seconds:g} s how the step went: dead, or far behind. Expected "
             "all of them. This process ends; start again from the last checkpoint, or give `recovery: {agree_s: ...}` more time "
             "where a step or a compile really takes so long."
         )

@@ -198,7 +198,7 @@ def why_not_defragmented() -> str:
     return {
         "cpu": "the CPU's memory is no pool that could be split",
         "tpu": "a TPU moves its arrays together by itself",
-    }.get(platform, f"unknown, because {platform} tells nothing of its memory")
+    }.get(platform, f"unknown, because {platform} reports nothing of its memory")
 
 
 def frontier_below(plan: PlanRecord | None, policy: StepPolicy) -> list[StepPolicy]:

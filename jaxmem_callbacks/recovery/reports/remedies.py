@@ -133,7 +133,7 @@ def _words(each: Forecast) -> tuple[str, str]:
         check = (
             "; jm.jit_step compares the loss at its first call and refuses one whose gradient would be another"
             if each.unchecked
-            else "; the loss says its weight, so the gradient stays the same"
+            else "; the loss states its weight, so the gradient stays the same"
         )
         return f"The same batch in {each.policy.microbatches} microbatches", (more or "little time") + check
     return f"Stronger remat: {policy_words(each.policy)}", more
@@ -209,13 +209,13 @@ def _settings(cause: OomCause, platform: str) -> Iterator[Remedy]:
             what="Move what lives long together, between steps",
             lines=(advise("memory.defragment"),),
             compiled=False,
-            basis="not compiled: the report tells the largest free block before and after",
+            basis="not compiled: the report shows the largest free block before and after",
             costs="a copy of what is moved, on the device where there is room",
         )
     yield Remedy(
-        what="Nine tenths of the device for JAX, in one piece from the start; it takes three quarters unless told otherwise",
+        what="Nine tenths of the device for JAX, in one piece from the start; it takes three quarters unless set otherwise",
         lines=(
-            f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor tells what holds",
+            f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor shows what holds",
         ),
         compiled=False,
         basis=why,

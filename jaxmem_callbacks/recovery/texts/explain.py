@@ -91,13 +91,13 @@ def cause_of(asked: int | None, facts: OomFacts, available: AvailableMemory) -> 
     if facts.driver_refused:
         return "refused", "it did not fit because the GPU's driver refused more, so that the device itself was full"
     if asked is None:
-        return "unknown", "why it did not fit is unknown, because nothing says how much was asked for"
+        return "unknown", "why it did not fit is unknown, because the size of the request is not stated"
     if available.later and available.left_bytes is not None:
         why = "more is free now, after the failure, than was asked for"
     elif available.free_bytes is not None and available.growth_bytes is None:
-        why = "nothing says whether the pool could still grow"
+        why = "whether the pool could still grow is not stated"
     else:
-        why = f"nothing says what {'was free' if available.left_bytes is None else 'the pool itself had free'}"
+        why = f"what {'was free' if available.left_bytes is None else 'the pool itself had free'} is not stated"
     return "unknown", f"why it did not fit is unknown, because {why}"
 
 
@@ -174,7 +174,7 @@ def _free_words(facts: OomFacts, pool: PoolDump | None) -> str:
         return f"{format_bytes(available.left_bytes)} were {'left of the limit' if facts.used_bytes else 'free'}"
     if facts.limit_bytes is not None:
         return f"there are {format_bytes(facts.limit_bytes)} in all"
-    return "what was free is unknown, because the log does not say"
+    return "what was free is unknown, because the log does not state it"
 
 
 def tries(log: OomLog) -> list[tuple[str, str]]:
@@ -252,7 +252,7 @@ def _tuning(facts: OomFacts) -> list[tuple[str, str]]:
 def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
     more = (
         "Nine tenths of the device for JAX, in one piece from the start",
-        f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor tells what holds",
+        f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor shows what holds",
     )
     less = (
         "Leave more of the device to CUDA, NCCL and kernels, whose memory lies outside JAX's pool",
