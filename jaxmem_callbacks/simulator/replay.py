@@ -37,11 +37,11 @@ def check_events(events: Iterable[TraceEvent], name: str) -> dict[int, int]:
     """The same for events alone.
 
     Returns:
-        What is alive at their end: id -> bytes.
+        The arrays that are alive at their end: id -> bytes.
     """
     memory = _Memory()
     for number, event in enumerate(events):
-        problem = memory.take(event)
+        problem = memory.check(event)
         if problem is not None:
             msg = (
                 f"The trace {name!r} contradicts itself at event {number} (step {event.step}): {problem}. Expected a whole "
@@ -53,7 +53,7 @@ def check_events(events: Iterable[TraceEvent], name: str) -> dict[int, int]:
 
 @final
 class _Memory:
-    """What is alive while a trace is read."""
+    """The live arrays while a trace is checked."""
 
     def __init__(self) -> None:
         self.alive: dict[int, int] = {}
@@ -62,21 +62,21 @@ class _Memory:
         self._running: set[int] = set()
         self._runs: set[int] = set()
 
-    def take(self, event: TraceEvent) -> str | None:
-        """What is wrong with the next event; None where nothing is."""
+    def check(self, event: TraceEvent) -> str | None:
+        """The contradiction in the next event, or None."""
         if isinstance(event, Alloc):
-            return self._come(event.id, event.bytes)
+            return self._add(event.id, event.bytes)
         if isinstance(event, Free):
-            return self._go(event.id)
+            return self._remove(event.id)
         if isinstance(event, ProgramStart):
             return self._start(event)
         if isinstance(event, ProgramEnd):
             problem = None if event.run in self._running else f"the run {event.run} ends without having begun"
             self._running.discard(event.run)
             return problem
-        return self._marked(event)
+        return self._compare(event)
 
-    def _come(self, name: int, size: int) -> str | None:
+    def _add(self, name: int, size: int) -> str | None:
         if name in self._seen:
             return f"the array {name} comes twice"
         if size < 0:
@@ -86,7 +86,7 @@ class _Memory:
         self._live_bytes += size
         return None
 
-    def _go(self, name: int) -> str | None:
+    def _remove(self, name: int) -> str | None:
         if name not in self.alive:
             return f"the array {name} goes without being there"
         self._live_bytes -= self.alive.pop(name)
@@ -102,21 +102,21 @@ class _Memory:
         problems: list[str | None] = []
         for output in event.outputs:
             if output.reuses is not None:
-                problems.append(self._go(output.reuses))
-            problems.append(self._come(output.id, output.bytes))
+                problems.append(self._remove(output.reuses))
+            problems.append(self._add(output.id, output.bytes))
         return next(filter(None, problems), None)
 
-    def _marked(self, event: StepMark) -> str | None:
+    def _compare(self, event: StepMark) -> str | None:
         if event.live_bytes is None or event.live_bytes == self._live_bytes:
             return None
         return f"{event.live_bytes} live bytes were counted, and the events add up to {self._live_bytes}"
 
 
-Requests = list[tuple[str, int]]  # what asks, and for how many bytes
+Requests = list[tuple[str, int]]  # the name of each allocation, and its bytes
 
 
 def allocator_of(settings: AllocatorSettings) -> Bfc | Pages:
-    """The model that settings stand for."""
+    """The allocator for these settings."""
     device_bytes = settings.device_bytes - settings.outside_bytes
     share = int(settings.device_bytes * settings.fraction)
     if settings.allocator == "bfc":
@@ -140,26 +140,26 @@ def replay(trace: Trace, settings: AllocatorSettings) -> Timeline:
     for number, event in enumerate(trace.events):
         kind = type(event)
         if kind is Alloc:
-            met = run.alloc(number, event)  # type: ignore[arg-type]
+            placed = run.alloc(number, event)  # type: ignore[arg-type]
         elif kind is Free:
             run.drop(event.id)  # type: ignore[union-attr]
             continue
         elif kind is ProgramStart:
-            met = run.start(number, event)  # type: ignore[arg-type]
+            placed = run.start(number, event)  # type: ignore[arg-type]
         elif kind is ProgramEnd:
             run.end(event.run)  # type: ignore[union-attr]
             continue
         else:
             run.mark(event)  # type: ignore[arg-type]
             continue
-        if not met:
+        if not placed:
             break
     return run.timeline()
 
 
 @final
 class _Replay:
-    """What a trace holds while it is replayed."""
+    """The state of one replay."""
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self._settings = settings
@@ -179,18 +179,18 @@ class _Replay:
         self._step = event.step
         address = self._memory.allocate(event.bytes)
         if address is None:
-            placed = self._meet(number, [(event.name or f"array {event.id}", event.bytes)])
+            placed = self._allocate_all(number, [(event.name or f"array {event.id}", event.bytes)])
             if placed is None:
                 return False
             (address,) = placed
         self._allocations += 1
         self._arrays[event.id] = address, event.bytes
         self._live_bytes += event.bytes
-        self._look()
+        self._track_extremes()
         return True
 
     def drop(self, name: int) -> None:
-        """Give an array back."""
+        """Free an array."""
         address, size = self._arrays.pop(name)
         self._live_bytes -= size
         self._memory.free(address)
@@ -199,15 +199,15 @@ class _Replay:
         """Place a program's results and its temporaries."""
         self._step = event.step
         fresh = [output for output in event.outputs if output.reuses is None]
-        wanted = [(f"{event.program}, result {output.name or output.id}", output.bytes) for output in fresh]
+        requests = [(f"{event.program}, result {output.name or output.id}", output.bytes) for output in fresh]
         if event.temp_bytes is None:
             self._unknown[event.program] = None
-        wanted.append((f"{event.program}, temporaries", event.temp_bytes or 0))
-        placed = self._meet(number, wanted)
+        requests.append((f"{event.program}, temporaries", event.temp_bytes or 0))
+        placed = self._allocate_all(number, requests)
         if placed is None:
             return False
         self._temporaries[event.run] = placed.pop()
-        self._allocations += len(wanted)
+        self._allocations += len(requests)
         for output in event.outputs:
             if output.reuses is not None:
                 address, size = self._arrays.pop(output.reuses)
@@ -216,25 +216,25 @@ class _Replay:
                 address = placed.pop(0)
             self._arrays[output.id] = address, output.bytes
             self._live_bytes += output.bytes
-        self._look()
+        self._track_extremes()
         return True
 
     def end(self, run: int) -> None:
-        """Give a program's temporaries back."""
+        """Free a program's temporaries."""
         self._memory.free(self._temporaries.pop(run))
 
     def mark(self, event: StepMark) -> None:
-        """Note a step's end, and move the arrays together where that was asked for."""
+        """Add a point at a step's end, and defragment where that was requested."""
         self._step = event.step
-        self._note()
+        self._add_point()
         if event.step in self._settings.defragment_steps:
             self._defragment()
             self._least = self._memory.largest_block_bytes()
 
     def timeline(self) -> Timeline:
-        """What came of it."""
+        """The timeline up to now."""
         if self._failure is not None or not self._points:
-            self._note()
+            self._add_point()
         return Timeline(
             settings=self._settings,
             points=tuple(self._points),
@@ -245,20 +245,20 @@ class _Replay:
             unknown_temporaries=tuple(self._unknown),
         )
 
-    def _meet(self, number: int, wanted: Requests) -> list[int] | None:
-        """All requests or none; with arrays moved together in between where that is wanted and helps."""
-        placed, failure = self._try(number, wanted)
+    def _allocate_all(self, number: int, requests: Requests) -> list[int] | None:
+        """Allocate all or none; defragment in between where that is enabled and helps."""
+        placed, failure = self._try_all(number, requests)
         if failure is not None and self._on_demand and failure.why == "fragmentation":
             for address in placed:
                 self._memory.free(address)
             self._defragment()
-            placed, failure = self._try(number, wanted)
+            placed, failure = self._try_all(number, requests)
         self._failure = failure
         return placed if failure is None else None
 
-    def _try(self, number: int, wanted: Requests) -> tuple[list[int], AllocationFailure | None]:
+    def _try_all(self, number: int, requests: Requests) -> tuple[list[int], AllocationFailure | None]:
         placed: list[int] = []
-        for what, size in wanted:
+        for what, size in requests:
             address = self._memory.allocate(size)
             if address is None:
                 return placed, self._failed(number, what, size)
@@ -296,15 +296,15 @@ class _Replay:
             self._arrays[name] = address, arrays[name][1]
         self._defragmented.append(self._step)
 
-    def _look(self) -> None:
-        """The extremes within a step, after what may move them."""
+    def _track_extremes(self) -> None:
+        """Update the extremes of the step."""
         memory = self._memory
         self._peak = max(self._peak, memory.in_use_bytes)
         self._least = min(self._least, memory.largest_block_bytes())
 
-    def _note(self) -> None:
+    def _add_point(self) -> None:
         memory = self._memory
-        self._look()
+        self._track_extremes()
         pool, largest = memory.pool_bytes, memory.largest_free_bytes()
         free = None if pool is None or largest is None else pool - memory.in_use_bytes
         self._points.append(
