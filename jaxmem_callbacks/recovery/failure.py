@@ -84,7 +84,7 @@ def failing_program(error: BaseException, facts: OomFacts, before: CallCounts | 
     Args:
         error: The failure.
         facts: What its text states.
-        before: Steps that were not called since are not asked about; None for all.
+        before: Steps that were not called since are left out; None for all.
     """
     return in_traceback(error) or by_name(facts) or by_size(facts, before)
 
@@ -111,8 +111,10 @@ def by_name(facts: OomFacts) -> FailingProgram | None:
     named = [(step, each) for step, each in _steps() if name in (step.name, f"jit_{step.name}")]
     if named:
         every = [(step, each) for step, _ in named for each in registry.of(step)]
-        asked = [pair for pair in every if pair[1].memory and _is_asked(pair[1].memory, facts.requested_bytes)]
-        step, compilation = (asked or named)[0]
+        requested = [
+            pair for pair in every if pair[1].memory and _matches_request(pair[1].memory, facts.requested_bytes)
+        ]
+        step, compilation = (requested or named)[0]
         return replace(_of_step(step, how, compilation), proved=len(named) == 1)
     others = [memory for memory in _others() if memory.name == name]
     found = others[0] if others else None
@@ -125,13 +127,13 @@ def by_size(facts: OomFacts, before: CallCounts | None = None) -> FailingProgram
     """The program whose temporaries are what was asked for, where the exception came after its call."""
     if facts.requested_bytes is None:
         return None
-    found = _first(lambda memory: _is_asked(memory, facts.requested_bytes), _AS_LARGE, before)
+    found = _first(lambda memory: _matches_request(memory, facts.requested_bytes), _AS_LARGE, before)
     return None if found is None else replace(found, proved=False)
 
 
-def _is_asked(memory: ProgramMemory, asked: int | None) -> bool:
+def _matches_request(memory: ProgramMemory, requested: int | None) -> bool:
     sizes = (memory.temp_bytes, memory.total_bytes or 0, memory.assigned_bytes or 0)
-    return asked is not None and any(size and abs(size - asked) <= _NEAR * asked for size in sizes)
+    return requested is not None and any(size and abs(size - requested) <= _NEAR * requested for size in sizes)
 
 
 def too_large(error: BaseException, left_bytes: int, before: CallCounts | None = None) -> FailingProgram | None:
@@ -140,13 +142,15 @@ def too_large(error: BaseException, left_bytes: int, before: CallCounts | None =
     Args:
         error: The failure.
         left_bytes: What is left.
-        before: Steps that were not called since are not asked about; None for all.
+        before: Steps that were not called since are left out; None for all.
     """
     live = {program.name: program for program in programs_here(_LOOKED_AT)}
     passed = in_traceback(error)
     if passed is not None:
-        there = live.get(f"jit_{passed.name}")
-        found = replace(passed, library_bytes=0 if there is None else library_bytes(parse_module(there.hlo_text())))
+        live_program = live.get(f"jit_{passed.name}")
+        found = replace(
+            passed, library_bytes=0 if live_program is None else library_bytes(parse_module(live_program.hlo_text()))
+        )
         return found if (found.own_bytes or 0) > left_bytes else None
     named = {f"jit_{step.name}": (step, compilation) for step, compilation in _steps()}
     largest, most = None, left_bytes

@@ -91,7 +91,7 @@ class Recovery:
         require_applied(given)
         self.settings = recovery_settings(given)
         self._plan = plan_record(plan)
-        asked = initial_policy(given, plan)
+        requested = initial_policy(given, plan)
         builder = StepBuilder(
             train_step=train_step,
             donate_argnames=require_names("jm.Recovery", "donate_argnames", donate_argnames),
@@ -100,8 +100,8 @@ class Recovery:
         )
         self._notifier = Notifier(monitor)
         self._agreement = Agreement(f"recovery/{next(_serial)}", self.settings.agree_s)
-        self._runner = StepRunner(builder, asked, self._agreement, self._notifier, self._plan)
-        self._checkpoints = CheckpointFolder(place, asked, self._plan)
+        self._runner = StepRunner(builder, requested, self._agreement, self._notifier, self._plan)
+        self._checkpoints = CheckpointFolder(place, requested, self._plan)
         on_disk = self._checkpoints.on_disk(lambda: self.policy) if self.settings.snapshots == "orbax" else None
         self._snapshots = SnapshotStore(self.settings.every_steps, on_disk, self._agreement, self._notifier.line)
         self._batches = InputBuffer(batch_at, self.settings.buffer_bytes, self._notifier.line)

@@ -80,8 +80,8 @@ class ReportParts:
         try:
             return action(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever fails here, the user's exception goes on
-            words = str(error).strip().splitlines() or ["without a word"]
-            self.failures.append(f"{part}: {type(error).__name__}: {words[0]}")
+            lines = str(error).strip().splitlines() or ["without a word"]
+            self.failures.append(f"{part}: {type(error).__name__}: {lines[0]}")
             return default
 
 
@@ -181,16 +181,16 @@ def summarize(failure: OomFailure, devices: Sequence[MemoryLimit]) -> Summary:
         failure: The failure.
         devices: The limits of the devices' allocators now.
     """
-    asked, what = _asked(failure)
-    available, words = _room(failure, devices)
-    cause, why = cause_of(asked, failure.facts, available)
+    requested, what = _request(failure)
+    available, text = _room(failure, devices)
+    cause, why = cause_of(requested, failure.facts, available)
     facts = failure.facts
     when = " while it was compiled" if facts.phase == "compile" else ""
-    sentence = f"{_who(failure)} {what}{when}; {words}: {why}."
-    return Summary(sentence=sentence, cause=cause, lacking_bytes=_lacking(asked, cause, available))
+    sentence = f"{_subject(failure)} {what}{when}; {text}: {why}."
+    return Summary(sentence=sentence, cause=cause, lacking_bytes=_lacking(requested, cause, available))
 
 
-def _lacking(asked: int | None, cause: OomCause, available: AvailableMemory) -> int | None:
+def _lacking(requested: int | None, cause: OomCause, available: AvailableMemory) -> int | None:
     """What was lacking at least. Unknown for a device that something else holds."""
     free, growth = available.free_bytes, available.growth_bytes
     there = {
@@ -198,16 +198,16 @@ def _lacking(asked: int | None, cause: OomCause, available: AvailableMemory) -> 
         "growth": max(free or 0, growth or 0),
         "refused": None,
     }.get(cause, available.left_bytes)
-    return asked - there if asked is not None and there is not None and asked > there else None
+    return requested - there if requested is not None and there is not None and requested > there else None
 
 
-def _who(failure: OomFailure) -> str:
+def _subject(failure: OomFailure) -> str:
     if failure.program is not None:
         return f"{'The' if failure.program.proved else 'Probably the'} program {failure.program.name}"
     return "An allocation outside of any program that is known"
 
 
-def _asked(failure: OomFailure) -> tuple[int | None, str]:
+def _request(failure: OomFailure) -> tuple[int | None, str]:
     """What was asked for: by the text, else what the program takes besides its arguments."""
     facts, program = failure.facts, failure.program
     if facts.requested_bytes is not None:
@@ -236,8 +236,8 @@ def _room(failure: OomFailure, devices: Sequence[MemoryLimit]) -> tuple[Availabl
         return _of_host(failure.limits)
     if devices:
         tight = min(devices, key=lambda limit: limit.left_bytes)
-        words = f"{format_bytes(tight.left_bytes)} of {format_bytes(tight.limit_bytes)} are free on {tight.name} now"
-        return _of_device(tight, pooled=facts.platform == "gpu" or tight.name.startswith("gpu")), words
+        text = f"{format_bytes(tight.left_bytes)} of {format_bytes(tight.limit_bytes)} are free on {tight.name} now"
+        return _of_device(tight, pooled=facts.platform == "gpu" or tight.name.startswith("gpu")), text
     return stated, "what was free is unknown, because neither the exception nor the allocator states it"
 
 
@@ -259,8 +259,8 @@ def _of_host(limits: Sequence[MemoryLimit]) -> tuple[AvailableMemory, str]:
     own = [limit for limit in limits if limit.name in (ADDRESS_SPACE, DATA, GROUP)]
     tight = (own or limits)[0]
     name = tight.name if tight.name.startswith("the ") else f"the {tight.name}"
-    words = f"{format_bytes(tight.left_bytes)} of the {format_bytes(tight.limit_bytes)} of {name} are left now"
-    return AvailableMemory(left_bytes=tight.left_bytes, later=True), words
+    text = f"{format_bytes(tight.left_bytes)} of the {format_bytes(tight.limit_bytes)} of {name} are left now"
+    return AvailableMemory(left_bytes=tight.left_bytes, later=True), text
 
 
 _PACKAGES = (
@@ -302,9 +302,9 @@ def gather(
     holes, unmapped = parts.attempt("the addresses", holes_now, platform, default=((), "asking failed, see below"))
     devices = device_limits(allocator)
     summary = parts.attempt("the sentence", summarize, failure, devices, default=_NO_SUMMARY)
-    held = parts.attempt("the holders", _held, failure, default=None) if started else LiveBuffers()
+    buffers = parts.attempt("the holders", _live_buffers, failure, default=None) if started else LiveBuffers()
     no_forecasts = Forecasts(how="Predicting failed, see below.")
-    left = _left(failure.limits)
+    left = _bytes_left(failure.limits)
     forecasts = parts.attempt(
         "the predictions", forecast, program, seconds, left, lacking_bytes=summary.lacking_bytes, default=no_forecasts
     )
@@ -313,7 +313,7 @@ def gather(
         remedies,
         program,
         forecasts,
-        held.holders if held else (),
+        buffers.holders if buffers else (),
         cause=summary.cause,
         lacking_bytes=summary.lacking_bytes,
         platform=platform,
@@ -327,13 +327,13 @@ def gather(
         time_s=began_s,
         limits=(*devices, *failure.limits),
         program=parts.attempt("the program", _program, program, forecasts, default=None),
-        holders=held.holders if held else (),
-        modules=held.modules if held else (),
-        live_bytes=held.bytes if held else None,
-        live_count=held.count if held else None,
-        left_out_count=held.left_out_count if held else 0,
-        left_out_bytes=held.left_out_bytes if held else 0,
-        failed_bytes=held.failed_bytes if held else 0,
+        holders=buffers.holders if buffers else (),
+        modules=buffers.modules if buffers else (),
+        live_bytes=buffers.bytes if buffers else None,
+        live_count=buffers.count if buffers else None,
+        left_out_count=buffers.left_out_count if buffers else 0,
+        left_out_bytes=buffers.left_out_bytes if buffers else 0,
+        failed_bytes=buffers.failed_bytes if buffers else 0,
         on_the_cards=parts.attempt("the driver", on_the_cards, allocator, default=()) if platform == "gpu" else (),
         allocator=allocator,
         no_allocator=silent,
@@ -382,7 +382,7 @@ def process_words() -> str:
     return f"process {process_index()} of {count}, pid {os.getpid()}"
 
 
-def _held(failure: OomFailure) -> LiveBuffers:
+def _live_buffers(failure: OomFailure) -> LiveBuffers:
     program = failure.program
     variables = array_variables(failure.error)
     return find_live_buffers(
@@ -418,7 +418,7 @@ def _allocators() -> tuple[tuple[Reading, ...], tuple[Unavailable, ...]]:
     )
 
 
-def _left(limits: Sequence[MemoryLimit]) -> int | None:
+def _bytes_left(limits: Sequence[MemoryLimit]) -> int | None:
     """What the process's own bounds leave it."""
     return min((limit.left_bytes for limit in limits if limit.name in (ADDRESS_SPACE, DATA)), default=None)
 

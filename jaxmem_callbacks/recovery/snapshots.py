@@ -396,7 +396,7 @@ class SnapshotStore:
         began = time.monotonic()
         taken, why = self._copied(step, state)
         answers = self._agreement.exchange({"why": why})
-        missing = next((words["why"] for words in answers if words["why"]), "")
+        missing = next((answer["why"] for answer in answers if answer["why"]), "")
         if missing or taken is None:
             if changed:
                 msg = f"step {step} has no snapshot to go back to, and there was no memory for one: {missing}."

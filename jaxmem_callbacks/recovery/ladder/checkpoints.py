@@ -25,21 +25,23 @@ SAVE = "save"  # its number among the saves of the folder, from 1: a clock may b
 _SHOWN = 8
 
 
-def note_of(state: Any, *, step: int, policy: StepPolicy, asked: StepPolicy, plan: PlanRecord | None) -> dict[str, Any]:
+def note_of(
+    state: Any, *, step: int, policy: StepPolicy, requested: StepPolicy, plan: PlanRecord | None
+) -> dict[str, Any]:
     """The note for a checkpoint.
 
     Args:
         state: The state that is saved, or its shapes with their shardings.
         step: The step that the state is the input of.
         policy: What a run that goes on from it should run under.
-        asked: The policy that the user had asked for.
+        requested: The policy that the user requested.
         plan: The plan of the run, or None.
     """
     return {
         "form": FORM,
         "step": step,
         "policy": dataclasses.asdict(policy),
-        "asked_policy": dataclasses.asdict(asked),
+        "asked_policy": dataclasses.asdict(requested),
         "plan": _plan_words(plan),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "orbax-checkpoint")},
         "devices": _devices(),
@@ -100,7 +102,7 @@ def differences(note: Mapping[str, Any], state: Any, policy: StepPolicy, plan: P
     """
     if not note:
         return ["it has no note of jaxmem beside it, so policy, plan, mesh and versions are unknown"]
-    now = note_of(state, step=0, policy=policy, asked=policy, plan=plan)
+    now = note_of(state, step=0, policy=policy, requested=policy, plan=plan)
     saved = policy_in(note, "asked_policy")
     found = [] if saved in (None, policy) else [f"policy: saved {policy_words(saved)}, here {policy_words(policy)}"]  # pyright: ignore[reportArgumentType] - None was asked for
     for key in ("versions", "devices", "mesh", "plan"):
@@ -171,13 +173,13 @@ class CheckpointFolder:
     """The folder of a run's checkpoints.
 
     Args:
-        folder: The user's, or None where no checkpoints are wanted.
-        asked: The policy that the user asked for.
+        folder: The user's, or None for no checkpoints.
+        requested: The policy that the user requested.
         plan: The plan of the step, or None.
     """
 
-    def __init__(self, folder: Path | None, asked: StepPolicy, plan: PlanRecord | None) -> None:
-        self.folder, self._asked, self._plan = folder, asked, plan
+    def __init__(self, folder: Path | None, requested: StepPolicy, plan: PlanRecord | None) -> None:
+        self.folder, self._requested, self._plan = folder, requested, plan
         self._saved: Checkpoints | None = None
         self._saves: int | None = None
 
@@ -203,7 +205,7 @@ class CheckpointFolder:
         return self._store().save(step, state, self._note(step, state, policy))
 
     def save_alone(self, snapshot: HostSnapshot, policy: StepPolicy) -> Path:
-        """Write a snapshot from this process only, since another one cannot take part; no device is asked for anything."""
+        """Write a snapshot from this process only, since another one cannot take part; no device is used."""
         folder = self._needed("saving needs") / _SAVED
         state = snapshot.on_host()
         store = checkpoints_in(folder, alone=jax.process_count() > 1)
@@ -270,11 +272,11 @@ class CheckpointFolder:
                 raise
             msg = f"The checkpoint of step {number} in {self.folder} cannot be read: {first_line(error)}."
             raise _DamagedError(msg) from error
-        different = [unread] if unread else differences(note, like, self._asked, self._plan)
+        different = [unread] if unread else differences(note, like, self._requested, self._plan)
         if different:
             text = f"The checkpoint of step {number} was written under other conditions: {'; '.join(different)}."
             warnings.warn(shown(text), RecoveryWarning, stacklevel=4)
-        goes_on = policy_in(note) if policy_in(note, "asked_policy") == self._asked else None
+        goes_on = policy_in(note) if policy_in(note, "asked_policy") == self._requested else None
         return number, state, goes_on
 
     @property
@@ -288,7 +290,9 @@ class CheckpointFolder:
             known = self._known(alone=alone).items()
             self._saves = max((_save_of(store, at) or 0 for at, store in known), default=0)
         self._saves += 1
-        return note_of(state, step=step, policy=policy, asked=self._asked, plan=self._plan) | {SAVE: self._saves}
+        return note_of(state, step=step, policy=policy, requested=self._requested, plan=self._plan) | {
+            SAVE: self._saves
+        }
 
     def _known(self, *, alone: bool = False) -> dict[int, Checkpoints]:
         """Each step that was saved, with where, that which was saved last at the end; of one that is also a snapshot the later.

@@ -92,13 +92,13 @@ def microbatch_counts(now: int, most: int, rows: int | None) -> list[int]:
     """Numbers of microbatches above ``now``, each at least twice the one before, that divide the rows."""
     counts: list[int] = []
     for _ in range(_MOST_DOUBLINGS):
-        wanted = 2 * now
+        needed = 2 * now
         if rows is not None:
-            wanted = next((count for count in range(wanted, rows + 1) if rows % count == 0), most + 1)
-        if wanted > most:
+            needed = next((count for count in range(needed, rows + 1) if rows % count == 0), most + 1)
+        if needed > most:
             break
-        counts.append(wanted)
-        now = wanted
+        counts.append(needed)
+        now = needed
     return counts
 
 
@@ -253,8 +253,8 @@ def save_before_exit(
     except Exception as error:  # noqa: BLE001 - the failure that ends the run must not be hidden by another one
         why = f"it could not be written: {first_line(error)}"
     answers = agreement.exchange({"where": None if where is None else str(where), "why": why})
-    place = next((words["where"] for words in answers if words["where"]), None)
-    return (Path(place), "") if place else (None, next((words["why"] for words in answers if words["why"]), ""))
+    place = next((answer["where"] for answer in answers if answer["where"]), None)
+    return (Path(place), "") if place else (None, next((answer["why"] for answer in answers if answer["why"]), ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -389,10 +389,10 @@ class Fallback:
             candidate, why, need, helps = compiled.step, compiled.why, compiled.need, compiled.step is not None
         alive = _is_alive(self._failure.state)
         answers = self._runner.agreement.exchange({"helps": helps, "why": why, "alive": alive})
-        refusal = next((words["why"] for words in answers if not words["helps"]), None)
+        refusal = next((answer["why"] for answer in answers if not answer["helps"]), None)
         if refusal is not None:
             return None, refusal, None, False
-        return candidate, why, need, all(words["alive"] for words in answers)
+        return candidate, why, need, all(answer["alive"] for answer in answers)
 
     def _again(self, option: FallbackOption, holder: list[Any]) -> tuple[int, StepAttempt | None, str]:
         """Do the step, from its own state where ``holder`` has it, else from the snapshot on.
@@ -415,8 +415,8 @@ class Fallback:
                 raise
             why = first_line(error)
         answers = self._runner.agreement.exchange({"why": why})
-        if any(words["why"] for words in answers):
-            return begun, None, next(words["why"] for words in answers if words["why"])
+        if any(answer["why"] for answer in answers):
+            return begun, None, next(answer["why"] for answer in answers if answer["why"])
         for number in range(begun, step + 1):
             attempt = self._runner.run(holder, self._inputs(number), on_trial=True)
             if attempt.refusal:

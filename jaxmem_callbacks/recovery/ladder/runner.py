@@ -251,7 +251,7 @@ class StepRunner:
         self.builder, self.agreement = builder, agreement
         self._notifier, self._plan = notifier, plan
         self.step: JitStep = builder.build(policy)
-        self._asked = policy.microbatches
+        self._requested = policy.microbatches
         self._chosen_for: int | None = None  # rows of the batch for which recovery chose how many microbatches
         self._others: dict[StepPolicy, JitStep] = {}
         self.verify = False  # whether the next run is the first one after a restore
@@ -273,7 +273,7 @@ class StepRunner:
         Only where recovery chose how many there are: under the user's own policy such a batch is an error.
         """
         policy = self.step.policy
-        rows = None if policy.microbatches == self._asked else rows_of(inputs)
+        rows = None if policy.microbatches == self._requested else rows_of(inputs)
         if not rows or rows % policy.microbatches == 0:
             return self.step
         other = replace(policy, microbatches=fitting_count(rows, policy.microbatches, self._chosen_for))

@@ -72,25 +72,25 @@ def is_too_large(facts: OomFacts) -> bool:
     return used is not None and limit is not None and (used > limit or (used == limit and facts.phase != "run"))
 
 
-def cause_of(asked: int | None, facts: OomFacts, available: AvailableMemory) -> tuple[OomCause, str]:
+def cause_of(requested: int | None, facts: OomFacts, available: AvailableMemory) -> tuple[OomCause, str]:
     """The cause, and the rest of a sentence about it.
 
     Args:
-        asked: Bytes of the one request.
+        requested: Bytes of the one request.
         facts: What the failure states.
         available: The memory that was available to it.
     """
-    if facts.fragmentation or (asked is not None and _is_in_pieces(asked, available)):
+    if facts.fragmentation or (requested is not None and _is_in_pieces(requested, available)):
         return "fragmentation", "it did not fit because of fragmentation, since there was enough, but not in one piece"
-    too_small = _limit_was_too_small(asked, facts, available)
+    too_small = _limit_was_too_small(requested, facts, available)
     if too_small:
         return "capacity", f"it did not fit for lack of capacity, since {too_small}"
-    stopped = None if asked is None else _growing_stopped(asked, available)
+    stopped = None if requested is None else _growing_stopped(requested, available)
     if stopped is not None:
         return stopped
     if facts.driver_refused:
         return "refused", "it did not fit because the GPU's driver refused more, so that the device itself was full"
-    if asked is None:
+    if requested is None:
         return "unknown", "why it did not fit is unknown, because the size of the request is not stated"
     if available.later and available.left_bytes is not None:
         why = "more is free now, after the failure, than was asked for"
@@ -101,34 +101,34 @@ def cause_of(asked: int | None, facts: OomFacts, available: AvailableMemory) -> 
     return "unknown", f"why it did not fit is unknown, because {why}"
 
 
-def _is_in_pieces(asked: int, available: AvailableMemory) -> bool:
+def _is_in_pieces(requested: int, available: AvailableMemory) -> bool:
     free, largest = available.free_bytes, available.largest_bytes
-    return free is not None and largest is not None and largest < asked <= free
+    return free is not None and largest is not None and largest < requested <= free
 
 
-def _limit_was_too_small(asked: int | None, facts: OomFacts, available: AvailableMemory) -> str:
+def _limit_was_too_small(requested: int | None, facts: OomFacts, available: AvailableMemory) -> str:
     """By which figures, in words; empty where it was not."""
     if is_too_large(facts):
         return "the whole program is larger than the limit"
-    if asked is None:
+    if requested is None:
         return ""
-    if facts.limit_bytes is not None and asked > facts.limit_bytes:
+    if facts.limit_bytes is not None and requested > facts.limit_bytes:
         return "it alone is larger than the limit"
     left = available.left_bytes
     if available.free_bytes is not None:  # a pool whose growth nobody knows may have had enough
         left = None if available.growth_bytes is None else available.free_bytes + available.growth_bytes
-    if left is None or asked <= left:
+    if left is None or requested <= left:
         return ""
     return f"more was asked for than was {'there' if available.later else _free(facts)}"
 
 
-def _growing_stopped(asked: int, available: AvailableMemory) -> tuple[OomCause, str] | None:
+def _growing_stopped(requested: int, available: AvailableMemory) -> tuple[OomCause, str] | None:
     """What it was where a pool could still grow: the device gave no more, or no one piece was enough."""
     free, growth = available.free_bytes, available.growth_bytes
-    if free is None or not growth or asked <= free:
+    if free is None or not growth or requested <= free:
         return None
     more = f"the pool could still grow by {format_bytes(growth)}"
-    if asked <= growth:
+    if requested <= growth:
         why = f"it did not fit because the device had no more to give: {more}, so that something else holds the rest"
         return "refused", why
     also = f"neither that nor the {format_bytes(free)} free in it was enough alone"
