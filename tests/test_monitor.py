@@ -23,7 +23,6 @@ from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.callbacks.config import preset_given, split_of
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
-from jaxmem_callbacks.probes.jax_events import ProgramsProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.writers.protocol import Picture, Table
@@ -351,7 +350,6 @@ def sampler(look_s: float = 0.1) -> Sampler:
     return Sampler(
         MonitorSettings(),
         probes=(),
-        programs=ProgramsProbe(),
         faults=Faults("raise"),
         look_s=look_s,
     )

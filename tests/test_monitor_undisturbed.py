@@ -20,7 +20,6 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
-from jaxmem_callbacks.probes.jax_events import ProgramsProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
 from tests.stamping import stamp
 
@@ -67,7 +66,6 @@ def test_looks_do_not_wait_for_metrics_that_are_not_ready(rounds: jax.Array):
     sampler = Sampler(
         EAGER,
         probes=(AllocatorProbe(),),
-        programs=ProgramsProbe(),
         faults=Faults("raise"),
         look_s=0.1,
     )

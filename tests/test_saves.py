@@ -215,9 +215,9 @@ def test_what_is_heard_is_begin_and_end_until_the_probe_stops() -> None:
 def test_a_closed_monitor_listens_no_longer() -> None:
     with jm.MemoryMonitor(SETTINGS) as monitor:
         monitor(0)
-        assert monitor._saves.running is False
+        assert monitor._sampler._saves.running is False
     jax.monitoring.record_event(STARTED)
-    assert monitor._saves.running is False
+    assert monitor._sampler._saves.running is False
 
 
 def test_a_save_that_failed_counts_as_running_until_the_next_one_ends() -> None:

@@ -165,7 +165,7 @@ def test_a_trace_that_cannot_be_taken_is_told_once_and_the_run_goes_on(tmp_path,
             raise RuntimeError(msg)
 
     with jm.MemoryMonitor(MonitorSettings(trace_steps=50), logdir=tmp_path) as monitor:
-        monitor._traces._probe = Broken()
+        monitor._sampler.traces._probe = Broken()
         for step in range(5):
             monitor(step)
         assert monitor._due.trace_s == math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +33,7 @@ class MonitorArguments:
         writers: The user's own loggers.
         plan: What the step is expected to need, or None.
         split: How the preset's policy splits the state over a mesh; see `split_of`.
+        versions: Those that decide whether the plan is about this process.
         unverified: The preset, where it has an environment that is to be verified once the backend has started.
     """
 
@@ -42,6 +43,7 @@ class MonitorArguments:
     writers: tuple[Writer, ...]
     plan: PlanRecord | None
     split: str | None
+    versions: Mapping[str, str]
     unverified: Preset | None
 
 
@@ -60,6 +62,7 @@ def monitor_arguments(preset: Any, *, logdir: Any, writer: Any, plan: Any, probe
         writers=_writers_of(writer),
         plan=planned,
         split=split_of(given),
+        versions=versions_now(),
         unverified=given if isinstance(given, Preset) and given.environment != EnvironmentSettings() else None,
     )
 

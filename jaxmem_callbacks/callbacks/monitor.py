@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import os
 import time
 import weakref
@@ -23,16 +22,15 @@ from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, PlanDe
 from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.callbacks.background import Faults, Ticker
-from jaxmem_callbacks.callbacks.config import monitor_arguments, versions_now
+from jaxmem_callbacks.callbacks.config import monitor_arguments
 from jaxmem_callbacks.callbacks.cross_process import Exchange
 from jaxmem_callbacks.callbacks.recorder import Outputs, Recorder
-from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, HeapMaps, Sampler, Stamp, Traces
+from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, Sampler, Stamp
 from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.environment.apply import verify
 from jaxmem_callbacks.environment.process import process_facts
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, devices_here
 from jaxmem_callbacks.probes.host import HostProbe, largest_containers
-from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SavesProbe
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.records.advice import advise
@@ -149,15 +147,17 @@ class MemoryMonitor:
         given = monitor_arguments(preset, logdir=logdir, writer=writer, plan=plan, probes=probes)
         settings, look_s = given.settings, min(_LOOK_S, given.settings.scan_s, given.settings.window_s)
         self._faults = Faults(settings.on_error)
-        self._programs, self._saves = ProgramsProbe(), SavesProbe()
-        read = (
-            (AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe()) if given.probes is None else given.probes
+        self._sampler = Sampler(
+            settings,
+            probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe())
+            if given.probes is None
+            else given.probes,
+            faults=self._faults,
+            look_s=look_s,
+            has_folder=given.folder is not None,
         )
-        self._sampler = Sampler(settings, probes=read, programs=self._programs, faults=self._faults, look_s=look_s)
-        self._heaps = HeapMaps(settings.heap_map_s, self._faults)
-        self._traces = Traces(settings.trace_steps, self._faults, has_folder=given.folder is not None)
         self._detectors = detectors_of(
-            settings, split=given.split, plan=given.plan, versions=versions_now(), since_s=time.time()
+            settings, split=given.split, plan=given.plan, versions=given.versions, since_s=time.time()
         )
         outputs = Outputs(settings, given.folder, given.writers, self._faults)
         self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=given.plan)
@@ -173,11 +173,8 @@ class MemoryMonitor:
         self._append: Callable[[Stamp], None] = self._sampler.ring.append
         self._sample = self._sampler.sample
         self._due = self._sampler.due
-        self._due.trace_s = 0.0 if self._traces.wanted else NEVER
-        self._due.raise_s = 0.0 if self._faults.raises else NEVER
-        for listener in (self._programs, self._saves):
-            listener.start()
-            weakref.finalize(self, listener.stop)
+        self._sampler.start()
+        weakref.finalize(self, self._sampler.stop)
 
     def __call__(self, step: Any, metrics: Any = None) -> None:
         """Record that a step was dispatched.
@@ -312,13 +309,13 @@ class MemoryMonitor:
 
     def _take_trace(self, due: DueTimes, step: int) -> None:
         if self._has_thread:
-            self._traces.take(step)
-        if not self._traces.wanted or not self._has_thread:
+            self._sampler.traces.take(step)
+        else:
             due.trace_s = NEVER
 
     def _take_heap(self, step: int) -> None:
         if self._has_thread:
-            self._heaps.take(step)
+            self._sampler.heaps.take(step)
 
     def _switch_off(self) -> None:
         self._append, self._due = _ignore, DueTimes(next_s=NEVER)
@@ -342,13 +339,7 @@ class MemoryMonitor:
         if self._unverified is not None:  # only the first time: the backend has started by now
             preset, self._unverified = self._unverified, None
             self._faults.attempt("verifying the environment", report_environment, preset, self._faults, default=None)
-        observation = self._sampler.collect(scan=scan or last, saving=self._saves.running)
-        heaps, why = self._heaps.collect()
-        unavailable = [*observation.unavailable, *why]
-        saves = self._sampler.saves(self._saves.drain())
-        observation = dataclasses.replace(
-            observation, heaps=heaps, unavailable=unavailable, trace=self._traces.collect(), saves=saves
-        )
+        observation = self._sampler.collect(scan=scan or last)
         if self._exchange is not None:
             exchange = partial(self._exchange.turn, observation, wait=scan or last)
             observation = self._faults.attempt("the exchange with the other processes", exchange, default=observation)
@@ -356,13 +347,10 @@ class MemoryMonitor:
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
         self._recorder.record(observation, events, last=last)
-        if self._heaps.is_due():
-            self._sampler.due.ask_heap_map()
 
     def _finish(self, *, wait: bool = True) -> None:
         self._switch_off()
-        self._programs.stop()
-        self._saves.stop()
+        self._sampler.stop()
         if not self._has_thread:
             self._running = False
             return

@@ -19,7 +19,7 @@ from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.probes.allocations import AllocationsProbe
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, Snapshot
 from jaxmem_callbacks.probes.host import HostProbe
-from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SaveTimes
+from jaxmem_callbacks.probes.jax_events import ProgramsProbe, SavesProbe, SaveTimes
 from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.probes.protocol import Probe, Seen
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
@@ -90,108 +90,7 @@ def _is_ready(value: Any) -> bool:
         return True
 
 
-@final
-class HeapMaps:
-    """The latest maps that were not collected yet.
-
-    Args:
-        every_s: Seconds between two that are taken by themselves, at first.
-        faults: Reports a probe that raises.
-    """
-
-    def __init__(self, every_s: float, faults: Faults) -> None:
-        self._spans = RateLimiter(every_s, PICTURES)
-        self._spans.begin(time.monotonic())
-        self._faults = faults
-        self._probe = HeapProbe()
-        self._taken: tuple[HeapMap | Unavailable, ...] = ()
-
-    def is_due(self) -> bool:
-        """Whether the next call of the hook should take one; true once a span."""
-        now = time.monotonic()
-        over = self._spans.is_over(now)
-        if over:
-            self._spans.begin(now)
-        return over
-
-    def take(self, step: int) -> None:
-        """Read the addresses now, on the caller's thread."""
-        self._taken = tuple(self._faults.attempt("the heap map", self._probe.read, step, default=()))
-
-    def collect(self) -> tuple[Sequence[HeapMap], Sequence[Unavailable]]:
-        """What was taken since the last time: maps, and why there are none."""
-        taken, self._taken = self._taken, ()
-        maps = [each for each in taken if isinstance(each, HeapMap)]
-        return maps, [each for each in taken if isinstance(each, Unavailable)]
-
-
-MOST_ARRAYS = 5000  # looking at so many takes some milliseconds of every step
-MOST_EVENTS = 500_000  # some 40 MB of lines
-
-
-@final
-class Traces:
-    """Takes the trace of a run's first calls.
-
-    Args:
-        steps: How many calls; 0 for none.
-        faults: Reports a probe that raises and a trace that ends early.
-        has_folder: Whether there is a folder to write it to.
-    """
-
-    def __init__(self, steps: int, faults: Faults, *, has_folder: bool) -> None:
-        self._left = steps if has_folder else 0
-        self._faults = faults
-        self._probe: AllocationsProbe | None = None
-        self._events = 0
-        self._taken: deque[TraceEvent] = deque()
-        if steps and not has_folder:
-            faults.note("trace", "trace_steps is set, and without a logdir there is no file to write a trace to.")
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the next call is still to be looked at."""
-        return self._left > 0
-
-    def take(self, step: int) -> None:
-        """Look at what changed since the last call, on the caller's thread."""
-        self._left = self._faults.attempt("the trace of allocations", self._take, step, default=0)
-
-    def collect(self) -> tuple[TraceEvent, ...]:
-        """What was taken since the last time."""
-        return tuple(self._taken.popleft() for _ in range(len(self._taken)))
-
-    def _take(self, step: int) -> int:
-        """Calls that are left to look at."""
-        if self._probe is None:
-            if jax.process_index() != 0:  # nobody else writes
-                return 0
-            self._probe = AllocationsProbe()
-        events, alive = self._probe.read(step)
-        self._taken.extend(events)
-        self._events += len(events)
-        if alive <= MOST_ARRAYS and self._events <= MOST_EVENTS:
-            return self._left - 1
-        why = f"{alive} arrays are alive" if alive > MOST_ARRAYS else f"it has {self._events} events"
-        self._faults.note(
-            "trace", f"the trace of allocations ends at step {step}: {why}, and more would hold the run up."
-        )
-        return 0
-
-
-_RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
-_HELD = 2  # steps whose metric scalars are held
-_AHEAD = 2  # steps before a look from which on they are held
-_FEW = 4  # steps between two looks, up to which all are held
-_LONG_S = 0.02  # of a probe, from which on it may take no more than this share of the time
-_SHARE = 0.01
-_LAST_WAIT_S = 0.5  # at close, for the metrics of steps still running
-
-
 NEVER = math.inf
-Stamp = tuple[int, int, float]  # its number among all calls, step, time
-# The same and the unread scalars of one step.
-Held = tuple[int, int, float, dict[str, Any]]
 
 
 @final
@@ -228,15 +127,122 @@ class DueTimes:
 
 
 @final
+class HeapMaps:
+    """The latest maps that were not collected yet.
+
+    Args:
+        every_s: Seconds between two that are taken by themselves, at first.
+        faults: Reports a probe that raises.
+        due: Asked for the next one.
+    """
+
+    def __init__(self, every_s: float, faults: Faults, due: DueTimes) -> None:
+        self._due = due
+        self._spans = RateLimiter(every_s, PICTURES)
+        self._spans.begin(time.monotonic())
+        self._faults = faults
+        self._probe = HeapProbe()
+        self._taken: tuple[HeapMap | Unavailable, ...] = ()
+
+    def take(self, step: int) -> None:
+        """Read the addresses now, on the caller's thread."""
+        self._taken = tuple(self._faults.attempt("the heap map", self._probe.read, step, default=()))
+
+    def collect(self) -> tuple[Sequence[HeapMap], Sequence[Unavailable]]:
+        """What was taken since the last time: maps, and why there are none. Once a span the next call is asked for one."""
+        now = time.monotonic()
+        if self._spans.is_over(now):
+            self._spans.begin(now)
+            self._due.ask_heap_map()
+        taken, self._taken = self._taken, ()
+        maps = [each for each in taken if isinstance(each, HeapMap)]
+        return maps, [each for each in taken if isinstance(each, Unavailable)]
+
+
+MOST_ARRAYS = 5000  # looking at so many takes some milliseconds of every step
+MOST_EVENTS = 500_000  # some 40 MB of lines
+
+
+@final
+class Traces:
+    """Takes the trace of a run's first calls.
+
+    Args:
+        steps: How many calls; 0 for none.
+        faults: Reports a probe that raises and a trace that ends early.
+        due: Its ``trace_s`` is now until the last of these calls.
+        has_folder: Whether there is a folder to write it to.
+    """
+
+    def __init__(self, steps: int, faults: Faults, due: DueTimes, *, has_folder: bool) -> None:
+        self._left = steps if has_folder else 0
+        self._due = due
+        due.trace_s = 0.0 if self._left else NEVER
+        self._faults = faults
+        self._probe: AllocationsProbe | None = None
+        self._events = 0
+        self._taken: deque[TraceEvent] = deque()
+        if steps and not has_folder:
+            faults.note("trace", "trace_steps is set, and without a logdir there is no file to write a trace to.")
+
+    def take(self, step: int) -> None:
+        """Look at what changed since the last call, on the caller's thread."""
+        self._left = self._faults.attempt("the trace of allocations", self._take, step, default=0)
+        if not self._left:
+            self._due.trace_s = NEVER
+
+    def collect(self) -> tuple[TraceEvent, ...]:
+        """What was taken since the last time."""
+        return tuple(self._taken.popleft() for _ in range(len(self._taken)))
+
+    def _take(self, step: int) -> int:
+        """Calls that are left to look at."""
+        if self._probe is None:
+            if jax.process_index() != 0:  # nobody else writes
+                return 0
+            self._probe = AllocationsProbe()
+        events, alive = self._probe.read(step)
+        self._taken.extend(events)
+        self._events += len(events)
+        if alive <= MOST_ARRAYS and self._events <= MOST_EVENTS:
+            return self._left - 1
+        why = f"{alive} arrays are alive" if alive > MOST_ARRAYS else f"it has {self._events} events"
+        self._faults.note(
+            "trace", f"the trace of allocations ends at step {step}: {why}, and more would hold the run up."
+        )
+        return 0
+
+
+_RING = 4096  # stamps between two looks; 40 seconds of 10 ms steps
+_HELD = 2  # steps whose metric scalars are held
+_AHEAD = 2  # steps before a look from which on they are held
+_FEW = 4  # steps between two looks, up to which all are held
+_LONG_S = 0.02  # of a probe, from which on it may take no more than this share of the time
+_SHARE = 0.01
+_LAST_WAIT_S = 0.5  # at close, for the metrics of steps still running
+
+
+Stamp = tuple[int, int, float]  # its number among all calls, step, time
+# The same and the unread scalars of one step.
+Held = tuple[int, int, float, dict[str, Any]]
+
+
+@final
 class Sampler:
     """Collects what there is to see.
 
     Args:
         settings: Cadences.
         probes: Read on the monitor's thread when a scan is due; an ``AllocatorProbe`` among them on the training thread.
-        programs: Where compiles are learnt from.
         faults: Reports probes that raise.
         look_s: Seconds between two calls of ``collect``.
+        has_folder: Whether there is a folder that a trace of allocations can be written to.
+
+    Attributes:
+        ring: The stamps that are not collected yet; the hook appends to it.
+        due: What the training thread has to do.
+        heaps: Heap maps, taken on the training thread.
+        traces: The trace of allocations, taken on the training thread.
     """
 
     def __init__(
@@ -244,9 +250,9 @@ class Sampler:
         settings: MonitorSettings,
         *,
         probes: Sequence[Probe],
-        programs: ProgramsProbe,
         faults: Faults,
         look_s: float,
+        has_folder: bool = False,
     ) -> None:
         self._settings = settings
         self._allocator = next((probe for probe in probes if isinstance(probe, AllocatorProbe)), None)
@@ -258,11 +264,13 @@ class Sampler:
         }
         self._next_s: dict[Probe, float] = {}
         self._resting: dict[Probe, float] = {}  # those that took long, and until when they are not read
-        self._programs = programs
+        self._programs, self._saves = ProgramsProbe(), SavesProbe()
         self._faults = faults
         self._look_s = look_s
+        self.due = DueTimes(raise_s=0.0 if faults.raises else NEVER)
+        self.heaps = HeapMaps(settings.heap_map_s, faults, self.due)
+        self.traces = Traces(settings.trace_steps, faults, self.due, has_folder=has_folder)
         self.ring: deque[Stamp] = deque(maxlen=_RING)
-        self.due = DueTimes()
         self._snapshots: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
         self._held: deque[Held] = deque(maxlen=_HELD)
         self._awaited: tuple[Held, ...] = ()  # one step's, that were not ready when they were looked at
@@ -274,6 +282,16 @@ class Sampler:
         self._step = -1
         self._made_s = time.time()
         self._next_scan_s = self._hold_from_s = 0.0
+
+    def start(self) -> None:
+        """Begin to listen to compiles and saves."""
+        self._programs.start()
+        self._saves.start()
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        self._programs.stop()
+        self._saves.stop()
 
     def sample(self, serial: int, step: int, now: float, metrics: Any) -> None:
         """On the training thread: read the allocator, hold metrics when the next look is near, let go of older ones."""
@@ -316,11 +334,8 @@ class Sampler:
         )
         return (self.ring[-1][1] if self.ring else self._step) + 1
 
-    def collect(self, *, scan: bool = False, saving: bool = False) -> Observation:
-        """Everything since the last look; the dearer probes are read when due, or now with ``scan``.
-
-        ``saving`` is while a checkpoint is saved: what costs microseconds is read then, as the training thread may not come by.
-        """
+    def collect(self, *, scan: bool = False) -> Observation:
+        """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
         stamps = self._drain()
         self._hold_from_s = _hold_from(stamps, self._look_s)
         self.due.next_s = 0.0
@@ -331,20 +346,24 @@ class Sampler:
         if scan or time.monotonic() >= self._next_scan_s:
             self._next_scan_s = time.monotonic() + self._settings.scan_s
             seen.extend(self._scan(whole=scan))
-        elif saving:
+        elif self._saves.running:  # the training thread may not come by, and this costs microseconds
             seen.extend(self._cheap())
+        heaps, no_heaps = self.heaps.collect()
         return Observation(
             step=self._step,
             time_s=time.time(),
             readings=[each for each in seen if isinstance(each, Reading)],
-            unavailable=[each for each in seen if isinstance(each, Unavailable)],
+            unavailable=[*(each for each in seen if isinstance(each, Unavailable)), *no_heaps],
             arrays=next((each for each in seen if isinstance(each, ArrayCensus)), None),
             compilations=self._faults.attempt("learning of compiles", self._compiled, scan, default=()),
             metrics=self._faults.attempt("reading metrics", self._ready_metrics, default=()),
             dropped=self._dropped,
+            heaps=heaps,
+            trace=self.traces.collect(),
+            saves=self._spans_of(self._saves.drain()),
         )
 
-    def saves(self, heard: Iterable[SaveTimes]) -> list[SaveSpan]:
+    def _spans_of(self, heard: Iterable[SaveTimes]) -> list[SaveSpan]:
         """Saves with the step that was the latest when each began."""
         found: list[SaveSpan] = []
         for began_s, ended_s, background in heard:
