@@ -62,7 +62,7 @@ def test_what_is_switched_off_stands_in_the_runs_files_and_its_report_too(tmp_pa
     drive(jm.MemoryMonitor(FAST, logdir=tmp_path, writer=double, probes=[BrokenProbe(), HostProbe()]))
     (line,) = [line.removeprefix("jaxmem: ") for line in told(capfd)]
     (story,) = stories_of(tmp_path)
-    assert story.said == [line]
+    assert story.messages == [line]
     assert happened(story).endswith(f"; the monitor said of itself: {line}.")
     row = ("said by the monitor, 1", "", "monitor", line)
     assert row in [tuple(each) for each in double.of(Table)[-1].rows]
