@@ -227,7 +227,7 @@ def test_what_is_meant_to_be_whole_is_none(groups: list[ArrayGroup]):
 def test_under_a_policy_that_splits_every_large_whole_array_is_meant():
     whole = group((1024, 1024), 9, "P()", bytes=9 * 64 * MIB)
     (event,) = run(ReplicationDetector(SETTINGS, "fsdp"), lasting(whole))
-    assert "the policy says sharding=fsdp" in event.message
+    assert "the policy has sharding=fsdp" in event.message
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_another_batch_is_refused(saved, capsys):
     assert (code, out) == (2, "")
     assert error == (
         "jaxmem: These cannot be compared: the batches differ: batch: float32[512,64] -> float32[256,64]. Expected the same "
-        "batch: otherwise a difference in bytes says nothing.\n"
+        "batch: otherwise a difference in bytes means nothing.\n"
     )
 
 
@@ -119,7 +119,7 @@ def test_another_step_target_or_kind_is_refused(saved, capsys, tmp_path):
     for change, words in (
         ({"name": "eval_step"}, "one is of train_step, the other of eval_step. Expected the same step twice"),
         ({"hardware": "v5e:2x2"}, "one is for the attached cpu, the other for v5e:2x2. Expected the same hardware"),
-        ({"judged": {"x": 1}}, "one tells one step, the other x. Expected at least one figure that both tell"),
+        ({"judged": {"x": 1}}, "one has one step, the other x. Expected at least one figure that both have"),
     ):
         data = json.loads((saved / "make.json").read_text())
         data["account"].update(change)
@@ -186,7 +186,7 @@ def test_what_the_device_must_hold_is_judged_too(tmp_path, capsys):
     assert code == 1
     assert rows(out)["the device must hold"][2:] == ["+10.0 MiB", "+8.2%", "too much"]
     _, out, _ = compared(capsys, tmp_path / "a.json", tmp_path / "b.json", "--max-regress", "1%")
-    assert "! the device must hold: told by one of the two only, so it is not judged." in out
+    assert "! the device must hold: in one of the two only, so it is not judged." in out
 
 
 # Runs
@@ -275,7 +275,7 @@ def test_the_gate_is_what_it_says(before, after, percent):
     """Too much is exactly: judged in both, and more than the share above what it was; without a share nothing is."""
     first, second = (Account(form="plan", name="s", hardware="h", judged=sizes) for sizes in (before, after))
     if not before.keys() & after.keys():
-        with pytest.raises(ComparisonError, match="at least one figure that both tell"):
+        with pytest.raises(ComparisonError, match="at least one figure that both have"):
             growth(first, second, Fraction(percent, 100))
         return
     found = growth(first, second, Fraction(percent, 100))

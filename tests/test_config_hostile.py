@@ -177,7 +177,7 @@ def test_any_text_is_a_preset_or_a_preset_error(text):
     try:
         parse_preset(text)
     except PresetError as error:
-        assert "Expected: " in str(error) or "Allowed here: " in str(error) or "Said here: " in str(error)  # noqa: PT017 - either way
+        assert "Expected: " in str(error) or "Allowed here: " in str(error) or "Given here: " in str(error)  # noqa: PT017 - either way
 
 
 JSON = st.recursive(

@@ -183,7 +183,7 @@ def test_each_mistake_says_given_expected_where_and_next(text, words):
     [
         ("policy: {segments: 4}", "text:1:10: this policy is refused. remat='none' leaves the loss untouched"),
         ("policy: {remat: names}", "needs the names to keep"),
-        ("policy: {segments: 4}", "Said here: `segments` at text:1:10."),
+        ("policy: {segments: 4}", "Given here: `segments` at text:1:10."),
     ],
 )
 def test_contradictions_name_the_places(text, words):

@@ -84,7 +84,7 @@ def test_what_is_set_is_said_and_jax_is_not_imported_for_it(life):
 
 
 def test_another_preset_overwrites_nothing(life):
-    assert "XLA_CLIENT_MEM_FRACTION is 0.4, and the preset says 0.9." in life["other"]
+    assert "XLA_CLIENT_MEM_FRACTION is 0.4, and the preset has 0.9." in life["other"]
     assert life["unchanged"]
 
 
@@ -138,9 +138,9 @@ def test_settings_of_the_shell_and_of_jax_are_met_as_they_are():
         in told["trap"]
     )
     assert "hidden-value" not in json.dumps(told)
-    assert "says preallocate as text" in told["options of the shell"]
+    assert "has preallocate as text" in told["options of the shell"]
     assert told["options"] == "gpu_growth: set nothing; already so: jax_pjrt_client_create_options['preallocate']=False"
-    assert "jax_pjrt_client_create_options['memory_fraction'] is 0.4, and the preset says 0.9" in told["conflict"]
+    assert "jax_pjrt_client_create_options['memory_fraction'] is 0.4, and the preset has 0.9" in told["conflict"]
     assert "too late for XLA_PYTHON_CLIENT_PREALLOCATE" in told["plugins loaded"]
 
 

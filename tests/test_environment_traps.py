@@ -408,7 +408,7 @@ def test_a_value_of_the_users_is_never_overwritten():
         choose(preset, seen(user))
     told = str(caught.value)
     for name, value, wanted in [(NEW, "0.4", "0.9"), (PREALLOCATE, "false", "true"), (ALLOCATOR, "cuda_async", "bfc")]:
-        assert f"{name} is {value}, and the preset says {wanted}." in told
+        assert f"{name} is {value}, and the preset has {wanted}." in told
     kept = "{'allocator': 'cuda_async', 'preallocate': False, 'fraction': 0.4, 'collective_pool': '64MiB'}"
     assert f"jm.apply_environment(jm.load_preset('gpu_preallocate', environment={kept}))" in told
     # What it says to type works.
@@ -419,7 +419,7 @@ def test_a_value_of_the_users_is_never_overwritten():
 def test_the_old_name_and_the_options_count_as_said():
     done = choose(load_preset("gpu_preallocate"), seen({OLD: ".90"}, options={"preallocate": True}))
     assert (done.set, done.already) == ({}, {OLD: ".90", "jax_pjrt_client_create_options['preallocate']": "True"})
-    with pytest.raises(EnvironmentSettingError, match=r"options\['memory_fraction'\] is 0.5, and the preset says 0.9"):
+    with pytest.raises(EnvironmentSettingError, match=r"options\['memory_fraction'\] is 0.5, and the preset has 0.9"):
         choose(load_preset("gpu_preallocate"), seen(options={"memory_fraction": 0.5}))
 
 
@@ -452,7 +452,7 @@ def test_a_preset_of_a_file_is_named_by_the_file_and_not_by_its_stem(tmp_path):
 
 def test_a_preset_without_environment_is_refused():
     with pytest.raises(
-        EnvironmentSettingError, match=r"donate says nothing of the environment.*'donate', 'gpu_growth'"
+        EnvironmentSettingError, match=r"donate sets nothing of the environment.*'donate', 'gpu_growth'"
     ):
         choose(load_preset("donate"), seen())
 
@@ -489,7 +489,9 @@ def test_applied_twice_changes_nothing_and_another_preset_never_overwrites(first
     wanted = wanted_variables(second)
     differs = any(wanted[name] != value for name, value in variables.items() if name in wanted)
     with (
-        pytest.raises(EnvironmentSettingError, match="says otherwise already") if differs else contextlib.nullcontext()
+        pytest.raises(EnvironmentSettingError, match="is set otherwise already")
+        if differs
+        else contextlib.nullcontext()
     ):
         done = choose(Preset(name="second", environment=second), seen(variables))
         assert not set(done.set) & set(variables)

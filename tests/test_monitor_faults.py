@@ -64,7 +64,7 @@ def test_what_is_switched_off_stands_in_the_runs_files_and_its_report_too(tmp_pa
     (story,) = stories_of(tmp_path)
     assert story.messages == [line]
     assert happened(story).endswith(f"; the monitor said of itself: {line}.")
-    row = ("said by the monitor, 1", "", "monitor", line)
+    row = ("message of the monitor, 1", "", "monitor", line)
     assert row in [tuple(each) for each in double.of(Table)[-1].rows]
     assert row in [(each.figure, each.latest, each.source, each.text) for each in story.known_rows]
 
@@ -226,7 +226,7 @@ def test_an_environment_that_does_not_hold_after_the_start_is_told_once(capfd):
     (line,) = [line for line in told(capfd) if "obey" in line]
     assert line == (
         "jaxmem: tpu_default: the backend does not obey its environment. platform: JAX runs on cpu:0, and the preset is for tpu. "
-        "`jaxmem doctor --start` says more."
+        "`jaxmem doctor --start` shows more."
     )
 
 

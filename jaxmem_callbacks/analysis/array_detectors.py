@@ -407,7 +407,7 @@ class ReplicationDetector:
             return None
         if self._split is not None:
             meant = self._would_split(group.shape, group.bytes // group.count, group.spread)
-            return f"the policy says sharding={self._split}" if meant else None
+            return f"the policy has sharding={self._split}" if meant else None
         beside = [each for each in groups if each.devices == group.devices and len(each.shape) > 1]
         split = [each for each in beside if not each.replicated]
         whole_elements = sum(each.count * each.elements for each in beside if each.replicated)

@@ -84,11 +84,11 @@ def _require_same(before: Account, after: Account) -> None:
         _refuse(f"the batches differ: {'; '.join(_differences(before.batch, after.batch))}", "the same batch")
     if not before.judged.keys() & after.judged.keys():
         first, second = (", ".join(each.judged) or "nothing" for each in (before, after))
-        _refuse(f"one tells {first}, the other {second}", "at least one figure that both tell")
+        _refuse(f"one has {first}, the other {second}", "at least one figure that both have")
 
 
 def _refuse(why: str, expected: str) -> None:
-    msg = f"These cannot be compared: {why}. Expected {expected}: otherwise a difference in bytes says nothing."
+    msg = f"These cannot be compared: {why}. Expected {expected}: otherwise a difference in bytes means nothing."
     raise ComparisonError(msg)
 
 
@@ -113,5 +113,5 @@ def _changes(
 def _notes(before: Account, after: Account) -> Sequence[str]:
     notes = [f"{line}." for line in _differences(before.conditions, after.conditions)]
     alone = [name for name in {**before.judged, **after.judged} if (name in before.judged) != (name in after.judged)]
-    notes += [f"{name}: told by one of the two only, so it is not judged." for name in alone]
+    notes += [f"{name}: in one of the two only, so it is not judged." for name in alone]
     return [*notes, *before.remarks, *(remark for remark in after.remarks if remark not in before.remarks)]

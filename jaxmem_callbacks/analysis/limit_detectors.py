@@ -109,7 +109,7 @@ def growing_event(demand: Demand, rise: Rise, steps_left: int) -> MemoryEvent:
             f"{reading.device} meets its limit of {format_bytes(demand.limit_bytes)} in about {steps_left} steps: it needs "
             f"{format_bytes(demand.bytes)} and grows by {format_bytes(round(rise.per_step))} a step since step {rise.since_step}."
         ),
-        action="Find what grows and let it go: the growth event and memory/live_arrays_count say which arrays. Else: "
+        action="Find what grows and let it go: the growth event and memory/live_arrays_count show which arrays. Else: "
         + NEED_LESS,
         figures={
             "demand_bytes": demand.bytes,

@@ -135,7 +135,10 @@ class MetricAvailability:
             *self._needs(),
             *self._planned(),
             self._drops(),
-            *(_row(f"said by the monitor, {n}", "", "monitor", text) for n, text in enumerate(self._messages, start=1)),
+            *(
+                _row(f"message of the monitor, {n}", "", "monitor", text)
+                for n, text in enumerate(self._messages, start=1)
+            ),
         )
 
     def _figure(self, figure: Figure) -> AvailabilityRow:

@@ -210,8 +210,8 @@ class Exchange:
         if busy and now_s - self._began_s >= long_s:
             self._faults.note(
                 "exchange",
-                "the exchange with the other processes gets no answer (does the coordinator, process 0, still run?): what they "
-                "tell is not shown until one comes.",
+                "the exchange with the other processes gets no answer (does the coordinator, process 0, still run?): their "
+                "figures are not shown until one comes.",
             )
         return busy
 

@@ -88,7 +88,7 @@ def report_environment(preset: Preset, faults: Faults) -> None:
     if not broken:
         return
     more = advise("command.typed", typed="doctor --start")
-    words = f"{preset.name}: the backend does not obey its environment. {broken}. `{more}` says more."
+    words = f"{preset.name}: the backend does not obey its environment. {broken}. `{more}` shows more."
     if faults.raises:
         faults.report(_PART, EnvironmentSettingError(words))
     else:
@@ -332,7 +332,11 @@ class MemoryMonitor:
         self._faults.attempt("the monitor", self._look, scan, last, default=None)
         if messages := self._faults.messages():
             self._faults.attempt(
-                "telling of itself", self._recorder.record_messages, messages, self._sampler.latest_step(), default=None
+                "reporting on itself",
+                self._recorder.record_messages,
+                messages,
+                self._sampler.latest_step(),
+                default=None,
             )
 
     def _look(self, scan: bool, last: bool) -> None:  # noqa: FBT001 - passed on by Faults.attempt

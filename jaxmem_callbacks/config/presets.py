@@ -208,7 +208,7 @@ def _contradiction(parts: list[Part], section: str, error: PolicyError | Environ
     where = ", ".join(f"`{key}` at {place}" for key, place in last.items())
     place = list(last.values())[-1]
     return preset_error(
-        [Problem(place=place, given=f"this {section} is refused. {error}", expected=f"Said here: {where}.")]
+        [Problem(place=place, given=f"this {section} is refused. {error}", expected=f"Given here: {where}.")]
     )
 
 

@@ -86,7 +86,7 @@ def require_environment(preset: Preset) -> None:
     """
     if preset.environment == EnvironmentSettings():
         msg = (
-            f"The preset {preset.name or 'given'} says nothing of the environment, so there is nothing to apply. Add a part that "
+            f"The preset {preset.name or 'given'} sets nothing of the environment, so there is nothing to apply. Add a part that "
             f"does: {advise('environment.apply', preset=_loaded([*_parts(preset), repr('gpu_growth')]))}. "
             f"`{advise('command.typed', typed='presets')}` lists them: gpu_..., tpu_default."
         )
@@ -140,9 +140,9 @@ def _mean_the_same(name: str, wanted: str, text: str) -> bool:
 
 
 def _conflicts(preset: Preset, wanted: Mapping[str, str], different: Mapping[str, tuple[str, str]]) -> str:
-    lines = [f"{preset.name}: nothing was set, because this process says otherwise already."]
+    lines = [f"{preset.name}: nothing was set, because this process is set otherwise already."]
     for name, (source, value) in different.items():
-        lines.append(f"  {source} is {value}, and the preset says {wanted[name]}.")
+        lines.append(f"  {source} is {value}, and the preset has {wanted[name]}.")
     clearing = "; ".join(
         f"leave {source} out" if source.startswith(_OPTION) else advise("environment.unset", name=source)
         for source, _ in different.values()
@@ -238,7 +238,7 @@ def _given_up(device: DeviceFacts, wanted: Sequence[Platform], seen: ProcessFact
     if device.platform != "cpu" or not here or not _is_allowed(here[0], seen.platforms):
         return None
     return (
-        f"It runs on {device.label} although this machine shows {here[0]} hardware; its own log lines say why that was given up. "
+        f"It runs on {device.label} although this machine shows {here[0]} hardware; its log lines show why that was given up. "
         f"{advise('environment.set', name='JAX_PLATFORMS', value=here[0])} makes that an error"
     )
 

@@ -129,7 +129,7 @@ def _largest_block(seen: ProcessFacts, devices: Sequence[DeviceFacts] | None, pl
 def _addresses(platform: Platform | None) -> Figure:
     name = "array addresses"
     if platform == "tpu":
-        return Figure(name=name, exists=False, text="a TPU's runtime tells none, so there is no heap map")
+        return Figure(name=name, exists=False, text="a TPU's runtime reports none, so there is no heap map")
     if platform is None:
         return Figure(name=name, exists=None, text=_UNDECIDED)
     return Figure(name=name, exists=True, text="of arrays that are ready: the monitor's heap map")

@@ -490,7 +490,7 @@ def _values_of_options(seen: ProcessFacts) -> Iterator[Finding]:
                 continue
             yield Finding(
                 kind="value of an option",
-                given=f"{where} says {key}={value!r}.",
+                given=f"{where} has {key}={value!r}.",
                 why=f"The GPU plugin wants {form}. {_ON_THE_CPU}",
                 type_next=f"{advise('environment.option', options={key: example})}   # before the first use",
             )
@@ -547,7 +547,7 @@ def _options(seen: ProcessFacts) -> Iterator[Finding]:
     if seen.options_are_text and texts:
         yield Finding(
             kind="options as text",
-            given=f"{where} says {', '.join(texts)} as text.",
+            given=f"{where} has {', '.join(texts)} as text.",
             why=f"A text's values stay texts, and the GPU plugin wants numbers and booleans: it refuses them. {_ON_THE_CPU}",
             type_next=f"{advise('environment.option', options=_OPTIONS_AS_VALUES)}   # before the first use",
         )
@@ -558,7 +558,7 @@ def _options(seen: ProcessFacts) -> Iterator[Finding]:
         if key in seen.options and text and not same(variable, text, seen.options[key]):
             yield Finding(
                 kind="overridden",
-                given=f"{name}={text}, and {where} says {key}={seen.options[key]!r}.",
+                given=f"{name}={text}, and {where} has {key}={seen.options[key]!r}.",
                 why="JAX hands the option over last: the variable changes nothing.",
                 type_next=f"{advise('environment.unset', name=name)}   # or leave {key} out of the option",
             )
@@ -572,8 +572,8 @@ def _replaced_by_vmm(seen: ProcessFacts) -> Iterator[Finding]:
             yield Finding(
                 kind="allocator replaced",
                 given=f"XLA_FLAGS has {flag}.",
-                why="With it XLA takes the allocator vmm, whatever else is said; vmm reports no statistics.",
-                type_next=f"{advise('environment.set', name=ALLOCATOR, value='vmm')}   # to say so, or leave the flag out",
+                why="With it XLA takes the allocator vmm, whatever else is set; vmm reports no statistics.",
+                type_next=f"{advise('environment.set', name=ALLOCATOR, value='vmm')}   # explicitly, or leave the flag out",
             )
 
 
