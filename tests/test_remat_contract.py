@@ -17,6 +17,8 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, REMAT_SYNONYMS, canonical_remat
 from jaxmem_callbacks.transforms.checkpoints import named_policy
+from jaxmem_callbacks.transforms.remat import cut_equations
+from jaxmem_callbacks.transforms.tracing import flatten, is_checkpoint
 from tests.comparisons import checkpoints
 from tests.losses import INPUTS, KEY, WEIGHTS, constrained, jitted, mlp, named, own_remat, scanned
 
@@ -128,7 +130,18 @@ def test_equal_layers_of_a_loop_share_one_jaxpr() -> None:
     assert len({id(body) for body in bodies}) < len(bodies)
 
 
-# Sinking.
+@pytest.mark.parametrize("policy", [{}, {"keep": 0.5}, {"levels": 2}])
+def test_a_traced_loss_can_be_cut_again_and_is_cut_alike(policy: dict[str, Any]) -> None:
+    flat = flatten(jax.make_jaxpr(mlp)(WEIGHTS, INPUTS))
+    before = flat.eqns
+    first, second = (cut_equations(flat, jm.StepPolicy(remat="full", **policy)) for _ in range(2))
+    texts = {re.sub(r" at 0x\w+", "", str(jaxpr)) for jaxpr in (first, second)}
+    assert len(texts) == 1
+    assert any(map(is_checkpoint, first.eqns))
+    assert flat.eqns is before
+
+
+# Cheap values.
 
 
 def test_cheap_values_of_parameters_are_made_again_and_never_cross_a_cut() -> None:
