@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.memory import buffer_table
 from jaxmem_callbacks.programs.reading.buffer_assignment import Value
-from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments, Flow, Groups, pass_of_name
+from jaxmem_callbacks.programs.reading.buffer_groups import (
+    Argument,
+    Arguments,
+    BufferClassifier,
+    HloDataflow,
+    pass_of_name,
+)
 from jaxmem_callbacks.programs.reading.hlo import element_count, padded_bytes, parse_module, unpadded_bytes, user_source
 from jaxmem_callbacks.programs.targets import worker_main
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
@@ -166,8 +172,8 @@ def value(name: str, *index: int) -> Value:
     ],
 )
 def test_a_value_is_followed_to_its_readers(name: str, index: tuple[int, ...], group: str) -> None:
-    groups = Groups(parse_module(HLO), KNOWN)
-    found, why = groups.of(value(name, *index))
+    classifier = BufferClassifier(parse_module(HLO), KNOWN)
+    found, why = classifier.classify(value(name, *index))
     assert found == group
     assert bool(why) == (group == "unknown")
 
@@ -179,14 +185,14 @@ def test_what_a_tpu_puts_out_of_its_own_memory_has_the_name_of_what_made_it() ->
 
 
 def test_a_copy_of_an_argument_is_told_as_one() -> None:
-    groups = Groups(parse_module(HLO), KNOWN)
-    assert groups.copied_argument(value("narrow")) == "params['w']"
-    assert groups.copied_argument(value("metric")) is None
-    assert groups.copied_argument(value("stack")) is None
+    classifier = BufferClassifier(parse_module(HLO), KNOWN)
+    assert classifier.copied_argument(value("narrow")) == "params['w']"
+    assert classifier.copied_argument(value("metric")) is None
+    assert classifier.copied_argument(value("stack")) is None
 
 
 def test_readers_are_found_in_every_pass_and_in_the_result() -> None:
-    flow = Flow(parse_module(HLO))
+    flow = HloDataflow(parse_module(HLO))
     assert flow.readers([("loop", 1)]).passes == {"backward"}
     assert flow.readers([("x", None)]).passes == {"forward"}
     assert flow.readers([("new", None)]).is_result

@@ -53,7 +53,7 @@ class Readers:
 
 
 @final
-class Flow:
+class HloDataflow:
     """How values flow through a module.
 
     Args:
@@ -307,8 +307,8 @@ class Arguments:
 
 
 @final
-class Groups:
-    """Judges the buffers of one program.
+class BufferClassifier:
+    """Classifies the buffers of one program.
 
     Args:
         module: The optimised program.
@@ -317,7 +317,7 @@ class Groups:
 
     def __init__(self, module: Module, arguments: Arguments) -> None:
         self._module = module
-        self._flow = Flow(module)
+        self._flow = HloDataflow(module)
         self._arguments = arguments
 
     def content(self, value: Value) -> Value:
@@ -325,7 +325,7 @@ class Groups:
         name, index = self._flow.content(value.name, value.index)
         return replace(value, name=name, index=index)
 
-    def of(self, value: Value) -> tuple[str, str | None]:
+    def classify(self, value: Value) -> tuple[str, str | None]:
         """The group of the buffer that a value lies in, and why where it is unknown."""
         if value.shape.startswith("("):
             return TEMPORARIES, None  # a table of addresses

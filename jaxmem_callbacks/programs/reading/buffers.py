@@ -26,7 +26,7 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import (
     read_allocations,
     read_schedule,
 )
-from jaxmem_callbacks.programs.reading.buffer_groups import Arguments, Groups
+from jaxmem_callbacks.programs.reading.buffer_groups import Arguments, BufferClassifier
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, parse_module, unpadded_bytes
 from jaxmem_callbacks.records.peaks import (
     AT_THE_PEAK,
@@ -96,7 +96,7 @@ def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None =
     temporaries = [allocation for allocation in here if allocation.kind == "temporary"]
     slots = _slots(temporaries)
     position = _peak_position(slots)
-    reader = _Reader(module, known, Groups(module, known), position)
+    reader = _Reader(module, known, BufferClassifier(module, known), position)
     beside = [each for each in every if each not in here]
     buffers = [
         *reader.alive(temporaries),
@@ -127,7 +127,7 @@ class _Reader:
 
     module: Module
     arguments: Arguments
-    groups: Groups
+    classifier: BufferClassifier
     position: int
 
     def alive(self, temporaries: Sequence[Allocation], *, gaps: bool = True) -> Iterator[Buffer]:
@@ -194,9 +194,9 @@ class _Reader:
         whole = [value for value in allocation.values if value.bytes == allocation.bytes]
         lent = [value for value in whole if value.first is not None and _lives(value, self.position)]
         for value in lent:
-            group, _ = self.groups.of(value)
+            group, _ = self.classifier.classify(value)
             if group in {GRADIENTS, SAVED}:
-                return self.groups.content(value), group
+                return self.classifier.content(value), group
         last = max(whole or allocation.values, key=lambda value: value.first or 0, default=None)
         return last, RESULTS
 
@@ -209,9 +209,9 @@ class _Reader:
             rank, best, why = max(
                 (self._ranked(v) for v in _same_buffer(values, self.position)), key=lambda ranked: ranked[0]
             )
-        held = self.groups.content(best)
+        held = self.classifier.content(best)
         origin = self.module.origin(held.name, held.index)
-        copied = self.groups.copied_argument(best)
+        copied = self.classifier.copied_argument(best)
         return Buffer(
             bytes=size,
             shape=best.shape,
@@ -225,8 +225,8 @@ class _Reader:
 
     def _ranked(self, value: Value) -> tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]:
         """A value with its group's rank and how informative it is."""
-        group, why = self.groups.of(value)
-        held = self.groups.content(value)
+        group, why = self.classifier.classify(value)
+        held = self.classifier.content(value)
         information = _information(held, self.module)
         return (_RANKED.index(group), any(information[:2]), information), value, why
 

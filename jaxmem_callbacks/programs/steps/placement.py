@@ -46,14 +46,14 @@ def state_argument(arguments: Sequence[tuple[str, Any]], shardings: Any, functio
     """
     if isinstance(shardings, jax.sharding.Sharding):
         return 0
-    wanted = jax.tree.structure(shardings)
+    required = jax.tree.structure(shardings)
     for index, (_, value) in enumerate(arguments):
-        if jax.tree.structure(value) == wanted:
+        if jax.tree.structure(value) == required:
             return index
     step = getattr(function, "__name__", "the step")
     names = ", ".join(name for name, _ in arguments)
     msg = (
-        f"state_shardings has the tree {wanted!s:.200}, and no argument of {step} has it (arguments: {names}). Expected "
+        f"state_shardings has the tree {required!s:.200}, and no argument of {step} has it (arguments: {names}). Expected "
         f"one sharding per array of the state: {advise('sharding.of_state', state='state')}."
     )
     raise PolicyError(msg)
@@ -86,22 +86,22 @@ def require_placed(pin: Pin, value: Any) -> None:
     Raises:
         PolicyError: with the first array that does, and the `jax.device_put` line to type.
     """
-    for path, leaf, wanted in _pairs(value, pin.shardings):
-        if wanted is None or _lies(leaf, wanted):
+    for path, leaf, required in _pairs(value, pin.shardings):
+        if required is None or _lies(leaf, required):
             continue
         msg = (
-            f"{pin.argument}{jax.tree_util.keystr(path)} lies as {leaf.sharding}, expected {wanted} as "
+            f"{pin.argument}{jax.tree_util.keystr(path)} lies as {leaf.sharding}, expected {required} as "
             f"{pin.required_by} requires. It is never moved silently. Move it once, before the loop:\n    {pin.move}"
         )
         raise PolicyError(msg)
 
 
-def _lies(leaf: Any, wanted: jax.sharding.Sharding) -> bool:
-    """Whether an array lies as wanted, or lies nowhere: a number, a shape, or a single element that is bound to no device."""
+def _lies(leaf: Any, required: jax.sharding.Sharding) -> bool:
+    """Whether an array lies as required, or lies nowhere: a number, a shape, or a single element that is bound to no device."""
     if isinstance(leaf, Tracer):
         return True
     placed = getattr(leaf, "sharding", None)
-    if placed is None or placed.is_equivalent_to(wanted, leaf.ndim):
+    if placed is None or placed.is_equivalent_to(required, leaf.ndim):
         return True
     return isinstance(leaf, jax.Array) and leaf.size == 1 and not leaf.committed
 
@@ -117,8 +117,8 @@ def jit_shardings(
         results: The step's results as shapes.
         prefix_of: From an argument's name and shardings to what the jit of its framework takes for it.
     """
-    wanted = {pin.argument: prefix_of(pin.argument, pin.shardings) for pin in pins}
-    options: dict[str, Any] = {"in_shardings": tuple(wanted.get(name) for name in names)}
+    required = {pin.argument: prefix_of(pin.argument, pin.shardings) for pin in pins}
+    options: dict[str, Any] = {"in_shardings": tuple(required.get(name) for name in names)}
     places = {pin.place: pin.shardings for pin in pins if pin.place is not None}
     if places:
         options["out_shardings"] = _prefix(results, (), places)
@@ -147,24 +147,24 @@ def require_returned(pins: Sequence[Pin], results: Any, shardings: Any, jitted: 
         if returned is None:
             continue
         shapes = jax.tree.leaves(_at(results, pin.place or ()))
-        for shape, (path, placed, wanted) in zip(shapes, _pairs(returned, pin.shardings), strict=True):
-            if wanted is None or placed.is_equivalent_to(wanted, len(shape.shape)):
+        for shape, (path, placed, required) in zip(shapes, _pairs(returned, pin.shardings), strict=True):
+            if required is None or placed.is_equivalent_to(required, len(shape.shape)):
                 continue
             msg = (
-                f"{name} is already jitted and returns {pin.argument}{jax.tree_util.keystr(path)} as {placed}, expected {wanted} "
-                f"as {pin.required_by} requires. Write out_shardings in the {jitted.word} of {name}, or pass the plain "
-                "function to jm.jit_step, which pins it."
+                f"{name} is already jitted and returns {pin.argument}{jax.tree_util.keystr(path)} as {placed}, "
+                f"expected {required} as {pin.required_by} requires. Write out_shardings in the {jitted.word} of {name}, or pass "
+                "the plain function to jm.jit_step, which pins it."
             )
             raise PolicyError(msg)
 
 
 def pinned_leaves(leaves: Sequence[Leaf], pin: Pin) -> list[Leaf]:
     """The leaves of a call, those of the pinned argument with the place that they will have, where they have none yet."""
-    wanted = pin.shardings
-    if not isinstance(wanted, jax.sharding.Sharding):
-        by_path = {leaf.path: leaf.value for leaf in user_leaves(pin.argument, wanted)}
+    required = pin.shardings
+    if not isinstance(required, jax.sharding.Sharding):
+        by_path = {leaf.path: leaf.value for leaf in user_leaves(pin.argument, required)}
     else:
-        by_path = {leaf.path: wanted for leaf in leaves if leaf.argument == pin.argument}
+        by_path = {leaf.path: required for leaf in leaves if leaf.argument == pin.argument}
     return [_placed(leaf, by_path.get(leaf.path)) if leaf.argument == pin.argument else leaf for leaf in leaves]
 
 
@@ -201,14 +201,14 @@ def _at(node: Any, place: Place) -> Any:
 
 
 def _pairs(value: Any, shardings: Any) -> list[tuple[Any, Any, Any]]:
-    """(path, leaf, wanted sharding or None) for each leaf of a value."""
+    """(path, leaf, required sharding or None) for each leaf of a value."""
     leaves = jax.tree_util.tree_flatten_with_path(value)[0]
     if isinstance(shardings, jax.sharding.Sharding):
         return [(path, leaf, shardings) for path, leaf in leaves]
-    wanted = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
-    if len(wanted) != len(leaves):  # None that the value holds too
-        wanted = jax.tree.leaves(shardings)
-    return [(path, leaf, sharding) for (path, leaf), sharding in zip(leaves, wanted, strict=True)]
+    required = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
+    if len(required) != len(leaves):  # None that the value holds too
+        required = jax.tree.leaves(shardings)
+    return [(path, leaf, sharding) for (path, leaf), sharding in zip(leaves, required, strict=True)]
 
 
 _FSDP = '{"fsdp": -1}'
@@ -252,12 +252,12 @@ def pins_of_policy(
     return [
         Pin(
             argument=argument,
-            shardings=wanted,
+            shardings=required,
             place=updated[argument],
             required_by=f"sharding={policy.sharding!r}",
             move=move,
         )
-        for (argument, _), wanted in zip(state, shardings, strict=True)
+        for (argument, _), required in zip(state, shardings, strict=True)
         if own is None or argument != own.argument
     ]
 

@@ -242,8 +242,8 @@ class JitStep(Generic[_Arguments, _Results]):
     ) -> JitStep:
         """The same step under another policy; donation, places and gradients stay unless they are given anew."""
         own = None if self._jit_options.donate == self.policy.donate else self._jit_options.donate
-        is_said = donate_argnames is not None or policy.donate not in (None, self.policy.donate)
-        names = own if isinstance(own, tuple) and not is_said else donate_argnames
+        is_given = donate_argnames is not None or policy.donate not in (None, self.policy.donate)
+        names = own if isinstance(own, tuple) and not is_given else donate_argnames
         placed = self._jit_options.state_shardings if state_shardings is None else state_shardings
         reach = self.gradients if gradients == "own" else gradients
         return JitStep(self.__wrapped__, policy, donate_argnames=names, state_shardings=placed, gradients=reach)

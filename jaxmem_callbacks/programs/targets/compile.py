@@ -321,13 +321,13 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
 
 def _hand_over(dump: pathlib.Path, options: Mapping[str, Any]) -> None:
     """Give the user the dumps that flags or options ask for, which the compile wrote where this library reads them."""
-    asked = user_dump_folder(options)
-    if asked is None or not dump.exists():
+    folder = user_dump_folder(options)
+    if folder is None or not dump.exists():
         return
     try:
-        shutil.copytree(dump, asked, dirs_exist_ok=True)
+        shutil.copytree(dump, folder, dirs_exist_ok=True)
     except OSError as error:
-        warnings.warn(f"XLA's dumps could not be put into {str(asked)!r}: {error}", stacklevel=3)
+        warnings.warn(f"XLA's dumps could not be put into {str(folder)!r}: {error}", stacklevel=3)
 
 
 def _at_once(lower: Callable[_Options, Compiling]) -> Callable[_Options, TargetCompilation]:
