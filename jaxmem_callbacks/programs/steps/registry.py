@@ -57,7 +57,8 @@ class _History:
         self._largest: weakref.WeakKeyDictionary[Step, Compilation] = weakref.WeakKeyDictionary()
         self._newest: weakref.WeakKeyDictionary[Step, deque[Compilation]] = weakref.WeakKeyDictionary()
 
-    def add(self, compilation: Compilation, step: Step | None) -> None:
+    def record(self, compilation: Compilation, step: Step | None = None) -> None:
+        """Add one compilation, of ``step``, to the process's history. Never blocks for long; any thread."""
         with self._lock:
             self._kept.append(compilation)
             self._total += 1
@@ -68,59 +69,39 @@ class _History:
                 self._largest[step] = compilation
 
     def calls(self) -> tuple[tuple[Compilation, int], ...]:
+        """For every step that still exists, its largest compilation and how often it was called so far."""
         with self._lock:
             return tuple((compilation, step.calls) for step, compilation in self._largest.items())
 
     def steps(self) -> tuple[tuple[Step, Compilation], ...]:
+        """Every step that still exists, with its largest compilation. Who asks holds the steps: not for long."""
         with self._lock:
             return tuple(self._largest.items())
 
     def of(self, step: Step) -> tuple[Compilation, ...]:
+        """The compilations of one step: its largest, then its newest, the last one first. Several steps may bear one name."""
         with self._lock:
             largest = self._largest.get(step)
             return () if largest is None else (largest, *reversed(self._newest[step]))
 
     def since(self, cursor: int) -> tuple[tuple[Compilation, ...], int]:
+        """What was compiled after ``cursor``, oldest first, and the cursor to ask with next time.
+
+        Args:
+            cursor: 0 for everything that is still kept, or what the last call returned.
+        """
         with self._lock:
             missed = max(0, self._total - cursor)
             newest = tuple(self._kept)[max(0, len(self._kept) - missed) :] if missed else ()
             return newest, self._total
 
 
-_history = _History()
-
-
 def _need(compilation: Compilation | None) -> int:
     return -1 if compilation is None or compilation.memory is None else compilation.memory.step_bytes
 
 
-def record(compilation: Compilation, step: Step | None = None) -> None:
-    """Add one compilation, of ``step``, to the process's history. Never blocks for long; any thread."""
-    _history.add(compilation, step)
-
-
-def calls() -> tuple[tuple[Compilation, int], ...]:
-    """For every step that still exists, its largest compilation and how often it was called so far."""
-    return _history.calls()
-
-
-def steps() -> tuple[tuple[Step, Compilation], ...]:
-    """Every step that still exists, with its largest compilation. Who asks holds the steps: not for long."""
-    return _history.steps()
-
-
-def of(step: Step) -> tuple[Compilation, ...]:
-    """The compilations of one step: its largest, then its newest, the last one first. Several steps may bear one name."""
-    return _history.of(step)
-
-
-def since(cursor: int) -> tuple[tuple[Compilation, ...], int]:
-    """What was compiled after ``cursor``, oldest first, and the cursor to ask with next time.
-
-    Args:
-        cursor: 0 for everything that is still kept, or what the last call returned.
-    """
-    return _history.since(cursor)
+_history = _History()
+record, calls, steps, of, since = _history.record, _history.calls, _history.steps, _history.of, _history.since
 
 
 # `jaxmem inspect` stops a script at a first call. In a script without a step of this library what its jits make is wrapped, to be
