@@ -50,7 +50,8 @@ class Facts:
     """What is known of a traced step before any compile.
 
     Attributes:
-        traced: The step itself.
+        step: The step under its policy.
+        traced: Its trace.
         flops: Operations of one call.
         modelled_s: Modelled seconds on the target, or None where its speed is unknown.
         operations: Identifies them, with shapes and dtypes.
@@ -59,6 +60,7 @@ class Facts:
         unchecked: Whether a loss without an explicit weight is accumulated, and was not compared yet.
     """
 
+    step: JitStep = field(repr=False)
     traced: Traced = field(repr=False)
     flops: int
     modelled_s: float | None
@@ -83,9 +85,8 @@ class Compiler:
         self.notes: dict[str, None] = {}
         self.left_alone: dict[OwnCheckpoint, None] = {}
         self.obstacles: dict[str, None] = {}  # those of them that policies cannot change
-        self._plain_step = problem.step(problem.base)
         self._disagreed: tuple[str, ...] = ()
-        self.plain = self.facts(problem.base, self._plain_step)
+        self.plain = self._last = self._traced(problem.step(problem.base))
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
     def title(self, policy: StepPolicy) -> str:
@@ -93,22 +94,23 @@ class Compiler:
         rows = self.problem.batch_rows
         return policy_words(policy) + (f" at {rows} rows" if rows is not None else "")
 
-    def facts(self, policy: StepPolicy, step: JitStep | None = None, *, survey: bool = False) -> Facts:
+    def facts(self, policy: StepPolicy, *, survey: bool = False) -> Facts:
         """What is known of the step under a policy without a compile.
 
         Args:
             policy: The policy.
-            step: The step under it, where there is one already: JAX then traces it once for all that is asked of it.
-            survey: Whether to find what the losses could keep too; for a step that is not given.
+            survey: Whether to find what the losses could keep too.
 
         Raises:
             PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
         """
+        self._last = self._traced(self.problem.step(policy, survey=survey))
+        return self._last
+
+    def _traced(self, step: JitStep) -> Facts:
         problem = self.problem
-        if step is None:
-            step = problem.step(policy, survey=survey)
         try:
-            with problem.in_mesh(), self._trace_errors_explained(policy):
+            with problem.in_mesh(), self._trace_errors_explained(step.policy):
                 traced = step.traced(problem.args, dict(problem.kwargs))
         finally:  # a loss may be refused for its own checkpoints
             self.left_alone |= dict.fromkeys(step.left_alone)
@@ -119,6 +121,7 @@ class Compiler:
         if counted.loops_once:
             self.notes[_COUNTED_ONCE] = None
         return Facts(
+            step=step,
             traced=traced,
             flops=counted.flops,
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
@@ -157,14 +160,15 @@ class Compiler:
                 devices than the target has.
         """
         problem = self.problem
-        step = self._plain_step if policy == problem.base else problem.step(policy)
-        facts = self.facts(policy, step)
+        # What was traced last is often compiled next: the lower end after its survey, two levels after their comparison.
+        known = [each for each in (self.plain, self._last) if each.step.policy == policy]
+        facts = known[0] if known else self.facts(policy)
         self.unchecked |= facts.unchecked
         if problem.target is None:
-            return self._lowered_here(step, facts)
+            return self._lowered_here(facts)
         with problem.in_mesh():
             compiling = lower_traced_for(
-                facts.traced, step.name, problem.target, want_buffers=True, need_lines=False, timeout_s=timeout_s
+                facts.traced, facts.step.name, problem.target, want_buffers=True, need_lines=False, timeout_s=timeout_s
             )
         return lambda: self._answered(policy, facts, compiling())
 
@@ -239,9 +243,9 @@ class Compiler:
         memory = program_memory(compiled, name="step", platform=jax.default_backend(), target="attached")
         return memory.step_bytes, False
 
-    def _lowered_here(self, step: JitStep, facts: Facts) -> Callable[[], Candidate]:
+    def _lowered_here(self, facts: Facts) -> Callable[[], Candidate]:
         """Lower for the devices of this process. Where JAX's own cache is on it may answer, and then the peak is unknown."""
-        problem = self.problem
+        problem, step = self.problem, facts.step
         arguments = Arguments(
             by_number=dict(enumerate(facts.arguments)), by_name={each.path: each for each in facts.arguments}
         )
