@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.candidate_policies import candidates_for
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
@@ -129,10 +129,10 @@ def asked(
 
 @pytest.fixture(scope="module")
 def deeper() -> jm.StepPolicy:
-    found = offers(compiler_for(None), FULL)
+    found = candidates_for(compiler_for(None), FULL)
     assert found.segments <= 4
     assert found.deeper is not None
-    assert found.deeper.offered.peak <= 0.95 * found.peak
+    assert found.deeper.candidates.peak <= 0.95 * found.peak
     return found.deeper.policy
 
 
@@ -141,8 +141,8 @@ def test_of_numbers_estimated_alike_it_is_the_largest() -> None:
     """More cuts leave less to what a compiler may do otherwise."""
     block, args = RECTIFIED
     compiler = compiler_for(None, step=step_of(jm.value_and_grad, block), args=args)
-    own = offers(compiler, FULL)
-    ends = {number: offers(compiler, replace(FULL, segments=number)) for number in range(2, own.segments + 4)}
+    own = candidates_for(compiler, FULL)
+    ends = {number: candidates_for(compiler, replace(FULL, segments=number)) for number in range(2, own.segments + 4)}
     assert own.deeper is not None
     low = {number: end for number, end in ends.items() if end.peak <= SLACK * min(each.peak for each in ends.values())}
     work = low[own.deeper.policy.segments or 0].between[0].work
@@ -165,7 +165,7 @@ def test_where_the_estimate_promises_less_than_a_twentieth_nothing_is_asked() ->
         return jm.value_and_grad(loss)(params)
 
     params, _, batch = RECTIFIED[1]
-    found = offers(compiler_for(None, step=step, args=({**params, "head": shape(WIDTH, 4096)}, batch)), FULL)
+    found = candidates_for(compiler_for(None, step=step, args=({**params, "head": shape(WIDTH, 4096)}, batch)), FULL)
     assert found.segments <= 4
     assert found.deeper is None
 
@@ -212,7 +212,7 @@ def test_a_loop_over_layers_is_no_net_of_few_blocks(first: bool) -> None:
     def step(weights: Any, x: Any) -> Any:
         return jm.value_and_grad(loss)(weights, x)
 
-    found = offers(compiler_for(None, step=step, args=(shape(12, 64, 64), shape(512, 64))), FULL)
+    found = candidates_for(compiler_for(None, step=step, args=(shape(12, 64, 64), shape(512, 64))), FULL)
     assert found.deeper is None
 
 
@@ -223,6 +223,6 @@ def test_a_tpus_compiler_is_not_asked(deeper: jm.StepPolicy) -> None:
 
 @pytest.mark.core
 def test_a_number_that_is_given_is_taken_as_it_is() -> None:
-    given = offers(compiler_for(None), replace(FULL, segments=3))
+    given = candidates_for(compiler_for(None), replace(FULL, segments=3))
     assert given.deeper is None
     assert {each.policy.segments for each in given.between} == {3}

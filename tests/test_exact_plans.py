@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import offers
+from jaxmem_callbacks.planning.candidate_policies import candidates_for
 from jaxmem_callbacks.planning.choice import choose
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import CompileResults
@@ -159,7 +159,7 @@ class Reference:
 
     def offered(self) -> list[tuple[int, int]]:
         """Bytes and operations of all that the planner may choose from."""
-        offered = offers(self.compiler(), FULL)
+        offered = candidates_for(self.compiler(), FULL)
         return [self.cost(offer.policy) for offer in (*offered.between, *offered.others)]
 
     def planned(self, budget: int) -> int | None:

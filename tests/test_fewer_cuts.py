@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import offers, with_enough_cuts, with_half_the_cuts
+from jaxmem_callbacks.planning.candidate_policies import candidates_for, with_enough_cuts, with_half_the_cuts
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
@@ -55,12 +55,12 @@ def compiler_for(budget: int | None, train_step: Any = step, dtype: Any = jnp.fl
 @pytest.fixture(scope="module")
 def fewer(compiler: Compiler) -> tuple[jm.StepPolicy, int]:
     """The policy of half as many cuts, and its estimated peak."""
-    many = offers(compiler, FULL).segments
+    many = candidates_for(compiler, FULL).segments
     found = with_half_the_cuts(compiler, FULL, many)
     assert found is not None
     assert many > 4
     assert found.policy == jm.StepPolicy(remat="full", segments=many // 2 + 1)
-    return found.policy, found.offered.peak
+    return found.policy, found.candidates.peak
 
 
 @pytest.mark.parametrize("budget", [None, 150_000], ids=["frontier", "budget"])
@@ -127,13 +127,13 @@ def step_with_a_head(weights: Any, batch: Any, layers: int = LAYERS, products: i
 def asked_for_fewer(platform: str, layers: int, products: int) -> tuple[float, bool, bool]:
     """Their estimated peak over that of the library's own cuts, whether as many would take more, whether they are compiled."""
     compiler = compiler_for(None, functools.partial(step_with_a_head, layers=layers, products=products), jnp.bfloat16)
-    many = offers(compiler, FULL)
+    many = candidates_for(compiler, FULL)
     few = with_enough_cuts(compiler, FULL, many.segments)
     assert few is not None
-    queue = said({None: few.offered.peak // 2, few.policy.segments: few.offered.peak // 4})
+    queue = said({None: few.candidates.peak // 2, few.policy.segments: few.candidates.peak // 4})
     there = replace(resolve_target("cpu"), platform=platform)
     RematSearch(Compiler(replace(compiler.problem, target=there)), queue).run(frontier=True)
-    return few.offered.peak / many.peak, few.is_less, queue.asked[2] == few.policy
+    return few.candidates.peak / many.peak, few.is_less, queue.asked[2] == few.policy
 
 
 def test_a_tpus_compiler_is_asked_where_the_estimate_itself_is_less() -> None:
@@ -155,12 +155,13 @@ def test_a_tpus_compiler_is_asked_where_the_estimate_itself_is_less() -> None:
 def test_a_tpus_compiler_is_asked_for_as_many_cuts_as_leave_no_other_segment_much_longer() -> None:
     """Half as many would make the others too long here."""
     compiler = compiler_for(None, functools.partial(step_with_a_head, layers=6, products=3), jnp.bfloat16)
-    segments = offers(compiler, FULL).segments
+    segments = candidates_for(compiler, FULL).segments
     found = with_enough_cuts(compiler, FULL, segments)
     assert found is not None
-    policy, few = found.policy, found.offered
+    policy, few = found.policy, found.candidates
     peaks = {
-        count: offers(compiler, replace(FULL, segments=count)).peak for count in range(segments // 2 + 1, segments + 1)
+        count: candidates_for(compiler, replace(FULL, segments=count)).peak
+        for count in range(segments // 2 + 1, segments + 1)
     }
     near = [count for count, peak in peaks.items() if peak <= 1.1 * peaks[segments]]
     assert segments // 2 + 1 < near[0] < segments

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, offers, offloading_policies
+from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, candidates_for, offloading_policies
 from jaxmem_callbacks.planning.choice import with_offload
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
@@ -216,7 +216,7 @@ def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again(step: A
         moved = jm.StepPolicy(remat="full", keep=keep, offload=("kept",) if keep else ())
         return compiler.facts(moved).modelled_s or np.inf
 
-    others = [offer.policy.keep for offer in offers(compiler, jm.StepPolicy(remat="full")).alone]
+    others = [offer.policy.keep for offer in candidates_for(compiler, jm.StepPolicy(remat="full")).alone]
     assert len(others) > 10
     assert seconds(share) == min(map(seconds, others))
     memory = jm.StepPolicy(remat="full", keep=share, offload=("kept",))

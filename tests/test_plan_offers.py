@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import Offer, spread
+from jaxmem_callbacks.planning.candidate_policies import CandidatePolicy, spread
 from jaxmem_callbacks.planning.choice import choose, pareto
 from jaxmem_callbacks.records.plans import Candidate
 from tests.sample_plans import candidate
@@ -21,19 +21,22 @@ LEAST, PLAIN, CLOSE = 300, 1500, 1.01
 
 
 @st.composite
-def frontiers(draw: st.DrawFn) -> list[Offer]:
+def frontiers(draw: st.DrawFn) -> list[CandidatePolicy]:
     count = draw(st.integers(2, 9))
     kept = sorted(draw(st.sets(st.integers(1, 1000), min_size=count - 1, max_size=count - 1)))
     again = sorted(draw(st.sets(st.integers(0, 500), min_size=count, max_size=count)), reverse=True)
     pairs = enumerate(zip([0, *kept], again, strict=True))
-    return [Offer(jm.StepPolicy(remat="full", keep=place / 10), kept, flops, flops) for place, (kept, flops) in pairs]
+    return [
+        CandidatePolicy(jm.StepPolicy(remat="full", keep=place / 10), kept, flops, flops)
+        for place, (kept, flops) in pairs
+    ]
 
 
-def needs_of(offered: Sequence[Offer]) -> np.ndarray:
+def needs_of(offered: Sequence[CandidatePolicy]) -> np.ndarray:
     return np.array([LEAST + 2 * each.bytes for each in offered], np.float64)
 
 
-def farthest(offered: Sequence[Offer], places: Sequence[int]) -> float:
+def farthest(offered: Sequence[CandidatePolicy], places: Sequence[int]) -> float:
     """The greatest factor by which something between two places is away from both of them."""
     needs = needs_of(offered)
     work = [PLAIN + each.flops for each in offered]
@@ -49,7 +52,9 @@ def farthest(offered: Sequence[Offer], places: Sequence[int]) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(frontiers(), st.integers(1, 4), st.sets(st.integers(1, 9), max_size=2))
-def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count: int, compiled: set[int]) -> None:
+def test_no_other_choice_of_so_many_is_nearer_to_all(
+    offered: list[CandidatePolicy], count: int, compiled: set[int]
+) -> None:
     last = len(offered) - 1
     known = {0, *(place for place in compiled if place <= last)}
     chosen = spread(offered, count, needs=needs_of(offered), flops=PLAIN, known=known)
@@ -66,8 +71,8 @@ def test_no_other_choice_of_so_many_is_nearer_to_all(offered: list[Offer], count
 
 @pytest.mark.core
 def test_nothing_is_asked_for_without_compiles_or_without_a_range() -> None:
-    only = Offer(jm.StepPolicy(remat="full"), 0, 10, 10)
-    more = Offer(jm.StepPolicy(remat="full", keep=1.0), 10, 0, 0)
+    only = CandidatePolicy(jm.StepPolicy(remat="full"), 0, 10, 10)
+    more = CandidatePolicy(jm.StepPolicy(remat="full", keep=1.0), 10, 0, 0)
     assert spread([only], 4, needs=needs_of([only]), flops=10) == []
     assert spread([only, more], 0, needs=needs_of([only, more]), flops=10) == []
     assert spread([only, more], 4, needs=needs_of([only, more]), flops=10, known={0, 1}) == []

@@ -38,7 +38,7 @@ _BISECTIONS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CandidatePolicy:
     """A policy that may be compiled.
 
     Attributes:
@@ -55,7 +55,7 @@ class Offer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offered:
+class CandidateSet:
     """What may be asked for.
 
     Attributes:
@@ -69,31 +69,31 @@ class Offered:
         peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
     """
 
-    between: list[Offer] = field(default_factory=list[Offer])
-    alone: list[Offer] = field(default_factory=list[Offer])
-    others: list[Offer] = field(default_factory=list[Offer])
-    deeper: OtherCuts | None = None
+    between: list[CandidatePolicy] = field(default_factory=list[CandidatePolicy])
+    alone: list[CandidatePolicy] = field(default_factory=list[CandidatePolicy])
+    others: list[CandidatePolicy] = field(default_factory=list[CandidatePolicy])
+    deeper: AlternativeSegmentation | None = None
     segments: int = 0
     peak: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OtherCuts:
+class AlternativeSegmentation:
     """A policy of another number of cuts than the library chose.
 
     Attributes:
         policy: It, which keeps nothing besides.
-        offered: What may be asked for above it.
+        candidates: What may be asked for above it.
         is_less: Whether it is estimated to take less than as many cuts as the library chose, where the last segment is
             estimated alike; False where nobody looked.
     """
 
     policy: StepPolicy
-    offered: Offered
+    candidates: CandidateSet
     is_less: bool = False
 
 
-def offers(compiler: Compiler, full: StepPolicy) -> Offered:
+def candidates_for(compiler: Compiler, full: StepPolicy) -> CandidateSet:
     """Policies from ``full``, which keeps only what is alive at its cuts, to hardly anything dear computed again.
 
     Args:
@@ -104,9 +104,9 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
         PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
     """
     curves = _surveyed(compiler, full)
-    own, promising, unlikely = curves[0], _own(full, curves), list[Offer]()
+    own, promising, unlikely = curves[0], _own(full, curves), list[CandidatePolicy]()
     if len(curves) != 1:
-        return Offered(between=promising, alone=promising)
+        return CandidateSet(between=promising, alone=promising)
     alone = _unbeaten(promising)
     is_few = full.segments is None and own[0].segments <= _FEW
     given = _of_given_numbers(compiler, full, range(2, _FEW + 1)) if is_few else {}
@@ -123,25 +123,25 @@ def offers(compiler: Compiler, full: StepPolicy) -> Offered:
     if replace(full, segments=2) in given and compiler.problem.platform != "tpu":
         more = range(_FEW + 1, own[0].segments + _MORE + 1)
         deeper = _deeper(given | _of_given_numbers(compiler, full, more), own[0])
-    return Offered(
+    return CandidateSet(
         between=between, alone=alone, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak
     )
 
 
-def own_offers(compiler: Compiler, full: StepPolicy) -> list[Offer]:
+def own_candidates(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy]:
     """What may be kept with the cuts that the library chooses, ascending in bytes, as far as one trace shows.
 
     Raises:
-        PolicyError, LossRefusedError: as `offers`.
+        PolicyError, LossRefusedError: as `candidates_for`.
     """
     return _own(full, _surveyed(compiler, full))
 
 
-def _own(full: StepPolicy, curves: Sequence[tuple[FrontierPoint, ...]]) -> list[Offer]:
+def _own(full: StepPolicy, curves: Sequence[tuple[FrontierPoint, ...]]) -> list[CandidatePolicy]:
     return [_offer(full, share, share.bytes) for share in (curves[0] if len(curves) == 1 else _joined(curves))]
 
 
-def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
+def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> AlternativeSegmentation | None:
     """The policy that keeps half as many cuts and nothing besides, and what may be asked for above it.
 
     Args:
@@ -155,7 +155,7 @@ def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> O
     return None if segments <= _FEW else _with_so_many(compiler, full, segments // 2 + 1)
 
 
-def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
+def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> AlternativeSegmentation | None:
     """The policy of the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
 
     Where a number is given, the last segment is estimated as JAX would keep it: as many segments lie elsewhere, and the last is
@@ -173,25 +173,25 @@ def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> Oth
     many = None if half is None else _with_so_many(compiler, full, segments)
     if half is None or many is None:
         return half
-    most, known = many.offered.peak, {segments: many}
+    most, known = many.candidates.peak, {segments: many}
 
     def is_enough(count: int) -> bool:
         found = _with_so_many(compiler, full, count)
-        if found is None or found.offered.peak > _HARDLY * most:
+        if found is None or found.candidates.peak > _HARDLY * most:
             return False
         known[count] = found
         return True
 
-    if half.offered.peak > _HARDLY * most:
+    if half.candidates.peak > _HARDLY * most:
         half = known[bisect.bisect_left(range(segments), True, lo=segments // 2 + 2, key=is_enough)]
-    return replace(half, is_less=half.offered.peak < most)
+    return replace(half, is_less=half.candidates.peak < most)
 
 
-def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> OtherCuts | None:
+def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> AlternativeSegmentation | None:
     """A policy with a number of segments; None where the loss cannot be cut so."""
     policy = replace(full, segments=segments)
     try:
-        return OtherCuts(policy=policy, offered=offers(compiler, policy))
+        return AlternativeSegmentation(policy=policy, candidates=candidates_for(compiler, policy))
     except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
         return None
 
@@ -217,7 +217,7 @@ def _of_given_numbers(
     return found
 
 
-def _deeper(given: Mapping[StepPolicy, Sequence[FrontierPoint]], own: FrontierPoint) -> OtherCuts | None:
+def _deeper(given: Mapping[StepPolicy, Sequence[FrontierPoint]], own: FrontierPoint) -> AlternativeSegmentation | None:
     """Of those whose estimated peak is about the least, the one of most segments that does about least work again.
 
     Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own`` in
@@ -234,14 +234,14 @@ def _deeper(given: Mapping[StepPolicy, Sequence[FrontierPoint]], own: FrontierPo
     )
     between = _unbeaten([_offer(policy, share, share.bytes) for share in low[policy]])
     end = low[policy][0]
-    return OtherCuts(
-        policy=policy, offered=Offered(between=between, alone=between, segments=end.segments, peak=end.peak)
+    return AlternativeSegmentation(
+        policy=policy, candidates=CandidateSet(between=between, alone=between, segments=end.segments, peak=end.peak)
     )
 
 
 def _compared(
     policy: StepPolicy, curve: Sequence[FrontierPoint], own: Sequence[FrontierPoint]
-) -> Iterator[tuple[Offer, bool]]:
+) -> Iterator[tuple[CandidatePolicy, bool]]:
     """What another number of segments offers, and whether its estimated peak is enough below that of the chosen number."""
     for share in curve:
         alike = share.work + _ALIKE * own[0].work
@@ -257,13 +257,13 @@ def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
     return own[-1].bytes + peak - max(share.peak for share in own)
 
 
-def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> Offer:
+def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> CandidatePolicy:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
     keep = min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)
-    return Offer(replace(policy, keep=keep), bytes_, share.flops, share.work)
+    return CandidatePolicy(replace(policy, keep=keep), bytes_, share.flops, share.work)
 
 
-def _unbeaten(found: Sequence[Offer]) -> list[Offer]:
+def _unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:
     """The first, and those that do less work again than all with fewer bytes."""
     chosen = [found[0]]
     for offer in sorted(found[1:], key=lambda each: (each.bytes, each.work)):
@@ -288,8 +288,8 @@ def _joined(curves: Sequence[Sequence[FrontierPoint]]) -> list[FrontierPoint]:
 
 
 def spread(
-    offered: Sequence[Offer], count: int, *, needs: np.ndarray, flops: int, known: Collection[int] = (0,)
-) -> list[Offer]:
+    offered: Sequence[CandidatePolicy], count: int, *, needs: np.ndarray, flops: int, known: Collection[int] = (0,)
+) -> list[CandidatePolicy]:
     """At most so many offers that any policy between two of them is near one of the two.
 
     Near is a factor: the bytes of the larger of the two over those of what lies between, or the work of the smaller. The
@@ -373,7 +373,7 @@ def _share_worth_moving(compiler: Compiler, full: StepPolicy) -> float:
         here, again = compiler.facts(everything).modelled_s, compiler.facts(full).modelled_s
         if there is None or here is None or again is None:  # the speed of the device or of its host's link is unknown
             return 1.0
-        offered = own_offers(compiler, full)
+        offered = own_candidates(compiler, full)
     except (PolicyError, LossRefusedError):  # such as that there is no loop; reported where such a policy is lowered
         return 1.0
     an_operation = (again - here) / max(offered[0].work - offered[-1].work, 1.0)

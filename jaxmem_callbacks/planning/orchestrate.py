@@ -44,11 +44,16 @@ def explore(compiler: Compiler, counts: Sequence[int], queue: CompileQueue, *, r
             _one(RematSearch(compiler, part, base), remat=remat and part.remaining > 1)
         return
     first = RematSearch(compiler, queue)
-    between = first.ends() if remat else first.alone()
-    if first.is_done or (counts and _fewest(compiler, bases, queue)) or not between:
+    between = first.compile_endpoints() if remat else first.compile_plain()
+    if first.plain_fits or (counts and _fewest(compiler, bases, queue)) or not between:
         return
     last = RematSearch(compiler, queue, bases[-1])
-    if counts and last.ends(plain=False) and last.full is not None and (last.full.fits or not _fits(first.full)):
+    if (
+        counts
+        and last.compile_endpoints(plain=False)
+        and last.full is not None
+        and (last.full.fits or not _fits(first.full))
+    ):
         last.close_in()
     else:
         first.close_in()
@@ -101,7 +106,7 @@ def _one(search: RematSearch, *, remat: bool) -> None:
     if remat:
         search.run(frontier=True)
     else:
-        search.alone()
+        search.compile_plain()
 
 
 def _fits(candidate: Candidate | None) -> bool:
@@ -214,7 +219,7 @@ class LargestBatch:
         if found is None or not found.fits:
             return
         search = RematSearch(self._compiler(reached), queue, replace(roomy, remat="none"))
-        if search.ends(plain=False):
+        if search.compile_endpoints(plain=False):
             search.close_in()
 
     def _beyond(self, policy: StepPolicy, reached: int, queue: CompileQueue) -> int:

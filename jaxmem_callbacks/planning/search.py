@@ -3,7 +3,7 @@
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
 shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for. Where the
 compiler needs more than half as many cuts are estimated to take, these are asked for too; of few, deeper ones.
-`offers.py` makes the list.
+`candidate_policies.py` makes the list.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from jaxmem_callbacks.planning.candidate_policies import (
-    Offer,
-    Offered,
-    offers,
+    CandidatePolicy,
+    CandidateSet,
+    candidates_for,
     spread,
     with_enough_cuts,
     with_half_the_cuts,
@@ -64,7 +64,7 @@ class RematSearch:
         self._queue = queue
         self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
-        self._offered = Offered()
+        self._candidates = CandidateSet()
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -78,7 +78,7 @@ class RematSearch:
         return self.found.get(self._full)
 
     @property
-    def is_done(self) -> bool:
+    def plain_fits(self) -> bool:
         """Whether the plain step is the answer: it fits, and its compiler recomputes nothing to make it fit."""
         return self.plain is not None and self.plain.fits is not False and not self.plain.compiler_remat
 
@@ -88,21 +88,21 @@ class RematSearch:
         Args:
             frontier: Fill the whole range between the ends; else stop as soon as the answer is known.
         """
-        if not self.ends():
+        if not self.compile_endpoints():
             return
         if frontier:
-            self._ask_fewer()
-            self._ask_deeper()
+            self._try_fewer_segments()
+            self._try_more_segments()
             if all(each.fits is False for each in self.found.values()):
-                self._go_further()
+                self._try_two_levels()
             self.fill()
-        elif not self.is_done:
+        elif not self.plain_fits:
             self.close_in()
 
-    def ends(self, *, plain: bool = True) -> bool:
+    def compile_endpoints(self, *, plain: bool = True) -> bool:
         """Compile the two ends, or the full one alone; whether there is anything between them."""
         try:
-            self._offered = offers(self._compiler, self._full)
+            self._candidates = candidates_for(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
             if isinstance(error, LossRefusedError) and self._compiler.left_alone:  # the verdict names them
                 self._queue.results.note("Remat was not tried: nothing but the loss's own checkpoints could be cut.")
@@ -113,11 +113,11 @@ class RematSearch:
         self._compile([self._plain, self._full] if plain else [self._full])
         return True
 
-    def alone(self) -> None:
+    def compile_plain(self) -> None:
         """Compile the plain step and nothing else."""
         self._compile([self._plain])
 
-    def _ask_fewer(self) -> None:
+    def _try_fewer_segments(self) -> None:
         """Half as many cuts, where these are estimated to take less than the compiler needs for as many as the library chose.
 
         Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
@@ -131,33 +131,35 @@ class RematSearch:
             return
         problem = self._compiler.problem
         is_tpu = problem.platform == "tpu"
-        fewer = (with_enough_cuts if is_tpu else with_half_the_cuts)(self._compiler, self._full, self._offered.segments)
+        fewer = (with_enough_cuts if is_tpu else with_half_the_cuts)(
+            self._compiler, self._full, self._candidates.segments
+        )
         if fewer is None:
             return
-        least = (_LESS if fewer.is_less else _MUCH_LESS) * self._offered.peak if is_tpu else 0.0
-        if fewer.offered.peak >= max(full.temp_bytes * problem.workers, least):
+        least = (_LESS if fewer.is_less else _MUCH_LESS) * self._candidates.peak if is_tpu else 0.0
+        if fewer.candidates.peak >= max(full.temp_bytes * problem.workers, least):
             return
         self._compile([fewer.policy])
         asked = self.found.get(fewer.policy)
         if asked is not None and asked.step_bytes is not None and asked.step_bytes < full.step_bytes:
-            self._full, self._offered = fewer.policy, fewer.offered
+            self._full, self._candidates = fewer.policy, fewer.candidates
 
-    def _ask_deeper(self) -> None:
+    def _try_more_segments(self) -> None:
         """A given number of segments, where few were chosen and it is estimated to take less; the better goes on, alone.
 
         The cuts that the library chooses rely on fusions in the last segment, which has no checkpoint, and of few segments it is
         much of the whole. Where the compiler needs no less for the given number, it fuses as they do, and what is estimated of
         other numbers without fusions is not worth a compile either.
         """
-        deeper, full = self._offered.deeper, self.full
+        deeper, full = self._candidates.deeper, self.full
         if deeper is None or full is None or not self._queue.remaining:
             return
         self._compile([deeper.policy])
         asked = self.found.get(deeper.policy)
         if asked is not None and asked.step_bytes is not None and asked.step_bytes < _LESS_BYTES * bytes_or_inf(full):
-            self._full, self._offered = deeper.policy, deeper.offered
+            self._full, self._candidates = deeper.policy, deeper.candidates
         else:
-            self._offered = replace(self._offered, between=self._offered.alone, others=[])
+            self._candidates = replace(self._candidates, between=self._candidates.alone, others=[])
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
@@ -171,9 +173,9 @@ class RematSearch:
             chosen = self._spread()
         self._compile([offer.policy for offer in chosen])
 
-    def _spread(self) -> list[Offer]:
+    def _spread(self) -> list[CandidatePolicy]:
         """What to compile next of the offers, as far as compiles are left."""
-        offered = self._offered.between
+        offered = self._candidates.between
         points = list(zip(self._foreseen(offered), offered, strict=True))
         for found in self._of_other_cuts():
             place = sum(offer.flops > found.flops for _, offer in points)
@@ -186,11 +188,11 @@ class RematSearch:
         needs, every = np.array([need for need, _ in points]), [offer for _, offer in points]
         return spread(every, self._queue.remaining, needs=needs, flops=self._compiler.plain.flops, known={0, *known})
 
-    def _of_other_cuts(self) -> list[Offer]:
+    def _of_other_cuts(self) -> list[CandidatePolicy]:
         """What was compiled with remat and is not among the offers: points of the frontier too, where they are not beaten."""
-        offered = {offer.policy for offer in self._offered.between}
+        offered = {offer.policy for offer in self._candidates.between}
         return [
-            Offer(policy, 0, candidate.extra_flops, float(candidate.extra_flops))
+            CandidatePolicy(policy, 0, candidate.extra_flops, float(candidate.extra_flops))
             for policy, candidate in self.found.items()
             if policy.remat != "none"
             and policy not in offered
@@ -198,13 +200,13 @@ class RematSearch:
             and not candidate.compiler_remat
         ]
 
-    def _measured(self, offer: Offer) -> int | None:
+    def _measured(self, offer: CandidatePolicy) -> int | None:
         found = self.found.get(offer.policy)
         return None if found is None else found.step_bytes
 
-    def _foreseen(self, offered: Sequence[Offer]) -> np.ndarray:
+    def _foreseen(self, offered: Sequence[CandidatePolicy]) -> np.ndarray:
         """Bytes of the step under some offers, float64[offers]: on the line between compiled ones, modelled beyond the last."""
-        points = [(offer.bytes, self._measured(offer)) for offer in self._offered.between]
+        points = [(offer.bytes, self._measured(offer)) for offer in self._candidates.between]
         known = [(at, needs) for at, needs in points if needs is not None]
         known = known or [(0, min((each.step_bytes or 1 for each in self.found.values()), default=1))]
         modelled = np.array([offer.bytes for offer in offered], np.float64)
@@ -218,14 +220,14 @@ class RematSearch:
         limit = problem.budget.bytes
         if problem.beside_alone_is_too_much:
             return
-        self._ask_fewer()
-        self._ask_deeper()
+        self._try_fewer_segments()
+        self._try_more_segments()
         if not _fits(self.full):
-            self._ask_lower(limit)
+            self._try_lower(limit)
         full = self.full
         if full is None or limit is None or not full.fits or full.step_bytes is None:
             return
-        offered = self._worth_asking((1 - _FILLED) * (limit - problem.resident_bytes))
+        offered = self._worth_compiling((1 - _FILLED) * (limit - problem.resident_bytes))
         little = offered[-1].work + _LITTLE * (offered[0].work - offered[-1].work)
         room = BytesBracket(
             bytes=limit - problem.resident_bytes,
@@ -242,18 +244,18 @@ class RematSearch:
             self._compile([offered[place].policy for place in places])
             low, high = closer(*between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
             between = low, len(offered) if high is None else high
-        self._ask_others((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
+        self._try_alternatives((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
-    def _ask_lower(self, limit: int | None) -> None:
+    def _try_lower(self, limit: int | None) -> None:
         """Where the lower end does not fit: two levels, then what lies above it and may need less all the same.
 
         Where deeper cuts or two levels take no less, the most is alive elsewhere: deeper ones still would find it there, and a
         step that computes less again may have less of it.
         """
-        deeper = self._offered.deeper
+        deeper = self._candidates.deeper
         is_elsewhere = deeper is not None and deeper.policy in self.found
         if not is_elsewhere:
-            self._go_further()
+            self._try_two_levels()
             full, twice = self.full, self.found.get(self._twice)
             is_elsewhere = (
                 full is not None and twice is not None and bytes_or_inf(twice) >= _LESS_BYTES * bytes_or_inf(full)
@@ -263,14 +265,14 @@ class RematSearch:
         if is_elsewhere or self._is_near(limit):
             self.fill()
 
-    def _go_further(self) -> None:
+    def _try_two_levels(self) -> None:
         """Two levels of checkpoints, where one level makes another program."""
         if self._is_another(self._twice):
             self._compile([self._twice])
 
-    def _worth_asking(self, bytes_: float) -> list[Offer]:
+    def _worth_compiling(self, bytes_: float) -> list[CandidatePolicy]:
         """The offers up to the first behind which nothing is left to win, without those that differ by less than some bytes."""
-        between, part = self._offered.between, 1 / self._compiler.problem.workers
+        between, part = self._candidates.between, 1 / self._compiler.problem.workers
         enough = between[-1].work + WORTH * self._compiler.plain.flops
         end = next(place for place, offer in enumerate(between) if offer.work <= enough)
         chosen = [between[0]]
@@ -287,11 +289,11 @@ class RematSearch:
     def _most_that_fits(self) -> int:
         return max(each.step_bytes or 0 for each in self.found.values() if each.fits)
 
-    def _ask_others(self, spare: float) -> None:
+    def _try_alternatives(self, spare: float) -> None:
         """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = WORTH * self._compiler.plain.flops
-        near = [each for each in self._offered.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
+        near = [each for each in self._candidates.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
         self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._queue.remaining), 0)]])
 
     def _is_near(self, limit: int) -> bool:
@@ -302,7 +304,7 @@ class RematSearch:
     def _corrected(self, least: int) -> float:
         """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
         part = 1 / self._compiler.problem.workers
-        modelled = {offer.policy: offer.bytes for offer in self._offered.between}
+        modelled = {offer.policy: offer.bytes for offer in self._candidates.between}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy]
             for policy, candidate in self.found.items()
