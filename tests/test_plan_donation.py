@@ -22,7 +22,7 @@ def loss(model, x):
         x = jnp.tanh(x @ weight) + x
     return (x ** 2).mean()
 
-model, x = [jax.random.normal(jax.random.key(at), (256, 256)) / 16 for at in range(8)], jnp.ones((128, 256)) / 9
+model, x = [jax.random.normal(jax.random.key(at), (256, 256)) / 16 for at in range(4)], jnp.ones((128, 256)) / 9
 """
 LOOP = """
 for _ in range(3):
