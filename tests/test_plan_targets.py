@@ -274,6 +274,7 @@ def mean_loss(params: Any, batch: Any) -> Any:
     return loss_fn(params, batch)
 
 
+@pytest.mark.recorded
 def test_an_absent_gpus_largest_batch_is_compiled_and_the_next_is_too_much() -> None:
     needs_compiler("h100_sxm")
     search = {"remat": False, "batch": {"multiple_of": 512}}
