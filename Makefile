@@ -6,13 +6,16 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
+.PHONY: help demo picture quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-hook bench-million bench-remat bench-lowering bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
 
 demo: python ## train a small model with presets, watch its memory, show it in TensorBoard
 	@$(ENVIRONMENT) run project,demo python examples/demo.py $(ARGS)
+
+quick: python ## what needs no process of its own, no browser and no compiler of absent hardware, and takes seconds a file
+	@$(ENVIRONMENT) run project,test $(PYTEST) -m quick $(ARGS)
 
 test: python ## everything that can be proved without an accelerator
 	@$(ENVIRONMENT) run project,test,targets $(PYTEST) $(ARGS)

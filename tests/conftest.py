@@ -3,9 +3,12 @@
 import gc
 import os
 import sys
+import time
 
 import jax
 import pytest
+
+from tests import quick
 
 os.environ.pop("COLUMNS", None)  # pytest's own word for its workers: what is printed here is as wide as in a file
 # Containers often set it. Each of some hundred processes that tests start would compile the package's sources anew.
@@ -58,17 +61,50 @@ def nothing_of_earlier_files():
     gc.freeze()
 
 
-# Half a minute and more each, without compilers of absent hardware.
-LONG = {
-    *("test_lowering_cost.py", "test_recovery_limit.py", "test_recovery_processes.py", "test_remat_mathematics.py"),
-    *("test_own_checkpoints.py", "test_sharding_steps.py", "test_tensorboard_page.py"),
-}
-
-
 def pytest_collection_modifyitems(items):
-    """Files that wait for compilers of absent hardware come first, then the long ones: no process is left alone with one."""
-    slow = {item.path for item in items if item.get_closest_marker("targets")}
-    items.sort(key=lambda item: (item.path not in slow, item.path.name not in LONG))
+    """Files that wait for compilers of absent hardware come first, then the slow ones: no process is left alone with one."""
+    slow = quick.slow_files()
+    for item in items:
+        if item.path.name in slow:
+            item.add_marker(pytest.mark.slow)
+        if quick.is_quick(item):
+            item.add_marker(pytest.mark.quick)
+    targets = {item.path for item in items if item.get_closest_marker("targets")}
+    items.sort(key=lambda item: (item.path not in targets, -slow.get(item.path.name, 0)))
+
+
+running = {"quick": False, "since": 0.0}
+seconds_of = {}  # of each file's quick tests
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    running.update(quick=item.get_closest_marker("quick") is not None, since=time.process_time())
+    try:
+        return (yield)
+    finally:
+        running["quick"] = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Quick tests of a file take a few seconds of the processor."""
+    yield
+    if running["quick"]:
+        spent = seconds_of[item.path] = seconds_of.get(item.path, 0.0) + time.process_time() - running["since"]
+        if spent > quick.MOST_S:
+            pytest.fail(
+                f"Quick tests of {item.path.name} took {spent:.1f} s of the processor, expected at most {quick.MOST_S:g}."
+                " Mark those that take long by @pytest.mark.slow, or name the file in tests/slow_files.txt."
+            )
+
+
+def refuse_processes(event, arguments):
+    if running["quick"] and event in quick.STARTED:
+        pytest.fail(f"A quick test started a process ({event}: {arguments[0]!r}). Mark it by @pytest.mark.slow.")
+
+
+sys.addaudithook(refuse_processes)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -164,6 +164,7 @@ def test_of_several_flags_xla_says_it_in_the_plural():
     assert found["type_next"].startswith("unset XLA_FLAGS")
 
 
+@pytest.mark.slow
 def test_of_a_start_that_python_ends_the_error_is_told_and_no_line_of_its_traceback(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "maybe")
     failed = devices_started()
@@ -171,6 +172,7 @@ def test_of_a_start_that_python_ends_the_error_is_told_and_no_line_of_its_traceb
     assert re.search(r"\(exit code 1\)\. Its last words: \w*Error: .*maybe", failed.why), failed.why
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_too_long_is_a_finding():
     failed = devices_started(limit_s=0.01)
     assert isinstance(failed, Finding)

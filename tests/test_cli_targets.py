@@ -108,6 +108,7 @@ def test_what_is_printed_installs_a_compiler(kind: str, index: Path, capfd: Any)
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_pip_cannot_install_is_told_by_pip(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for each in index.glob("jax_cuda12_pjrt*"):
         each.unlink()

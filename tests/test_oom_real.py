@@ -57,6 +57,7 @@ def test_a_cpu_under_a_limit_and_the_log_of_its_end(tmp_path, capsys):
     assert f"Out of memory allocating {WANTED} bytes" in out
 
 
+@pytest.mark.slow
 def test_a_tpus_compiler_that_refuses_a_program():
     needs_compiler("v5e")
 

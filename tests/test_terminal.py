@@ -106,6 +106,7 @@ def test_no_command_prints_a_control_sequence_of_a_file(arguments, hostile, caps
     assert unsafe(streams.out + streams.err) == []
 
 
+@pytest.mark.slow
 def test_doctor_prints_none_of_the_environment(capsys, monkeypatch):
     for name in (
         "XLA_PYTHON_CLIENT_ALLOCATOR",
