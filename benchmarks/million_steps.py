@@ -27,7 +27,7 @@ from benchmarks.sources import write_result
 from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, Spread, Window, Windows
 from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.writers.protocol import Picture, Record, Table, Writer
+from jaxmem_callbacks.writers.protocol import LoggedTable, Picture, Record, Writer
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 
 GOAL_BYTES = 50 * 10**6
@@ -50,7 +50,7 @@ class Counting(Writer):
             self.windows += 1
         elif isinstance(record, Picture):
             self.pictures += 1
-        elif isinstance(record, Table):
+        elif isinstance(record, LoggedTable):
             self.rows = {row[0]: row[1] for row in record.rows}
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.flops import step_flops
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.markdown import event_title
+from jaxmem_callbacks.writers.events import event_title
 
 HERE = Path(__file__).resolve().parent
 WIDTH, LAYERS, LENGTH, BATCH = 128, 12, 256, 4

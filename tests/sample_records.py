@@ -6,7 +6,7 @@ from jaxmem_callbacks.analysis.figures import Point, Spread, Window
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.protocol import LoggedTable
 
 MIB = 2**20
 EVENT = MemoryEvent(
@@ -27,7 +27,7 @@ WINDOW = Window(
     },
     ranged=frozenset({"memory/in_use_gib"}),
 )
-TABLE = Table(
+TABLE = LoggedTable(
     tag="memory/known_here",
     step=3,
     time_s=1700000000.0,

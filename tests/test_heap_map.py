@@ -28,7 +28,7 @@ from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.writers.figures import draw_heap
-from jaxmem_callbacks.writers.protocol import Picture, Table
+from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 from tests.processes import until
 
 # The pure part
@@ -227,7 +227,7 @@ def test_the_monitor_takes_maps_in_the_hook_when_one_is_due_and_at_the_end():
         monitor(1)
         until(lambda: heaps(double))
         monitor(2)
-    (told,) = [row for row in double.of(Table)[-1].rows if row[0] == HEAP_MAP]
+    (told,) = [row for row in double.of(LoggedTable)[-1].rows if row[0] == HEAP_MAP]
     assert told[1].endswith("(cpu:0)")
     steps = [picture.step for picture in heaps(double)]
     assert (steps[0], steps[-1]) == (1, 2)

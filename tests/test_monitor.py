@@ -25,7 +25,7 @@ from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.writers.protocol import Picture, Table
+from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 from tests.processes import bytes_of_others, until
 from tests.sample_devices import GIB, GPU
 from tests.stamping import stamp
@@ -116,13 +116,13 @@ def test_a_run_tells_events_in_tensorboard_as_text(run: Run):
 
 
 def test_a_run_says_what_is_known_here(run: Run):
-    table = run.double.of(Table)[0]
+    table = run.double.of(LoggedTable)[0]
     rows = {row[0]: row for row in table.rows}
     assert rows["memory/in_use_gib"][3] == "unknown, because JAX's CPU client keeps no allocator statistics"
     assert rows["memory/live_arrays_gib"][1] != "unknown"
     assert rows["need of watched_step"][2] == "compiler"
-    assert len(run.double.of(Table)) <= 3, "written again only when what is known changes, and at the end"
-    assert run.double.of(Table)[-1].step == STEPS - 1
+    assert len(run.double.of(LoggedTable)) <= 3, "written again only when what is known changes, and at the end"
+    assert run.double.of(LoggedTable)[-1].step == STEPS - 1
     assert run.page.Tensors("memory/known_here/text_summary")
 
 
@@ -246,7 +246,7 @@ def test_latest_values_are_written_again_as_often_as_the_figure():
             for _ in sizes:
                 time.sleep(0.001)
                 monitor.flush()
-            return len(double.of(Table))
+            return len(double.of(LoggedTable))
 
     assert tables(3600.0) <= 2, "at the start, and when the first map of arrays is known"
     assert tables(1e-6) >= 5
@@ -298,7 +298,7 @@ def test_allocator_statistics_are_read_at_every_nth_call():
     assert (spread.low, spread.high, spread.count) == (2.0, 58.0, 4)
     readings = [(each.step, each.in_use_bytes // GIB) for each in double.of(Reading)]
     assert readings == [(0, 1), (4, 8), (6, 3), (8, 58)], "between two looks the highest and the last"
-    rows = {row[0]: row[1] for row in double.of(Table)[-1].rows}
+    rows = {row[0]: row[1] for row in double.of(LoggedTable)[-1].rows}
     assert rows["memory/limit_gib"] == "60.0 GiB (gpu:0)"
 
 

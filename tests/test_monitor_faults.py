@@ -20,7 +20,7 @@ from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.writers.protocol import Record, Table, Writer
+from jaxmem_callbacks.writers.protocol import LoggedTable, Record, Writer
 from jaxmem_callbacks.writers.report import happened
 from tests.watching import told
 
@@ -65,7 +65,7 @@ def test_what_is_switched_off_stands_in_the_runs_files_and_its_report_too(tmp_pa
     assert story.messages == [line]
     assert happened(story).endswith(f"; the monitor said of itself: {line}.")
     row = ("message of the monitor, 1", "", "monitor", line)
-    assert row in [tuple(each) for each in double.of(Table)[-1].rows]
+    assert row in [tuple(each) for each in double.of(LoggedTable)[-1].rows]
     assert row in [(each.figure, each.latest, each.source, each.text) for each in story.known_rows]
 
 

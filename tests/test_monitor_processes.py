@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import process_name, stories_of
 from jaxmem_callbacks.records.runs import EventKind
-from jaxmem_callbacks.writers.markdown import event_title
+from jaxmem_callbacks.writers.events import event_title
 from tests.processes import until
 
 ROOT = Path(__file__).parents[1]

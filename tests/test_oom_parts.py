@@ -393,6 +393,6 @@ def test_nothing_that_users_gave_is_markup():
     assert page.count("&lt;script&gt;") > 25
     assert "\u202e" not in page, "a character that turns around what follows it"
     assert page.count("&amp;amp; \\u202e") > 25, "but it can be seen"
-    outside_code = re.sub(r"^   ```.*?^   ```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    outside_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert HOSTILE not in outside_code
     assert "<script" not in outside_code

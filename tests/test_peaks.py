@@ -24,6 +24,7 @@ from jaxmem_callbacks.programs.reading.buffer_groups import (
 )
 from jaxmem_callbacks.programs.reading.hlo import element_count, padded_bytes, parse_module, unpadded_bytes, user_source
 from jaxmem_callbacks.programs.targets import worker_main
+from jaxmem_callbacks.records.documents import aligned
 from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.arg_roles import kind_of_path
@@ -302,7 +303,7 @@ def test_the_words_name_what_matters_and_the_table_names_all() -> None:
     for part in ("The peak of 1000 B", "100 B", "jit(step)/jvp()/tanh", "reached at jit(step)/dot (a.py:3)"):
         assert part in text
     assert "In host memory meanwhile, no part of it: 50 B." in text
-    rows = buffer_table([held[1], buffer(1, "unknown", source="a.py:4")])
+    rows = aligned(buffer_table([held[1], buffer(1, "unknown", source="a.py:4")]))
     assert rows[1].split()[:4] == ["196", "B", "100", "B"]
     assert "unknown" in rows[2]
 

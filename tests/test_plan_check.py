@@ -24,7 +24,7 @@ from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.protocol import LoggedTable
 
 pytestmark = pytest.mark.core
 
@@ -60,7 +60,7 @@ def watched(plan: Any, *args: Any, step: Any = None) -> tuple[jm.MemoryMonitor, 
 def test_a_plan_that_is_right_is_shown_beside_what_was_compiled(plan: jm.Plan) -> None:
     monitor, writer = watched(plan, *arguments())
     assert monitor.events == ()
-    table = [record for record in writer.records if isinstance(record, Table)][-1]
+    table = [record for record in writer.records if isinstance(record, LoggedTable)][-1]
     (row,) = [row for row in table.rows if row[0] == "plan of train_step"]
     assert "predicted" in row[1]
     assert row[3] == "+0.0%"

@@ -31,7 +31,7 @@ TRAIN = """
 import json, sys
 import jax, jax.numpy as jnp
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.protocol import LoggedTable
 
 rows, act, file = int(sys.argv[1]), getattr(jnp, sys.argv[2]), sys.argv[3]
 
@@ -51,7 +51,8 @@ with jm.MemoryMonitor(plan=file, writer=writer) as monitor:
     for i in range(3):
         params, metrics = step(params, batch)
         monitor(i, metrics)
-told = [list(row) for each in writer.records if isinstance(each, Table) for row in each.rows if row[0].startswith("plan of")]
+tables = [each for each in writer.records if isinstance(each, LoggedTable)]
+told = [list(row) for table in tables for row in table.rows if row[0].startswith("plan of")]
 print(json.dumps({"told": told[-1], "events": [[each.kind, each.message] for each in monitor.events]}))
 """
 

@@ -23,7 +23,7 @@ from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
 from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.writers.plan_figure import Box, place_labels
 from jaxmem_callbacks.writers.plan_page import plan_page, require_own_folder
-from jaxmem_callbacks.writers.protocol import Picture, Table
+from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 from tests import sample_plans as samples
 from tests.sample_plans import GIB, MIB
 
@@ -99,7 +99,9 @@ def test_what_computes_hardly_anything_again_is_nowhere_shown_as_free() -> None:
     assert "<td>+&lt;0.1%</td>" in plan._repr_html_()
     figure = plan.figure()
     assert figure.axes[0].get_title().endswith("90.0 MiB, +<0.1%")
-    tables = [each for each in plan_page(plan.record, plan.frontier, step=0, time_s=0.0) if isinstance(each, Table)]
+    tables = [
+        each for each in plan_page(plan.record, plan.frontier, step=0, time_s=0.0) if isinstance(each, LoggedTable)
+    ]
     assert [sum("+<0.1%" in row for row in table.rows) for table in tables] == [1, 1]
 
 
@@ -294,7 +296,9 @@ def test_a_monitor_writes_its_plan_once_at_the_start(tmp_path: Path) -> None:
         for step in range(3):
             monitor(step)
             monitor.flush()
-    pages = [each.tag for each in writer.records if isinstance(each, Table | Picture) and each.tag.startswith("plan/")]
+    pages = [
+        each.tag for each in writer.records if isinstance(each, LoggedTable | Picture) and each.tag.startswith("plan/")
+    ]
     assert pages == ["plan/candidates", "plan/where_figures_come_from", "plan/frontier"]
     assert writer.records[0] == samples.six(), "before anything else"
     windows = writer.of(Window)

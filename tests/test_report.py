@@ -27,8 +27,9 @@ from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.writers.figures import DEVICE_LINES
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
-from jaxmem_callbacks.writers.protocol import Table
-from jaxmem_callbacks.writers.report import STYLE, chart_html, duration_words, happened, nice_ticks
+from jaxmem_callbacks.writers.page import STYLE
+from jaxmem_callbacks.writers.protocol import LoggedTable
+from jaxmem_callbacks.writers.report import chart_html, duration_words, happened, nice_ticks
 from tests import sample_plans
 from tests.sample_runs import HOSTILE, event, write_run
 
@@ -207,7 +208,7 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
             monitor.flush()
     assert (tmp_path / "memory.000001.jsonl").stat().st_size <= 2**13
     (story,) = stories_of(tmp_path)
-    table = double.of(Table)[-1]
+    table = double.of(LoggedTable)[-1]
     assert [(row.figure, row.latest, row.source, row.text) for row in story.known_rows] == table.rows
     assert story.heap is not None
     assert (64 * 64 * 4, "float32[64,64]") in [(each.bytes, each.label) for each in story.heap.buffers]
@@ -244,7 +245,7 @@ def test_what_the_monitor_lost_is_counted_in_the_report_too(tmp_path):
         monitor.flush()
     (story,) = stories_of(tmp_path)
     lost = ("stamps dropped by the monitor", "7")
-    assert lost in [tuple(row[:2]) for row in double.of(Table)[-1].rows]
+    assert lost in [tuple(row[:2]) for row in double.of(LoggedTable)[-1].rows]
     assert lost in [(row.figure, row.latest) for row in story.known_rows]
     assert "\n".join(lost) in reported(tmp_path).text
 

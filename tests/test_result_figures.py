@@ -16,10 +16,11 @@ from benchmarks.simulator_picture import CASE
 from benchmarks.simulator_picture import PICTURE as SIMULATED
 from benchmarks.sources import COMMANDS, RESULTS, ROOT, SOURCES, benchmark_of, command
 from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, trace_of
+from jaxmem_callbacks.records.documents import as_text
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.simulation import simulation_text
+from jaxmem_callbacks.writers.simulation import simulation_document
 
 MIB = 2**20
 
@@ -292,7 +293,7 @@ def test_the_picture_of_the_simulator_is_drawn_from_a_case_of_the_package():
     assert f"images/{SIMULATED.name})" in text
     trace = trace_of(CASE)
     found = simulate_ways(trace, device_bytes_of(None, trace))
-    told = simulation_text(found).splitlines()
+    told = as_text(simulation_document(found)).splitlines()
     quoted = text.partition("```text\n")[2].partition("```")[0].splitlines()
     assert len(quoted) > 8
     assert [line for line in quoted if line not in told and line != "  ..."] == []

@@ -27,7 +27,7 @@ from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import CheckpointSave, Reading, SaveSpan
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.figures import draw_over_time
-from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.protocol import LoggedTable
 from jaxmem_callbacks.writers.report import chart_html
 from jaxmem_callbacks.writers.tables import SHOWN, saves_table
 from tests.sample_records import points
@@ -184,7 +184,7 @@ def test_a_device_that_is_nearly_full_while_a_checkpoint_is_saved_is_told_so(sav
     assert [(save.before, save.highs) for save in saves] == [
         ({"live_array_bytes": 100}, {"live_array_bytes": 980})
     ] * saving
-    tables = [table for table in double.of(Table) if table.tag == "memory/checkpoint_saves"]
+    tables = [table for table in double.of(LoggedTable) if table.tag == "memory/checkpoint_saves"]
     assert [table.rows[0][3] for table in tables] == ["980 B (100 B before)"] * saving
 
 

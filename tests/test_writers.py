@@ -18,13 +18,14 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from jaxmem_callbacks.analysis.figures import Spread, Window
 from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.records.documents import Document, as_markdown
 from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.console import ConsoleWriter
+from jaxmem_callbacks.writers.events import event_document, event_title
 from jaxmem_callbacks.writers.figures import EVENT_COLOURS, draw_over_time
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
-from jaxmem_callbacks.writers.markdown import event_markdown, event_title, table_markdown
-from jaxmem_callbacks.writers.protocol import CollectingWriter, Picture, Record, Table
+from jaxmem_callbacks.writers.protocol import CollectingWriter, LoggedTable, Picture, Record
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter, layout_of
 from tests.sample_records import COMPILED, EVENT, MIB, READING, TABLE, WINDOW, points
 
@@ -153,9 +154,9 @@ def test_a_point_before_the_first_step_is_shown_at_zero(tmp_path: Path):
 
 
 def test_cells_with_bars_and_line_ends_stay_in_their_cell():
-    assert "a\\|b" in event_markdown(EVENT)
-    table = Table(tag="t", step=0, time_s=0.0, columns=("x",), rows=[("one\ntwo",)])
-    assert table_markdown(table).splitlines()[-1] == "| one two |"
+    assert "a\\|b" in as_markdown(event_document(EVENT))
+    table = LoggedTable(tag="t", step=0, time_s=0.0, columns=("x",), rows=[("one\ntwo",)])
+    assert as_markdown(Document([table])).splitlines()[-1] == "| one two |"
 
 
 # The figure

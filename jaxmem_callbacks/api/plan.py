@@ -20,6 +20,7 @@ from jaxmem_callbacks.planning.verdict import unfit_reason
 from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path
+from jaxmem_callbacks.records.documents import as_html, as_text
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
@@ -28,7 +29,7 @@ from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.plan_progress import in_notebook, plan_progress
-from jaxmem_callbacks.writers.plan_table import plan_html, plan_json, plan_text
+from jaxmem_callbacks.writers.plan_table import plan_document, plan_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -230,13 +231,13 @@ class Plan:
         return write_plan_run(self.record, self.frontier, logdir)
 
     def __str__(self) -> str:
-        return plan_text(self.record, self.frontier)
+        return as_text(plan_document(self.record, self.frontier))
 
     def __repr__(self) -> str:
         return f"<Plan of {self.record.step} for {self.record.target}: {policy_words(self.chosen.policy)}>"
 
     def _repr_html_(self) -> str:
-        return plan_html(self.record, self.frontier)
+        return as_html(plan_document(self.record, self.frontier))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot
 from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
 from jaxmem_callbacks.writers.jsonl import OwnEventsWriter
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
-from jaxmem_callbacks.writers.protocol import Record, Table, Writer
+from jaxmem_callbacks.writers.protocol import LoggedTable, Record, Writer
 from jaxmem_callbacks.writers.tables import saves_table
 
 _Record = TypeVar("_Record")
@@ -260,7 +260,9 @@ class Recorder:
             return
         self._known_shape = shape
         rows = [(row.figure, row.latest, row.source, row.text) for row in self._known.rows()]
-        self._write(Table(tag=KNOWN_TAG, step=observation.step, time_s=observation.time_s, columns=COLUMNS, rows=rows))
+        self._write(
+            LoggedTable(tag=KNOWN_TAG, step=observation.step, time_s=observation.time_s, columns=COLUMNS, rows=rows)
+        )
 
     def _write_figure(self) -> None:
         picture = self._faults.attempt("the memory figure", self._draw, default=None)

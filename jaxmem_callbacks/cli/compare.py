@@ -8,8 +8,9 @@ from jaxmem_callbacks.analysis.comparing import growth, parse_share
 from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.accounts import read_account
+from jaxmem_callbacks.records.documents import as_text
 from jaxmem_callbacks.records.terminal import put
-from jaxmem_callbacks.writers.tables import growth_json, growth_text
+from jaxmem_callbacks.writers.tables import growth_document, growth_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
     most = None if args.max_regress is None else parse_share(args.max_regress)
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)
-    put((growth_json(found) if args.json else growth_text(found, after)) + "\n", as_json=args.json)
+    put((growth_json(found) if args.json else as_text(growth_document(found, after))) + "\n", as_json=args.json)
     return GREW if found.too_much else OK

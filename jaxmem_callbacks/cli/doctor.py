@@ -9,7 +9,6 @@ import argparse
 import ctypes.util
 import dataclasses
 import json
-import textwrap
 from typing import Any
 
 from jaxmem_callbacks._compat.backends import settings_were_read
@@ -21,12 +20,13 @@ from jaxmem_callbacks.environment.findings import findings
 from jaxmem_callbacks.environment.process import OLD_FRACTION, OPTIONS, PREALLOCATE, process_facts
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from jaxmem_callbacks.records.documents import Block, Code, Document, Section, Table, as_text
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, ProcessFacts
 from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.terminal import columns, put
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 
-_WIDTH, _NAMES = 80, 23
+_WIDTH = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,18 +79,17 @@ class _Report:
         )
 
     def as_text(self) -> str:
-        wrong = [line for finding in self.findings for line in _lines(finding)]
-        verdict = _section(f"Wrong: {len(self.findings)}", wrong) if wrong else "Nothing is wrong with these settings."
         effect = [(setting, value, f"({source})") for setting, value, source in in_effect(self.seen)]
         others = self._others()
-        parts = [
-            _section("JAX here", columns(self._machine(), ("left", "left"))),
-            _section("A GPU's settings at the start", columns(effect, ("left", "left", "left"))),
-            *([_section("Also set", columns(others, ("left", "left")))] if others else []),
-            verdict,
-            _section("Figures that exist here", [line for figure in self.figures for line in _row(figure)]),
+        wrong = [block for finding in self.findings for block in _finding(finding)]
+        blocks = [
+            Section("JAX here", [Table((), self._machine())]),
+            Section("A GPU's settings at the start", [Table((), effect)]),
+            *([Section("Also set", [Table((), others)])] if others else []),
+            Section(f"Wrong: {len(self.findings)}", wrong) if wrong else "Nothing is wrong with these settings.",
+            Section("Figures that exist here", [Table((), [_row(figure) for figure in self.figures], folded=True)]),
         ]
-        return "\n\n".join(parts)
+        return as_text(Document(blocks), width=_WIDTH)
 
     def _machine(self) -> list[tuple[str, str]]:
         seen = self.seen
@@ -132,18 +131,10 @@ def _memory(device: DeviceFacts) -> str:
     return f"{format_bytes(in_use)} in use, limit {format_bytes(limit)}"
 
 
-def _row(figure: Figure) -> list[str]:
+def _row(figure: Figure) -> tuple[str, str]:
     words = {True: f"yes: {figure.text}", False: f"no: {figure.text}", None: f"unknown, because {figure.text}"}
-    first = f"  {figure.name:<{_NAMES}}"
-    return textwrap.wrap(words[figure.exists], _WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
+    return figure.name, words[figure.exists]
 
 
-def _lines(finding: Finding) -> list[str]:
-    wrapped = textwrap.wrap(
-        f"{finding.given} {finding.why}", _WIDTH - 2, break_long_words=False, break_on_hyphens=False
-    )
-    return [*(f"  {line}" for line in wrapped), f"      {finding.type_next}"]
-
-
-def _section(title: str, lines: list[str]) -> str:
-    return "\n".join([title, *lines])
+def _finding(finding: Finding) -> tuple[Block, Block]:
+    return f"{finding.given} {finding.why}", Code([finding.type_next])

@@ -127,29 +127,25 @@ class _Report:
 
     def as_text(self) -> str:
         from jaxmem_callbacks.programs.memory import buffer_table
-        from jaxmem_callbacks.records.terminal import columns, wrapped
+        from jaxmem_callbacks.records.documents import Document, Table, as_text
 
-        lines = [str(self.memory)]
+        parts = [str(self.memory)]
         if self.plain is not None:
-            rows = [("", "plain step", "with its policy"), *self._compared()]
             policy = f"remat={self.policy.remat}, donated {format_bytes(self.memory.donated_bytes)}"
-            lines += ["", f"Against the plain step, without remat and donation (policy: {policy})", ""]
-            lines += columns(rows, ("left", "right", "right"))
+            head = f"Against the plain step, without remat and donation (policy: {policy})"
+            table = Table(("", "plain step", "with its policy"), self._compared(), ("left", "right", "right"))
+            parts.append(as_text(Document([head, table])))
         if self.plain_refused is not None:
-            lines += ["", f"The plain step, without remat and donation: {self.plain_refused}"]
+            parts.append(f"The plain step, without remat and donation: {self.plain_refused}")
         if self.peak is not None:
-            lines += [
-                "",
+            largest = buffer_table([_short(buffer) for buffer in self.peak.buffers[: self.top]])
+            parts += [
                 str(self.peak),
-                *(["", *wrapped(self.causes)] if self.causes else []),
-                "",
-                "Its largest buffers",
-                "",
+                as_text(Document(self.causes)),
+                as_text(Document(["Its largest buffers", largest])),
             ]
-            lines += buffer_table([_short(buffer) for buffer in self.peak.buffers[: self.top]])
-        if self.remarks:
-            lines += ["", *wrapped(self.remarks)]
-        return "\n".join(lines)
+        parts.append(as_text(Document(self.remarks)))
+        return "\n\n".join(filter(None, parts))
 
     def _compared(self) -> list[tuple[str, str, str]]:
         words = {"step": "step_bytes", "arguments": "argument_bytes", "outputs": "output_bytes"}

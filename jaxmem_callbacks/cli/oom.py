@@ -7,12 +7,13 @@ import codecs
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from jaxmem_callbacks.cli.exit_codes import NOTHING_FOUND, OK
 from jaxmem_callbacks.cli.typed import named
+from jaxmem_callbacks.records.documents import Block, Bullets, Document, Section, Table, as_text
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.oom import LoggedBuffer, OomLog, PoolDump
 from jaxmem_callbacks.records.terminal import put
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         name = "standard input" if args.log == "-" else args.log
         put(f"{name} has no failure for want of memory.\n")
     else:
-        put("\n".join(_lines(found)) + "\n")
+        put(as_text(_document(found)) + "\n")
     return NOTHING_FOUND if found is None else OK
 
 
@@ -89,33 +90,41 @@ def _decoded(file: BinaryIO) -> Iterator[str]:
     yield decoder.decode(b"", final=True)
 
 
-def _lines(log: OomLog) -> Iterator[str]:
-    yield sentence(log)
-    yield ""
-    yield f"line {log.line} of {log.line_count}: {_short(log.said)}"
-    if log.failures > 1:
-        yield f"The log has {log.failures} failures; this is the first one that a program met."
-    yield ""
-    for name, words in _FIGURES.items():
-        value = getattr(log.facts, name)
-        text = format_bytes(value) if isinstance(value, int) else value
-        place = f"line {log.where[name]}" if name in log.where else ""
-        yield f"  {words:<20}{text if text is not None else 'unknown, because it is not in the log':<24}{place}".rstrip()
-    if log.pool is not None:
-        yield from _pool(log.pool)
-    if log.buffers:
-        yield ""
-        yield "Largest buffers of the program:"
-        yield from (f"  {line}" for buffer in log.buffers for line in _buffer(buffer))
-    yield ""
-    yield "What can be tried (not compiled: what each saves is unknown until it is):"
-    for words, line in tries(log):
-        yield f"  {words}{':' if line else '' if words.endswith('?') else '.'}"
-        yield from (f"    {line}",) if line else ()
+def _document(log: OomLog) -> Document:
+    failures = f"The log has {log.failures} failures; this is the first one that a program met."
+    return Document(
+        [
+            sentence(log),
+            f"line {log.line} of {log.line_count}: {_short(log.said)}",
+            *([failures] if log.failures > 1 else []),
+            Table((), [_figure(log, name, words) for name, words in _FIGURES.items()]),
+            *([] if log.pool is None else _pool(log.pool)),
+            *([Section("Largest buffers of the program:", [_buffers(log.buffers)])] if log.buffers else []),
+            Section(
+                "What can be tried (not compiled: what each saves is unknown until it is):",
+                [Bullets([text for words, line in tries(log) for text in _hint(words, line)], mark=" ")],
+            ),
+        ]
+    )
 
 
-def _pool(pool: PoolDump) -> Iterator[str]:
-    yield ""
+def _figure(log: OomLog, name: str, words: str) -> tuple[str, str, str]:
+    value = getattr(log.facts, name)
+    shown = format_bytes(value) if isinstance(value, int) else value
+    return words, "unknown, because it is not in the log" if shown is None else shown, _line(log.where.get(name))
+
+
+def _line(number: int | None) -> str:
+    return "" if number is None else f"line {number}"
+
+
+def _hint(words: str, line: str) -> Iterator[str]:
+    yield f"{words}{':' if line else '' if words.endswith('?') else '.'}"
+    if line:
+        yield f"  {line}"
+
+
+def _pool(pool: PoolDump) -> Iterator[Block]:
     share = "unknown, because nothing is free" if pool.fragmentation is None else f"{pool.fragmentation:.0%}"
     yield (
         f"Pool {pool.allocator or 'without a name'} (line {pool.line}): {format_bytes(pool.in_use_bytes)} in use in"
@@ -123,13 +132,16 @@ def _pool(pool: PoolDump) -> Iterator[str]:
         f" {format_bytes(pool.largest_free_bytes)}; fragmentation {share}."
     )
     if pool.largest:
-        yield "Largest chunks in use:"
-        yield from (f"  {line}" for chunk in pool.largest for line in _buffer(chunk))
+        yield Section("Largest chunks in use:", [_buffers(pool.largest)])
 
 
-def _buffer(buffer: LoggedBuffer) -> Iterator[str]:
-    described = "  ".join(part for part in (buffer.shape, buffer.operator, buffer.source) if part) or buffer.label
-    yield f"{format_bytes(buffer.bytes):>10}  line {buffer.line:<8}{_short(described)}".rstrip()
+def _buffers(buffers: Iterable[LoggedBuffer]) -> Table:
+    rows = [(format_bytes(each.bytes), _line(each.line), _short(_place(each))) for each in buffers]
+    return Table((), rows, ("right", "left", "left"))
+
+
+def _place(buffer: LoggedBuffer) -> str:
+    return "  ".join(part for part in (buffer.shape, buffer.operator, buffer.source) if part) or buffer.label
 
 
 def _short(text: str) -> str:

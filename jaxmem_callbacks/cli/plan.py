@@ -33,10 +33,11 @@ from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.planning.request import SHARDINGS, parse_budget, parse_search, size_meant
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Code, Document, as_text
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.records.terminal import OutputError, flush, put, wrapped
+from jaxmem_callbacks.records.terminal import OutputError, flush, put
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
 
@@ -493,12 +494,12 @@ def _require_sizes(texts: Sequence[str]) -> None:
 
 
 def _text(plan: Plan, saved: Path | None, seen: Seen) -> str:
-    lines = [str(plan)]
+    parts = [str(plan)]
     if plan.peak is not None:
-        by = [f"By the compiler for {plan.chosen.placed_by}:"] if plan.chosen.placed_elsewhere is not None else []
-        lines += ["", *by, str(plan.peak)]
+        by = f"By the compiler for {plan.chosen.placed_by}:\n" if plan.chosen.placed_elsewhere is not None else ""
+        parts.append(f"{by}{plan.peak}")
     if plan.chosen.fits is not False and (plan.policy != StepPolicy() or saved is not None):
-        lines += ["", "To train so:", *(f"    {line}" for line in lines_to_train(plan, saved, seen))]
+        parts.append(as_text(Document(["To train so:", Code(lines_to_train(plan, saved, seen))])))
         if saved is None or saved.suffix != WHOLE:
-            lines += ["", *wrapped([_FOR_THE_MONITOR])]
-    return "\n".join(lines)
+            parts.append(as_text(Document([_FOR_THE_MONITOR])))
+    return "\n\n".join(parts)

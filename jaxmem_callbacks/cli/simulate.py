@@ -8,10 +8,11 @@ from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, size
 from jaxmem_callbacks.cli.exit_codes import NONE_SURVIVES, OK
 from jaxmem_callbacks.cli.typed import named, place, whole
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Document, Table, as_text
 from jaxmem_callbacks.records.errors import SimulationError
-from jaxmem_callbacks.records.terminal import columns, put
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.simulator.cases import CASES
-from jaxmem_callbacks.writers.simulation import save_figure, simulation_json, simulation_text
+from jaxmem_callbacks.writers.simulation import save_figure, simulation_document, simulation_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         rows = [(name, (make.__doc__ or "").split("\n")[0]) for name, make in CASES.items()]
-        put("\n".join(columns(rows, ("left", "left"))) + "\n")
+        put(as_text(Document([Table((), rows)])) + "\n")
         return OK
     if args.trace is None:
         listed = advise("command.typed", typed="simulate --list")
@@ -69,5 +70,5 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.figure is not None:
         save_figure(found, args.figure)
-    put((simulation_json(found) if args.json else simulation_text(found)) + "\n", as_json=args.json)
+    put((simulation_json(found) if args.json else as_text(simulation_document(found))) + "\n", as_json=args.json)
     return OK if found.advised is not None else NONE_SURVIVES

@@ -24,8 +24,9 @@ from jaxmem_callbacks.programs.targets.compilers import (
 )
 from jaxmem_callbacks.programs.targets.target import target_names
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Block, Document, Table, as_text
 from jaxmem_callbacks.records.errors import TargetError
-from jaxmem_callbacks.records.terminal import columns, put, wrapped
+from jaxmem_callbacks.records.terminal import put
 
 _HARDWARE = {"tpu": "TPUs, such as v5e or v5p:4x4x4", "gpu": "NVIDIA GPUs, such as h100_sxm or h100_sxm:8"}
 
@@ -108,19 +109,19 @@ def _folder() -> Path | None:
 
 
 def _as_text() -> str:
-    rows = [("kind", "compiles for", "compiler")]
+    rows: list[tuple[str, str, str]] = []
     for kind, platform in PLATFORMS.items():
         found = ", ".join(f"{name} {version}" for name, version in compiler_versions(platform).items())
         rows.append((kind, _HARDWARE[kind], found or f"none. Type: {advise('targets.install', kind=kind)}"))
-    lines = [*columns(rows, ("left", "left", "left")), ""]
     named = advise("environment.set", name="JAXMEM_TARGET_PATH", value="/a/folder")
     place = _folder() or f"none, since this user has no home folder; {named}"
-    lines += wrapped([f"Names: {', '.join(target_names())}.", f"Their folder: {place}"])
-    lines += [line for remark in map(other_than_pinned, PLATFORMS.values()) if remark for line in wrapped([remark])]
+    blocks: list[Block] = [Table(("kind", "compiles for", "compiler"), rows)]
+    blocks += [f"Names: {', '.join(target_names())}.", f"Their folder: {place}"]
+    blocks += [warning for warning in map(other_than_pinned, PLATFORMS.values()) if warning]
     left = [str(folder) for folder in other_folders()]
     if left:
-        lines += wrapped([f"Of other versions of JAX or Python, and of no use to this one: {', '.join(left)}"])
-    return "\n".join(lines)
+        blocks.append(f"Of other versions of JAX or Python, and of no use to this one: {', '.join(left)}")
+    return as_text(Document(blocks))
 
 
 def _as_json() -> dict[str, object]:

@@ -100,8 +100,9 @@ class StepGate:
     def _hold(self, path: Path, memory: StepMemory, policy: Any, most: Any) -> None:
         from jaxmem_callbacks.analysis.comparing import growth
         from jaxmem_callbacks.readers.accounts import read_account
+        from jaxmem_callbacks.records.documents import as_text
         from jaxmem_callbacks.records.errors import ComparisonError
-        from jaxmem_callbacks.writers.tables import growth_text
+        from jaxmem_callbacks.writers.tables import growth_document
 
         remedy = f"If that is meant, write the baseline again and commit it: pytest {_OPTION} '{self._node.nodeid}'"
         if not path.exists():
@@ -117,7 +118,7 @@ class StepGate:
             pytest.fail(f"{refusal}\n{remedy}", pytrace=False)
         if too_much:
             after = _account(memory, policy, with_peak=True)
-            report = growth_text(growth(before, after, most), after)
+            report = as_text(growth_document(growth(before, after, most), after))
             pytest.fail(f"{report}\nThe baseline is {self._near(path)}. {remedy}", pytrace=False)
 
     def _near(self, path: Path) -> Path:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,62 +35,58 @@ from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, c
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Bullets, Document, Table, as_text
 from jaxmem_callbacks.records.errors import CompileError, DonationError, require_function
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words, policy_words
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
-from jaxmem_callbacks.records.terminal import columns, wrapped
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE, batch_of
 
 
-def memory_table(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> str:
+def memory_document(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> Document:
     """The whole account of one step."""
     hardware = f"attached {program.platform}" if program.target == "attached" else program.target
-    lines = [
-        f"What one step of {program.name} needs, in bytes on one device (source: the compiler for {hardware})",
-        "",
-        *columns(_figures(program, arguments), ("left", "right", "left")),
-        "",
-        *argument_table(arguments),
-        *_tiles(program, arguments),
-    ]
-    if warnings:
-        lines += ["", *(f"! {warning}" for warning in warnings)]
-    return "\n".join(lines)
+    return Document(
+        [
+            f"What one step of {program.name} needs, in bytes on one device (source: the compiler for {hardware})",
+            Table((), _figures(program, arguments), ("left", "right", "left")),
+            argument_table(arguments),
+            *_tiles(program, arguments),
+            Bullets(warnings, mark="!"),
+        ]
+    )
 
 
-def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> list[str]:
+def _tiles(program: ProgramMemory, arguments: Sequence[ArgumentMemory]) -> Iterator[str]:
     """Why sizes by argument add up to less than the figures above them: a TPU rounds arrays up to tiles."""
     elements = sum(row.bytes for row in arguments)
-    sizes, padded = format_bytes(elements), format_bytes(program.argument_bytes)
-    if program.platform != "tpu" or program.argument_bytes <= elements or sizes == padded:
-        return []
-    remark = (
-        f"Sizes by argument are those of the elements, {sizes}; a TPU's tiles pad them to {padded}, as in the figures above. "
-        "peak() has the padding of each array."
-    )
-    return ["", *wrapped([remark])]
+    shown, padded = format_bytes(elements), format_bytes(program.argument_bytes)
+    if program.platform == "tpu" and program.argument_bytes > elements and shown != padded:
+        yield (
+            f"Sizes by argument are those of the elements, {shown}; a TPU's tiles pad them to {padded}, as in the figures "
+            "above. peak() has the padding of each array."
+        )
 
 
-def argument_table(rows: Sequence[ArgumentMemory]) -> list[str]:
+def argument_table(rows: Sequence[ArgumentMemory]) -> Table:
     """One line for each argument and kind, and their sums by kind."""
     head = ("argument", "holds", "arrays", "size", "donated", "really reused")
     body = [(row.name, row.kind, *_cells([row])) for row in rows]
     kinds = list(dict.fromkeys(row.kind for row in rows))
     sums = [("", f"all {kind}", *_cells([row for row in rows if row.kind == kind])) for kind in kinds]
     shown = sums if len(rows) > len(kinds) else []
-    return columns([head, *body, *shown], ("left", "left", "right", "right", "right", "right"))
+    return Table(head, [*body, *shown], ("left", "left", "right", "right", "right", "right"))
 
 
-def buffer_table(buffers: Sequence[Buffer]) -> list[str]:
+def buffer_table(buffers: Sequence[Buffer]) -> Table:
     """The buffers of the peak, largest first, with the place in the user's code that they come from."""
     head = ("size", "padding", "group", "shape", "from", "source")
     body = [
         (format_bytes(b.bytes), _padding(b), b.group, b.shape, b.operation or "unknown", _near(b.source))
         for b in buffers
     ]
-    return columns([head, *body], ("right", "right", "left", "left", "left", "left"))
+    return Table(head, body, ("right", "right", "left", "left", "left", "left"))
 
 
 def _padding(buffer: Buffer) -> str:
@@ -263,7 +259,7 @@ class StepMemory:
         return self.peak().buffers[:count]
 
     def __str__(self) -> str:
-        return memory_table(self.program, self.arguments, self.warnings)
+        return as_text(memory_document(self.program, self.arguments, self.warnings))
 
 
 @unguarded()

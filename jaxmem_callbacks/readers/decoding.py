@@ -145,7 +145,7 @@ def _in_calendar(data: Any) -> Any:
 def _refuse(expected: str) -> NoReturn:
     from pydantic_core import PydanticCustomError
 
-    raise PydanticCustomError("expected", expected)  # noqa: EM101 - the kind of the error, as pydantic names its own
+    raise PydanticCustomError("expected", "{expected}", {"expected": expected})  # noqa: EM101 - its kind, as of pydantic's own
 
 
 def _problem(errors: Sequence[ErrorDetails], data: Any, where: str, name: str) -> str:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from jaxmem_callbacks.records.documents import Document, Table, aligned, as_text
 from jaxmem_callbacks.records.programs import Buffer
-from jaxmem_callbacks.records.terminal import columns, console_width, wrapped
+from jaxmem_callbacks.records.terminal import console_width
 from jaxmem_callbacks.records.units import format_bytes
 
 _LAYOUT, _INDEX = re.compile(r"\{[^{}]*\}"), re.compile(r"/\*.*?\*/")
@@ -161,17 +162,16 @@ class Peak:
             if self.basis == REFUSED
             else "the compiler's buffer assignment"
         )
-        lines = [f"The peak of {format_bytes(self.bytes)} on one device, by {by}", ""]
-        lines += self._table()
-        return "\n".join([*lines, "", *wrapped(self._remarks())])
+        head = f"The peak of {format_bytes(self.bytes)} on one device, by {by}"
+        return as_text(Document([head, self._table(), *self._remarks()]))
 
-    def _table(self) -> list[str]:
+    def _table(self) -> Table:
         """Lines no longer than the console's, as far as the operations can be shortened to that."""
-        head = ("group", "size", "of the peak", "padding", "buffers")
-        figures = columns([head, *map(self._row, self.groups)], ("left", "right", "right", "right", "right"))
-        width = max(map(len, figures))
-        largest = ["the largest", *(self._largest(group, console_width() - width - 2) for group in self.groups)]
-        return [f"{line.ljust(width)}  {told}".rstrip() for line, told in zip(figures, largest, strict=True)]
+        columns = ("group", "size", "of the peak", "padding", "buffers")
+        rows = [self._row(group) for group in self.groups]
+        room = console_width() - max(map(len, aligned(Table(columns, rows)))) - 2
+        largest = [(*row, self._largest(group, room)) for row, group in zip(rows, self.groups, strict=True)]
+        return Table((*columns, "the largest"), largest, ("left", "right", "right", "right", "right", "left"))
 
     def _remarks(self) -> list[str]:
         lines = [f"Temporaries, gradients and saved activations are {_basis_words(self.basis)}."]

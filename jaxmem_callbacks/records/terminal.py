@@ -1,4 +1,4 @@
-"""Plain text for a terminal: aligned columns, wrapped prose, and no control sequence from outside."""
+"""A terminal: how wide it is, and what may be written to it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator
 from typing import Any, TextIO, cast
 
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
@@ -17,35 +16,9 @@ _WIDTH = 100  # where there is no console, as in a file or a notebook
 _NARROWEST = 40
 
 
-def columns(rows: Sequence[Sequence[str]], sides: Sequence[str]) -> list[str]:
-    """Aligned lines; ``sides`` says for each column whether it is set ``left`` or ``right``."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [c.rjust(w) if side == "right" else c.ljust(w) for c, w, side in zip(row, widths, sides, strict=True)]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
-
-
 def console_width() -> int:
     """Letters in a line of the terminal that stdout is, or what ``COLUMNS`` says; 100 where neither is there."""
     return max(shutil.get_terminal_size((_WIDTH, 0)).columns, _NARROWEST)
-
-
-def wrapped(texts: Iterable[str]) -> list[str]:
-    """Each text in lines of the console's width, those after its first indented.
-
-    A line that begins with a space is code to paste, and stays whole.
-    """
-    return [part for text in texts for line in text.split("\n") for part in _parts(line)]
-
-
-def _parts(line: str) -> list[str]:
-    if line.startswith(" "):
-        return [line]
-    return textwrap.wrap(
-        line, console_width(), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    ) or [""]
 
 
 _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))

@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import Any, final
 
 from jaxmem_callbacks.analysis.figures import Window
+from jaxmem_callbacks.records.documents import Document, as_markdown, escape
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.writers.markdown import escape, event_markdown, table_markdown
-from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
+from jaxmem_callbacks.writers.events import event_document
+from jaxmem_callbacks.writers.protocol import EVENTS_TAG, LoggedTable, Picture, Record, Writer
 
 
 def pixels_of(picture: Picture) -> Any:
@@ -107,9 +108,9 @@ class ForwardingWriter(Writer):
             case Window():
                 self._scalars(record.step, record.scalars())
             case MemoryEvent() if self._text:
-                self._text(record.step, EVENTS_TAG, event_markdown(record))
-            case Table() if self._text:
-                self._text(record.step, record.tag, table_markdown(record))
+                self._text(record.step, EVENTS_TAG, as_markdown(event_document(record), escaped=False))
+            case LoggedTable() if self._text:
+                self._text(record.step, record.tag, as_markdown(Document([record]), escaped=False))
             case Picture() if self._picture:
                 self._picture(record)
             case _:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import shown
-from jaxmem_callbacks.writers.markdown import event_title
+from jaxmem_callbacks.writers.events import event_title
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 

@@ -14,7 +14,7 @@ from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
-from jaxmem_callbacks.writers.markdown import event_title
+from jaxmem_callbacks.writers.events import event_title
 from jaxmem_callbacks.writers.protocol import Picture
 
 _SIZE = (840, 600)  # pixels; TensorBoard shows images at less than half this width, so the letters are large for it

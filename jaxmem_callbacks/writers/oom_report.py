@@ -6,51 +6,67 @@ import dataclasses
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from jaxmem_callbacks.records.documents import Code, Document, Figure, Link, Paragraph, Section, Table, as_markdown
 from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.markdown import escape, markdown_table
-from jaxmem_callbacks.writers.report import POLICY, STYLE
+from jaxmem_callbacks.writers.page import page_html
 
 _EVENTS, _BUFFERS = 12, 6
+# Where a cell may end a line: behind a slash of a module's path and before a key of an array's; in no size, type or kind.
+_BREAKS = (
+    (re.compile(r"(?<=\w)/(?=\w)"), "/<wbr>"),
+    (re.compile(r"\[(?=&#x27;)"), "<wbr>["),
+    (re.compile(r"(\d[\d.]* (?:[KMGT]i)?B\b|\b\w+\[[\d,]+\]|\bparameters\b)"), r"<span>\1</span>"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class OomTable:
-    """A table; ``bars`` are shares from 0 to 1, one a row, drawn where the medium can."""
+def oom_html(report: OomReport, *, chart: str = "", version: str) -> str:
+    """The report as a page.
 
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    bars: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A heading, what it says in sentences, and its tables."""
-
-    title: str
-    sentences: tuple[str, ...] = ()
-    tables: tuple[OomTable, ...] = ()
+    Args:
+        report: The record.
+        chart: Memory over time as `report.chart_html` draws it, or an empty text.
+        version: Of this library.
+    """
+    return page_html(oom_document(report, chart=chart, version=version), _marked)
 
 
-def sections(report: OomReport) -> tuple[Section, ...]:
-    """What stands between the sentence and the remedies, in order."""
-    return (
-        _holders(report),
-        _program(report.program),
-        _watched(report),
-        _allocator(report),
-        _surroundings(report),
+def _marked(cell: str) -> str:
+    for pattern, instead in _BREAKS:
+        cell = pattern.sub(instead, cell)
+    return cell
+
+
+def oom_markdown(report: OomReport) -> str:
+    """The report as Markdown."""
+    return as_markdown(oom_document(report)) + "\n"
+
+
+def oom_document(report: OomReport, *, chart: str = "", version: str = "") -> Document:
+    """What both show; arguments as those of `oom_html`."""
+    first = first_thing(report)
+    act = [Paragraph(first, style="act", link=Link("All remedies", "remedies"))] if first else []
+    return Document(
+        title="Out of memory",
+        summary=report.sentence,
+        blocks=[
+            Paragraph(f"{when(report)}.", style="soft"),
+            *act,
+            _holders(report),
+            _program(report.program),
+            _watched(report, chart),
+            _allocator(report),
+            _surroundings(report),
+            _remedies(report),
+            _failure(report),
+            *([Section("Parts of this report that failed", report.failures)] if report.failures else []),
+        ],
+        footer=f"Written by jaxmem_callbacks {version} when the exception passed. Bytes are on one device; what is unknown "
+        "says why.",
     )
-
-
-def last_sections(report: OomReport) -> tuple[Section, ...]:
-    """What stands behind the remedies."""
-    failed = [Section("Parts of this report that failed", report.failures)] if report.failures else []
-    return (_failure(report), *failed)
 
 
 def first_thing(report: OomReport) -> str:
@@ -113,15 +129,14 @@ def _holders(report: OomReport) -> Section:
         if report.left_out_count
         else ()
     )
-    tables = [OomTable(columns, rows, bars)] if rows else []
+    tables = [Table(columns, rows, bars=bars)] if rows else []
     failed = (
         f"{format_bytes(report.failed_bytes)} of it are results of the failed call, which cannot be read: they are no state to "
         "go on from, and go with the variables that hold them."
     )
     return Section(
         title,
-        (first, *((failed,) if report.failed_bytes else ()), *rest, *_on_the_cards(report)),
-        (*_modules(report), *tables),
+        (first, *((failed,) if report.failed_bytes else ()), *rest, *_on_the_cards(report), *_modules(report), *tables),
     )
 
 
@@ -141,7 +156,7 @@ def _on_the_cards(report: OomReport) -> Iterator[str]:
             yield f"Process {pid} holds {'memory, how much the driver does not say' if size is None else format_bytes(size)}."
 
 
-def _modules(report: OomReport) -> Iterator[OomTable]:
+def _modules(report: OomReport) -> Iterator[Table]:
     """Modules of the model, where that tells more than the list of arrays does."""
     if all(each.count == 1 for each in report.modules):
         return
@@ -158,7 +173,7 @@ def _modules(report: OomReport) -> Iterator[OomTable]:
     )
     most = max(report.modules[0].bytes, 1)
     bars = tuple(each.bytes / most for each in report.modules)
-    yield OomTable(("module of the model", "arrays", "bytes", "what they are"), rows, bars)
+    yield Table(("module of the model", "arrays", "bytes", "what they are"), rows, bars=bars)
 
 
 def _program(program: FailedProgram | None) -> Section:
@@ -166,7 +181,7 @@ def _program(program: FailedProgram | None) -> Section:
     if program is None:
         return Section(title, ("Unknown: neither the exception nor its size tells which program it was, if any.",))
     told = [f"{program.name}: {program.known_by}."]
-    tables: list[OomTable] = []
+    tables: list[Table] = []
     if program.fate:
         told.append(program.fate)
     if program.gone:
@@ -185,26 +200,28 @@ def _program(program: FailedProgram | None) -> Section:
         )
         sizes = (memory.step_bytes, *parts)
         columns = ("one step needs", "arguments", "outputs", "aliased", "temporaries", "constants")
-        tables.append(OomTable(columns, (tuple(map(format_bytes, sizes)),)))
+        tables.append(Table(columns, (tuple(map(format_bytes, sizes)),)))
     if program.peak is None:
         told.append(f"What makes its peak is unknown, because {program.no_peak}.")
     else:
         told.append(f"Its peak of {format_bytes(program.peak.bytes)}, by the compiler's buffer assignment:")
         tables += _peak(program.peak)
-    return Section(title, tuple(told), tuple(tables))
+    return Section(title, (*told, *tables))
 
 
-def _peak(peak: Peak) -> Iterator[OomTable]:
+def _peak(peak: Peak) -> Iterator[Table]:
     groups = sorted(peak.groups, key=lambda group: -group.bytes)
     rows = tuple(
         (each.name, format_bytes(each.bytes), f"{each.bytes / max(peak.bytes, 1):.0%}", GROUPS[each.name])
         for each in groups
     )
-    yield OomTable(
-        ("group", "bytes", "of the peak", "what it is"), rows, tuple(each.bytes / max(peak.bytes, 1) for each in groups)
+    yield Table(
+        ("group", "bytes", "of the peak", "what it is"),
+        rows,
+        bars=tuple(each.bytes / max(peak.bytes, 1) for each in groups),
     )
     largest = sorted(peak.buffers, key=lambda buffer: -buffer.bytes)[:_BUFFERS]
-    yield OomTable(
+    yield Table(
         ("largest buffers", "bytes", "group", "operation", "source line"),
         tuple(
             (
@@ -219,10 +236,11 @@ def _peak(peak: Peak) -> Iterator[OomTable]:
     )
 
 
-def _watched(report: OomReport) -> Section:
+def _watched(report: OomReport, chart: str) -> Section:
     title = "The monitor's last readings and events"
+    drawn = [Figure(chart)] if chart else []
     if report.unwatched:
-        return Section(title, (f"Unknown, because {report.unwatched}.",))
+        return Section(title, (f"Unknown, because {report.unwatched}.", *drawn))
     told = [] if report.step is None else [f"The latest step that was told is {report.step:,}."]
     if not report.events:
         told.append("There was no event.")
@@ -230,11 +248,11 @@ def _watched(report: OomReport) -> Section:
         (f"{event.step:,}", event.kind.replace("_", " "), event.device, event.message, event.action)
         for event in report.events[-_EVENTS:]
     )
-    tables = [OomTable(("step", "event", "device", "what", "what to do"), events)] if events else []
+    tables = [Table(("step", "event", "device", "what", "what to do"), events)] if events else []
     rows = tuple(row for reading in report.readings for row in _figures(reading))
     if rows:
-        tables.append(OomTable(("source", "device", "step", "figure", "value"), rows))
-    return Section(title, tuple(told), tuple(tables))
+        tables.append(Table(("source", "device", "step", "figure", "value"), rows))
+    return Section(title, (*told, *drawn, *tables))
 
 
 def _figures(reading: Reading) -> Iterator[tuple[str, ...]]:
@@ -249,10 +267,10 @@ def _figures(reading: Reading) -> Iterator[tuple[str, ...]]:
 
 def _allocator(report: OomReport) -> Section:
     told = [f"{each.device}: unknown, because {each.reason}." for each in report.no_allocator]
-    tables: list[OomTable] = []
+    tables: list[Table] = []
     if report.limits:
         tables.append(
-            OomTable(
+            Table(
                 ("bound", "limit", "taken", "left", "largest free block", "source"),
                 tuple(
                     (
@@ -265,27 +283,27 @@ def _allocator(report: OomReport) -> Section:
                     )
                     for limit in report.limits
                 ),
-                tuple(min(limit.used_bytes / max(limit.limit_bytes, 1), 1.0) for limit in report.limits),
+                bars=tuple(min(limit.used_bytes / max(limit.limit_bytes, 1), 1.0) for limit in report.limits),
             )
         )
     rows = tuple(row for reading in report.allocator for row in _figures(reading))
     if rows:
-        tables.append(OomTable(("source", "device", "step", "figure", "value"), rows))
+        tables.append(Table(("source", "device", "step", "figure", "value"), rows))
     if report.holes:
         told.append(
             "The largest holes between live arrays, by address: what moves the array behind one away makes it larger, as "
             "jm.defragment does."
         )
         tables.append(
-            OomTable(
+            Table(
                 ("device", "hole", "behind", "before"),
                 tuple((each.device, format_bytes(each.bytes), each.below, each.above) for each in report.holes),
-                tuple(each.bytes / max(report.holes[0].bytes, 1) for each in report.holes),
+                bars=tuple(each.bytes / max(report.holes[0].bytes, 1) for each in report.holes),
             )
         )
     elif report.unmapped:
         told.append(f"Holes between live arrays are not told, because {report.unmapped}.")
-    return Section("Bounds of memory and the allocator, after the failure", tuple(told), tuple(tables))
+    return Section("Bounds of memory and the allocator, after the failure", (*told, *tables))
 
 
 def _failure(report: OomReport) -> Section:
@@ -299,10 +317,8 @@ def _failure(report: OomReport) -> Section:
     if report.where:
         told.append(f"It passed through {', '.join(report.where)}.")
     told.append("Its text, without what looks like a secret:")
-    text = OomTable(("text",), tuple((line,) for line in report.error_text.splitlines() or [""]))
-    return Section(
-        "The exception", tuple(told), (text, *([OomTable(("what it says", "value"), known)] if known else []))
-    )
+    text = Table(("text",), tuple((line,) for line in report.error_text.splitlines() or [""]))
+    return Section("The exception", (*told, text, *([Table(("what it says", "value"), known)] if known else [])))
 
 
 def _surroundings(report: OomReport) -> Section:
@@ -312,134 +328,26 @@ def _surroundings(report: OomReport) -> Section:
     told = (
         "Of the environment only variables of JAX, XLA and accelerators are named, and only harmless values are shown."
     )
-    return Section("Versions and environment", (told,), (OomTable(("what", "value"), tuple(rows)),))
+    return Section("Versions and environment", (told, Table(("what", "value"), rows)))
 
 
 def _several(devices: Sequence[str]) -> str:
     return devices[0] if len(devices) == 1 else f"{devices[0]} and {len(devices) - 1} more" if devices else "-"
 
 
-def oom_markdown(report: OomReport) -> str:
-    """The report as Markdown."""
-    lines = [f"# {plain(report.sentence)}", "", f"{plain(when(report))}. {plain(first_thing(report))}".strip(), ""]
-    for section in sections(report):
-        lines += _markdown_section(section)
-    lines += ["## What to do, the best first", ""]
-    for number, remedy in enumerate(report.remedies, start=1):
-        lines += [f"{number}. **{plain(remedy.what)}.** {plain(' '.join(remedy_facts(remedy)))}", ""]
-        lines += ["   ```", *(f"   {line}" for line in remedy.lines), "   ```", ""] if remedy.lines else []
-    if not report.remedies:
-        lines += ["Nothing is known that would save memory here.", ""]
-    lines += [plain(report.planning), ""]
-    for section in last_sections(report):
-        lines += _markdown_section(section)
-    return "\n".join(lines)
-
-
-def _markdown_section(section: Section) -> Iterator[str]:
-    yield from (f"## {section.title}", "")
-    for sentence in section.sentences:
-        yield from (plain(sentence), "")
-    for table in section.tables:
-        rows = [[plain(cell) for cell in row] for row in table.rows]
-        yield from (markdown_table(table.columns, rows), "")
-
-
-def plain(text: str) -> str:
-    """Text on one line in which nothing is taken for HTML."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-
-
-# Where a cell may end a line: behind a slash of a module's path and before a key of an array's; in no size, type or kind.
-_BREAKS = (
-    (re.compile(r"(?<=\w)/(?=\w)"), "/<wbr>"),
-    (re.compile(r"\[(?=&#x27;)"), "<wbr>["),
-    (re.compile(r"(\d[\d.]* (?:[KMGT]i)?B\b|\b\w+\[[\d,]+\]|\bparameters\b)"), r"<span>\1</span>"),
-)
-_STYLE = """
-td span { white-space: nowrap; }
-.remedy { border: 1px solid var(--rule); border-left: 4px solid var(--act-edge); border-radius: 4px; padding: 10px 14px;
-  margin: 12px 0; break-inside: avoid; }
-.remedy h4 { margin: 0 0 4px; font-size: 15px; } .remedy p { margin: 4px 0; }
-.remedy pre { background: var(--band); border: 1px solid var(--rule); border-radius: 4px; padding: 8px 10px; margin: 8px 0;
-  white-space: pre-wrap; overflow-wrap: anywhere; font: 13.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
-.bar { min-width: 90px; width: 10%; }
-.bar svg { display: block; width: 100%; height: 12px; margin-top: 5px; }
-.bar rect { fill: var(--line-0); }
-.text td { font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; white-space: pre-wrap; }
-"""
-
-
-def oom_html(report: OomReport, *, chart: str = "", version: str) -> str:
-    """The page.
-
-    Args:
-        report: The record.
-        chart: Memory over time as marks of `report_chart`, or an empty text.
-        version: Of this library.
-    """
-    parts = [
-        f'<h1>Out of memory</h1><p class="lead">{escape(report.sentence)}</p><p class="soft">{escape(when(report))}.</p>',
-        f'<p class="act">{escape(first_thing(report))} <a href="#remedies">All remedies</a></p>'
-        if report.remedies
-        else "",
-        *(part for section in sections(report) for part in _html_section(section, chart)),
-        '<h3 id="remedies">What to do, the best first</h3>',
-        *(_remedy(number, remedy) for number, remedy in enumerate(report.remedies, start=1)),
-        "" if report.remedies else "<p>Nothing is known that would save memory here.</p>",
-        f'<p class="soft">{escape(report.planning)}</p>',
-        *(part for section in last_sections(report) for part in _html_section(section, "")),
+def _remedies(report: OomReport) -> Section:
+    remedies = [
+        Section(
+            title=f"{number}. {remedy.what}",
+            blocks=[*([Code(remedy.lines)] if remedy.lines else []), *remedy_facts(remedy)],
+            level=4,
+            style="remedy",
+        )
+        for number, remedy in enumerate(report.remedies, start=1)
     ]
-    foot = f"Written by jaxmem_callbacks {version} when the exception passed. Bytes are on one device; what is unknown says why."
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>Out of memory</title>'
-        f"<style>{STYLE}{_STYLE}</style></head>\n<body><main>{''.join(parts)}<footer>{escape(foot)}</footer></main></body></html>\n"
-    )
-
-
-def _remedy(number: int, remedy: Remedy) -> str:
-    lines = escape("\n".join(remedy.lines))
-    facts = "".join(f"<p>{escape(each)}</p>" for each in remedy_facts(remedy))
-    pasted = f"<pre>{lines}</pre>" if lines else ""
-    return f'<article class="remedy"><h4>{number}. {escape(remedy.what)}</h4>{pasted}{facts}</article>'
-
-
-def _html_section(section: Section, chart: str) -> Iterator[str]:
-    yield f"<h3>{escape(section.title)}</h3>"
-    yield from (f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
-    if chart and section.title.startswith("The monitor"):
-        yield chart
-    yield from map(_table, section.tables)
-
-
-def _table(table: OomTable) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns) + (
-        '<th class="bar"></th>' if table.bars else ""
-    )
-    bars = table.bars or (None,) * len(table.rows)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + _bar(bar) + "</tr>"
-        for row, bar in zip(table.rows, bars, strict=True)
-    )
-    kind = "text" if table.columns == ("text",) else "facts" if len(table.columns) == 2 else ""  # noqa: PLR2004 - name and value
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def _cell(text: str) -> str:
-    marked = escape(text)
-    for pattern, instead in _BREAKS:
-        marked = pattern.sub(instead, marked)
-    return marked
-
-
-def _bar(share: float | None) -> str:
-    if share is None:
-        return ""
-    return (
-        '<td class="bar"><svg viewBox="0 0 100 12" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect width="{100 * share:.1f}" height="12" rx="1"/></svg></td>'
+    planning = [Paragraph(report.planning, style="soft")] if report.planning else []
+    return Section(
+        title="What to do, the best first",
+        blocks=[*(remedies or ["Nothing is known that would save memory here."]), *planning],
+        name="remedies",
     )

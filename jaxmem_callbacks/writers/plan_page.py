@@ -22,7 +22,7 @@ from jaxmem_callbacks.writers.plan_table import (
     plain_flops,
     plan_rows,
 )
-from jaxmem_callbacks.writers.protocol import Record, Table
+from jaxmem_callbacks.writers.protocol import LoggedTable, Record
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
 # Short, since TensorBoard breaks the words of narrow columns; the other table says more of each.
@@ -41,8 +41,8 @@ def plan_page(record: PlanRecord, frontier: Collection[Candidate], *, step: int,
     """
     yield record
     rows = [(row[0].strip(), *row[1:]) for row in plan_rows(record, frontier)]
-    yield Table(tag=CANDIDATES_TAG, step=step, time_s=time_s, columns=_CANDIDATES, rows=rows)
-    yield Table(tag=SOURCES_TAG, step=step, time_s=time_s, columns=_SOURCES, rows=list(_source_rows(record)))
+    yield LoggedTable(tag=CANDIDATES_TAG, step=step, time_s=time_s, columns=_CANDIDATES, rows=rows)
+    yield LoggedTable(tag=SOURCES_TAG, step=step, time_s=time_s, columns=_SOURCES, rows=list(_source_rows(record)))
 
 
 def plan_scalars(record: PlanRecord) -> dict[str, float]:

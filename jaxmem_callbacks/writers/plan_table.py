@@ -1,4 +1,4 @@
-"""A plan's table in plain text or HTML, and its figures as JSON. Every figure says where it comes from."""
+"""A plan as a document with one table, and its figures as JSON. Every figure has its source beside it."""
 
 from __future__ import annotations
 
@@ -6,40 +6,20 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping
 
+from jaxmem_callbacks.records.documents import Document, Side, Table
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
-from jaxmem_callbacks.records.terminal import columns, wrapped
 from jaxmem_callbacks.records.units import format_bytes, format_extra
-from jaxmem_callbacks.writers.markdown import escape
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
 _FAR_BEYOND = 10  # times the budget
-_SIDES = ("left", "left", "right", "right", "right", "right", "right", "right")
+_SIDES: tuple[Side, ...] = ("left", "left", "right", "right", "right", "right", "right", "right")
 
 
-def plan_text(record: PlanRecord, frontier: Collection[Candidate]) -> str:
+def plan_document(record: PlanRecord, frontier: Collection[Candidate]) -> Document:
     """The whole plan: what was asked, every candidate, the choice, and what the figures leave out."""
-    return "\n".join(
-        [
-            *wrapped(_preface(record)),
-            "",
-            *columns([_HEAD, *plan_rows(record, frontier)], _SIDES),
-            "",
-            *wrapped(_remarks(record)),
-        ]
-    )
-
-
-def plan_html(record: PlanRecord, frontier: Collection[Candidate]) -> str:
-    """The same for a notebook."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEAD)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in plan_rows(record, frontier)
-    )
-    before, after = (
-        "".join(f"<p>{escape(line)}</p>" for line in lines if line) for lines in (_preface(record), _remarks(record))
-    )
-    return f"{before}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{after}"
+    table = Table(_HEAD, plan_rows(record, frontier), _SIDES)
+    return Document([*_preface(record), table, *_remarks(record)])
 
 
 def plan_json(record: PlanRecord) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar, final
 
 from jaxmem_callbacks.analysis.figures import Window
 from jaxmem_callbacks.analysis.observation import Metrics
+from jaxmem_callbacks.records import documents
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
@@ -20,22 +20,18 @@ EVENTS_TAG = "memory/events"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A text table.
+class LoggedTable(documents.Table):
+    """A table of a step, for loggers.
 
     Attributes:
         tag: Where it is shown, such as ``memory/known_here``.
         step: The step that had just completed.
         time_s: Seconds since the epoch.
-        columns: Headings.
-        rows: Cells, as many a row as there are headings.
     """
 
     tag: str
     step: int
     time_s: float
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +63,7 @@ Record = (
     | Window
     | MemoryEvent
     | CheckpointSave
-    | Table
+    | LoggedTable
     | Picture
     | PlanRecord
     | ArrayCensus

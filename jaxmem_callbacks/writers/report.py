@@ -5,78 +5,32 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.run_summary import COLUMNS, DURING, High, RunSummary, plan_row
+from jaxmem_callbacks.records.documents import (
+    Block,
+    Bullets,
+    Document,
+    Figure,
+    Link,
+    Paragraph,
+    Section,
+    Table,
+    escape,
+)
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.readings import CheckpointSave
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
+from jaxmem_callbacks.writers.events import event_details, event_title
 from jaxmem_callbacks.writers.figures import DEVICE_LINES, HOST
-from jaxmem_callbacks.writers.markdown import escape, event_figures, event_title
+from jaxmem_callbacks.writers.page import page_html
 from jaxmem_callbacks.writers.plan_page import SOURCES_TAG, plan_page
-from jaxmem_callbacks.writers.plan_table import plan_html
-from jaxmem_callbacks.writers.protocol import Picture, Table
-
-STYLE = """
-:root { color-scheme: light dark;
-  --paper: #ffffff; --ink: #1c1f23; --soft: #59616b; --rule: #d5dae0; --band: #f4f6f8;
-  --line-0: #1f6fb2; --line-1: #0b2f5e; --line-2: #7d9fbd; --line-3: #2a7d2e; --line-4: #9a9a9a; --host: #6b6b6b;
-  --need: #8a5a00; --limit: #c02222;
-  --event: #c02222; --act: #fff6e0; --act-edge: #c98a00; --link: #0b5cad; }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #14171a; --ink: #e6e9ec; --soft: #a3acb6; --rule: #353c44; --band: #1d2227;
-  --line-0: #6cb2eb; --line-1: #c3def5; --line-2: #7088a0; --line-3: #74c476; --line-4: #8a8a8a; --host: #a8a8a8;
-  --need: #e0b050; --limit: #ff7b72;
-  --event: #ff7b72; --act: #2b2415; --act-edge: #c98a00; --link: #79b8ff; } }
-@media print { :root { color-scheme: light;
-  --paper: #ffffff; --ink: #000000; --soft: #444444; --rule: #bbbbbb; --band: #ffffff;
-  --line-0: #1f6fb2; --line-1: #0b2f5e; --line-2: #7d9fbd; --line-3: #2a7d2e; --line-4: #9a9a9a; --host: #6b6b6b;
-  --need: #8a5a00; --limit: #c02222;
-  --event: #c02222; --act: #ffffff; --act-edge: #888888; --link: #000000; }
-  main { max-width: none; padding: 0; } a { text-decoration: none; }
-  .scroll { overflow: visible; } table { font-size: 8.5pt; }
-  figure, .event-card, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .run + .run { break-before: page; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1060px; margin: 0 auto; padding: 28px 24px 48px; }
-h1 { font-size: 25px; line-height: 1.25; margin: 0 0 10px; } h2 { font-size: 20px; margin: 40px 0 6px; }
-h3 { font-size: 16px; margin: 30px 0 8px; }
-h1, h2, h3, p, li, td, dd { overflow-wrap: anywhere; }
-a { color: var(--link); }
-.lead { font-size: 17px; margin: 0 0 16px; max-width: 76ch; } .soft { color: var(--soft); }
-.chart { margin: 18px 0; overflow-x: auto; }
-.chart > svg { width: 100%; min-width: 600px; height: auto; display: block; }
-.tick { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--rule); stroke-width: 1; }
-polyline { fill: none; stroke-width: 2; stroke-linejoin: round; } .key line { stroke-width: 2.5; }
-.line-0 { stroke: var(--line-0); } .line-1 { stroke: var(--line-1); } .line-2 { stroke: var(--line-2); }
-.line-3 { stroke: var(--line-3); } .line-4 { stroke: var(--line-4); }
-.line-host { stroke: var(--host); } .dot { stroke-width: 3; }
-.need { stroke: var(--need); stroke-width: 1.6; stroke-dasharray: 2 4; }
-.limit { stroke: var(--limit); stroke-width: 1.6; stroke-dasharray: 8 5; }
-.save { fill: var(--act-edge); stroke: var(--act-edge); stroke-width: 1; opacity: 0.25; }
-.event { stroke: var(--event); stroke-width: 1.4; }
-.limit-name { fill: var(--limit); font-size: 11.5px; } .need-name { fill: var(--need); font-size: 11.5px; }
-.event-number { fill: var(--event); font-size: 12px; font-weight: 600; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 6px 0 0; padding: 0; color: var(--soft);
-  font-size: 13px; }
-.key { width: 24px; height: 10px; vertical-align: middle; }
-.event-card { border: 1px solid var(--rule); border-left: 4px solid var(--event); border-radius: 4px; padding: 10px 14px;
-  margin: 12px 0; }
-.event-card p { margin: 4px 0; } .event-card h4 { margin: 0; font-size: 15px; }
-.act { background: var(--act); border-left: 3px solid var(--act-edge); padding: 6px 10px; }
-.scroll { overflow-x: auto; margin: 8px 0; }
-table { border-collapse: collapse; font-size: 13.5px; width: 100%; }
-table.facts { width: auto; } table.facts td { padding-right: 28px; min-width: 7em; }
-th, td { text-align: left; vertical-align: top; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--rule); }
-th { color: var(--soft); font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-tbody tr:nth-child(even) { background: var(--band); }
-img.paper { background: #ffffff; max-width: 100%; height: auto; border-radius: 4px; }
-footer { margin-top: 44px; border-top: 1px solid var(--rule); padding-top: 10px; color: var(--soft); font-size: 13px; }
-"""
-
+from jaxmem_callbacks.writers.plan_table import plan_document
+from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 
 # Of these the first that the platform reports is what the run is judged by.
 _JUDGED = (
@@ -349,8 +303,6 @@ def _legend(
 
 
 Frontier = Callable[[Sequence[Candidate]], Collection[Candidate]]
-# Says to the browser itself what the page promises: no script, and nothing from anywhere.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _PROGRAMS = (
     "program",
     "compiled",
@@ -372,44 +324,32 @@ def report_html(stories: Sequence[RunSummary], *, source: str, version: str, fro
         stories: Oldest first.
         source: Where they were read, as the user named it.
         version: Of this library.
-        frontier: Tells which candidates of a plan no other beats.
+        frontier: Finds the candidates of a plan that no other beats.
     """
-    title = f"Memory of {source}"
-    body = "".join(
-        [
-            *_opening(stories, title),
-            *(_run(n, each, frontier, alone=len(stories) == 1) for n, each in enumerate(stories, start=1)),
-        ]
-    )
-    foot = (
-        f"Written by jaxmem report of version {version} from {source}. Bytes are those that the named source told; what a "
-        "platform does not report is unknown, with its reason, and never 0."
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body><main>{body}<footer>{escape(foot)}</footer></main></body></html>\n"
+    return page_html(report_document(stories, source=source, version=version, frontier=frontier))
+
+
+def report_document(stories: Sequence[RunSummary], *, source: str, version: str, frontier: Frontier) -> Document:
+    """What the page shows; arguments as those of `report_html`."""
+    is_alone = len(stories) == 1
+    newest = happened(stories[-1])
+    runs = [_run(number, each, frontier, is_alone=is_alone) for number, each in enumerate(stories, start=1)]
+    return Document(
+        title=f"Memory of {source}",
+        summary=newest if is_alone else f"{len(stories)} runs, of which the newest: {newest}",
+        blocks=runs if is_alone else [_contents(stories), *runs],
+        footer=f"Written by jaxmem report of version {version} from {source}. Bytes are those that the named source told; what a "
+        "platform does not report is unknown, with its reason, and never 0.",
     )
 
 
-def _opening(stories: Sequence[RunSummary], title: str) -> Iterator[str]:
-    yield f"<h1>{escape(title)}</h1>"
-    if len(stories) == 1:
-        yield f'<p class="lead">{escape(happened(stories[0]))}</p>'
-        return
-    yield f'<p class="lead">{len(stories)} runs, of which the newest: {escape(happened(stories[-1]))}</p>'
-    rows = "".join(
-        f'<tr><td><a href="#run-{n}">{escape(each.run)}</a></td><td>{_began(each)}</td><td>{escape(happened(each))}</td></tr>'
-        for n, each in enumerate(stories, start=1)
-    )
-    yield _framed(("run", "began", "what happened"), rows)
+def _contents(stories: Sequence[RunSummary]) -> Table:
+    rows = [(Link(each.run, f"run-{n}"), _began(each), happened(each)) for n, each in enumerate(stories, start=1)]
+    return Table(("run", "began", "what happened"), rows)
 
 
-def _run(number: int, story: RunSummary, frontier: Frontier, *, alone: bool) -> str:
-    parts = [
-        "" if alone else f'<h2>Run {escape(story.run)}</h2><p class="lead">{escape(happened(story))}</p>',
-        f'<p class="soft">Run {escape(story.run)}, began {_began(story)}.</p>',
+def _run(number: int, story: RunSummary, frontier: Frontier, *, is_alone: bool) -> Section:
+    parts = (
         _figure(story),
         *_events_section(story.events),
         *_other_processes(story),
@@ -417,12 +357,21 @@ def _run(number: int, story: RunSummary, frontier: Frontier, *, alone: bool) -> 
         *_programs(story),
         *_plan(story, frontier),
         *_metrics(story),
-        "<h3>What was known here, and where figures come from</h3>",
-        _table(COLUMNS, [(row.figure, row.latest, row.source, row.text) for row in story.known_rows]),
-        *_settings(story),
+        Section(
+            title="What was known here, and where figures come from",
+            blocks=[
+                Table(
+                    columns=COLUMNS, rows=[(row.figure, row.latest, row.source, row.text) for row in story.known_rows]
+                )
+            ],
+        ),
+        _settings(story),
         *_remarks(story),
-    ]
-    return f'<section class="run" id="run-{number}">{"".join(parts)}</section>'
+    )
+    summary = [] if is_alone else [Paragraph(happened(story), style="lead")]
+    began = Paragraph(f"Run {story.run}, began {_began(story)}.", style="soft")
+    title = "" if is_alone else f"Run {story.run}"
+    return Section(title, [*summary, began, *parts], level=2, style="run", name=f"run-{number}")
 
 
 def _began(story: RunSummary) -> str:
@@ -430,37 +379,39 @@ def _began(story: RunSummary) -> str:
     return "at an unknown time" if first is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(first))
 
 
-def _figure(story: RunSummary) -> str:
+def _figure(story: RunSummary) -> Block:
     drawn = chart_html(
         story.history.points, story.events, limit_bytes=story.limit_bytes, needs=story.needs, saves=story.saves
     )
-    return drawn or "<p>There is no figure, since no memory was read.</p>"
+    return Figure(drawn) if drawn else "There is no figure, since no memory was read."
 
 
-def _events_section(events: Sequence[MemoryEvent]) -> Iterator[str]:
-    yield "<h3>Events, and what to do</h3>"
-    if not events:
-        yield "<p>None.</p>"
-    for number, event in enumerate(events, start=1):
-        head = f"{number}. {event_title(event.kind)} at step {event.step:,} ({event.device})"
-        action = f'<p class="act"><strong>What to do:</strong> {escape(event.action)}</p>'
-        figures = _table(("figure", "value"), event_figures(event), "facts") if event.figures else ""
-        yield f'<article class="event-card"><h4>{escape(head)}</h4><p>{escape(event.message)}</p>{action}{figures}</article>'
+def _events_section(events: Sequence[MemoryEvent]) -> Iterator[Block]:
+    cards = [
+        Section(
+            title=f"{number}. {event_title(event.kind)} at step {event.step:,} ({event.device})",
+            blocks=list(event_details(event)),
+            level=4,
+            style="event-card",
+        )
+        for number, event in enumerate(events, start=1)
+    ]
+    yield Section("Events, and what to do", cards or ["None."])
 
 
-def _other_processes(story: RunSummary) -> Iterator[str]:
-    told = story.elsewhere.events
-    if told:
-        yield "<h3>Events of other processes</h3>"
+def _other_processes(story: RunSummary) -> Iterator[Block]:
+    reported = story.elsewhere.events
+    if reported:
         rows = [
             (each.where, f"{each.event.step:,}", event_title(each.event.kind), each.event.message, each.event.action)
-            for each in told
+            for each in reported
         ]
-        yield _table(("told by", "step", "event", "what happened", "what to do"), rows)
+        columns = ("told by", "step", "event", "what happened", "what to do")
+        yield Section("Events of other processes", [Table(columns, rows)])
 
 
-def _programs(story: RunSummary) -> Iterator[str]:
-    yield "<h3>Programs and what they need, by their compiler</h3>"
+def _programs(story: RunSummary) -> Iterator[Block]:
+    blocks: list[Block] = []
     rows: list[tuple[str, ...]] = []
     for name, each in story.programs.items():
         if (memory := each.memory) is not None:
@@ -476,21 +427,21 @@ def _programs(story: RunSummary) -> Iterator[str]:
             place = f"{memory.platform}, {memory.target}"
             rows.append((name, _times(each.compiles), *spelled, str(memory.compiler_remat), place))
     if rows:
-        yield _table(_PROGRAMS, rows)
-        yield '<p class="soft">Bytes of one step on one device, of the compile that needs most.</p>'
+        blocks.append(Table(_PROGRAMS, rows))
+        blocks.append(Paragraph("Bytes of one step on one device, of the compile that needs most.", style="soft"))
     unknown: dict[str, list[str]] = {}
     for name, each in story.programs.items():
         if each.memory is None:
             unknown.setdefault(each.unavailable or "unknown", []).append(name)
-    for reason, names in unknown.items():
-        yield f"<p>Also compiled: {escape(', '.join(names))}. What they need is {escape(_unknown(reason))}.</p>"
-    if not story.programs:
-        yield "<p>No compile was seen.</p>"
-    changed = [
-        f"<li>{escape(f'{name}: {line}')}</li>" for name, each in story.programs.items() for line in each.changed
+    blocks += [
+        f"Also compiled: {', '.join(names)}. What they need is {_unknown(reason)}." for reason, names in unknown.items()
     ]
+    if not story.programs:
+        blocks.append("No compile was seen.")
+    changed = [f"{name}: {line}" for name, each in story.programs.items() for line in each.changed]
     if changed:
-        yield f"<p>What changed when one was compiled again:</p><ul>{''.join(changed)}</ul>"
+        blocks += ["What changed when one was compiled again:", Bullets(changed)]
+    yield Section("Programs and what they need, by their compiler", blocks)
 
 
 def _times(count: int) -> str:
@@ -501,7 +452,7 @@ def _unknown(reason: str) -> str:
     return reason if reason.startswith("unknown") else f"unknown, because {reason}"
 
 
-def _plan(story: RunSummary, frontier: Frontier) -> Iterator[str]:
+def _plan(story: RunSummary, frontier: Frontier) -> Iterator[Block]:
     record = story.plan
     if record is None:
         return
@@ -509,15 +460,24 @@ def _plan(story: RunSummary, frontier: Frontier) -> Iterator[str]:
     measured = story.highs.get("peak_bytes_since_start")
     latest, text = plan_row(record, memory and memory.step_bytes, measured and measured.bytes)
     best = frontier(record.candidates)
-    yield "<h3>The plan, and what came of it</h3>"
-    yield f"<p><strong>{escape(record.step)}</strong>: {escape(latest)}; {escape(text)}.</p>"
-    yield f'<div class="scroll">{plan_html(record, best)}</div>{_picture(record, best)}'
-    for page in plan_page(record, best, step=0, time_s=0.0):
-        if isinstance(page, Table) and page.tag == SOURCES_TAG:
-            yield "<p>Where its figures come from:</p>" + _table(page.columns, page.rows)
+    sources = [
+        page
+        for page in plan_page(record, best, step=0, time_s=0.0)
+        if isinstance(page, LoggedTable) and page.tag == SOURCES_TAG
+    ]
+    yield Section(
+        title="The plan, and what came of it",
+        blocks=[
+            Paragraph(label=f"{record.step}:", text=f"{latest}; {text}."),
+            *plan_document(record, best).blocks,
+            _picture(record, best),
+            "Where its figures come from:",
+            *sources,
+        ],
+    )
 
 
-def _picture(record: PlanRecord, best: Collection[Candidate]) -> str:
+def _picture(record: PlanRecord, best: Collection[Candidate]) -> Figure:
     from jaxmem_callbacks.writers.plan_figure import plan_picture
 
     return _image(
@@ -525,7 +485,7 @@ def _picture(record: PlanRecord, best: Collection[Candidate]) -> str:
     )
 
 
-def _heap(story: RunSummary) -> Iterator[str]:
+def _heap(story: RunSummary) -> Iterator[Block]:
     """The last map of live arrays; a run that was killed early has none, and the table of what was known says so."""
     if story.heap is None:
         return
@@ -533,57 +493,44 @@ def _heap(story: RunSummary) -> Iterator[str]:
 
     drawn = draw_heap(story.heap)
     if drawn is not None:
-        yield "<h3>Where live arrays lay, by address</h3>"
-        where = f"On {escape(story.heap.device)}, which held most, after step {max(story.heap.step, 0):,}"
-        yield f"<p>{where}: the last map of the run.</p>"
-        yield _image(drawn, "Live arrays by address, a colour for each kind, holes in grey")
+        where = f"On {story.heap.device}, which held most, after step {max(story.heap.step, 0):,}"
+        image = _image(drawn, "Live arrays by address, a colour for each kind, holes in grey")
+        yield Section("Where live arrays lay, by address", [f"{where}: the last map of the run.", image])
 
 
-def _image(drawn: Picture, words: str, *, finer: int = 1) -> str:
+def _image(drawn: Picture, words: str, *, finer: int = 1) -> Figure:
     """A picture in the page, in pixels of its own or ``finer`` times as many."""
     data = base64.b64encode(drawn.png).decode()
     size = f'width="{drawn.width // finer}" height="{drawn.height // finer}"'
-    return f'<figure><img class="paper" {size} alt="{words}" src="data:image/png;base64,{data}"></figure>'
+    return Figure(
+        markup=f'<figure><img class="paper" {size} alt="{words}" src="data:image/png;base64,{data}"></figure>'
+    )
 
 
-def _metrics(story: RunSummary) -> Iterator[str]:
+def _metrics(story: RunSummary) -> Iterator[Block]:
     if story.metrics:
         rows = [
             (name, *(f"{value:.6g}" for value in (each.first, each.last, each.low, each.high)))
             for name, each in story.metrics.items()
         ]
-        yield "<h3>Metrics of the training</h3>" + _table(("metric", "first", "last", "lowest", "highest"), rows)
+        table = Table(("metric", "first", "last", "lowest", "highest"), rows)
+        yield Section("Metrics of the training", [table])
 
 
-def _settings(story: RunSummary) -> Iterator[str]:
-    yield "<h3>Settings and versions</h3>"
-    start = story.start
+def _settings(story: RunSummary) -> Section:
+    title, start = "Settings and versions", story.start
     if start is None or not (start.versions or start.devices or start.settings):
-        yield "<p>Unknown, because the run's first line does not tell them.</p>"
-        return
+        return Section(title, ["Unknown, because the run's first line does not tell them."])
     rows = [("version of " + name, str(value)) for name, value in start.versions.items()]
     rows += [("devices: " + name, str(value)) for name, value in start.devices.items()]
     rows += [("setting " + name, _setting(name, value)) for name, value in start.settings.items()]
-    yield _table(("what", "value"), rows, "facts")
+    return Section(title, [Table(("what", "value"), rows)])
 
 
 def _setting(name: str, value: object) -> str:
     return format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else str(value)
 
 
-def _remarks(story: RunSummary) -> Iterator[str]:
+def _remarks(story: RunSummary) -> Iterator[Block]:
     if story.remarks:
-        items = "".join(f"<li>{escape(remark)}</li>" for remark in story.remarks)
-        yield f"<h3>Remarks on the files</h3><ul>{items}</ul>"
-
-
-def _table(columns: Iterable[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return _framed(columns, body, style)
-
-
-def _framed(columns: Iterable[str], body: str, style: str = "") -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    return (
-        f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+        yield Section("Remarks on the files", [Bullets(story.remarks)])

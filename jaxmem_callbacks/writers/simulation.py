@@ -5,35 +5,40 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxmem_callbacks.records.documents import Block, Bullets, Code, Document, Side, Table
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.files import replacing
-from jaxmem_callbacks.records.terminal import columns
 from jaxmem_callbacks.records.traces import AllocationFailure, Simulated, Simulation
 from jaxmem_callbacks.records.units import GIB, format_bytes
 
 _HEAD = ("", "outcome", "peak in use", "least block", "")
-_SIDES = ("left", "left", "right", "right", "left")
+_SIDES: tuple[Side, ...] = ("left", "left", "right", "right", "left")
 
 
-def simulation_text(found: Simulation) -> str:
+def simulation_document(found: Simulation) -> Document:
     """What each way leads to, why runs end, and which way to take."""
     head = found.head
     of = f"{head.source}{f' on {head.device}' if head.device else ''}"
-    lines = [f"{head.name} ({of}) on a device of {format_bytes(found.device_bytes)}", ""]
-    lines += [f"  {sentence}" for sentence in head.tells]
-    lines += ["", *columns([_HEAD, *map(_row, found.rows)], _SIDES), ""]
-    lines += [
-        "Peak in use is what the allocator gave out at most. Least block is the largest block that could still be had, when it",
-        "was smallest. * is modelled without its source, at its best: it may fail earlier.",
-    ]
     unknown = sorted({name for row in found.rows for name in row.timeline.unknown_temporaries})
-    if unknown:
-        lines.append(f"! The temporaries of {', '.join(unknown)} are unknown and left out: each outcome may be worse.")
-    lines += [f"! {sentence}" for sentence in head.blind]
-    return "\n".join([*lines, "", *_advice(found)])
+    legend = (
+        "Peak in use is what the allocator gave out at most. Least block is the largest block that could still be had, when it "
+        "was smallest. * is modelled without its source, at its best: it may fail earlier."
+    )
+    left_out = f"The temporaries of {', '.join(unknown)} are unknown and left out: each outcome may be worse."
+    return Document(
+        [
+            f"{head.name} ({of}) on a device of {format_bytes(found.device_bytes)}",
+            Bullets(head.tells, mark=" "),
+            Table(_HEAD, [_row(row) for row in found.rows], _SIDES),
+            legend,
+            Bullets([*([left_out] if unknown else []), *head.blind], mark="!"),
+            *_advice(found),
+        ]
+    )
 
 
 def failure_words(failure: AllocationFailure) -> str:
@@ -72,17 +77,18 @@ def _row(row: Simulated) -> tuple[str, ...]:
     )
 
 
-def _advice(found: Simulation) -> list[str]:
+def _advice(found: Simulation) -> Iterator[Block]:
     advised = found.advised
     first = next((row for row in found.rows if row.timeline.failure is not None), None)
-    lines: list[str] = []
     if first is not None and first.timeline.failure is not None:
-        lines.append(f"Why {first.name} fails: {failure_words(first.timeline.failure)}.")
+        yield f"Why {first.name} fails: {failure_words(first.timeline.failure)}."
     if advised is None:
-        return [*lines, "None of these survives: the run needs less memory, or a larger device."]
-    if not advised.line:
-        return [*lines, "Take JAX's default: the run survives, and there is nothing to set."]
-    return [*lines, f"Take {advised.name}:", *(f"    {line}" for line in advised.line.splitlines())]
+        yield "None of these survives: the run needs less memory, or a larger device."
+    elif not advised.line:
+        yield "Take JAX's default: the run survives, and there is nothing to set."
+    else:
+        yield f"Take {advised.name}:"
+        yield Code(advised.line.splitlines())
 
 
 _SIZE = (9.0, 5.0)  # inches

@@ -10,28 +10,31 @@ from jaxmem_callbacks.analysis.comparing import Growth
 from jaxmem_callbacks.analysis.run_summary import DURING
 from jaxmem_callbacks.records.accounts import Account, Change
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Block, Bullets, Document, Side, Table
 from jaxmem_callbacks.records.readings import CheckpointSave
-from jaxmem_callbacks.records.terminal import columns
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.protocol import Table
+from jaxmem_callbacks.writers.protocol import LoggedTable
 
 _HEAD = ("", "before", "after", "change", "share", "")
 _WORTH = 0.001  # of the largest judged figure: alignment is no explanation
-_SIDES = ("left", "right", "right", "right", "right", "left")
+_SIDES: tuple[Side, ...] = ("left", "right", "right", "right", "right", "left")
 
 
-def growth_text(found: Growth, after: Account) -> str:
-    """What grew, what explains it, notes, and one sentence that says whether it is too much."""
+def growth_document(found: Growth, after: Account) -> Document:
+    """What grew, what explains it, notes, and one sentence on whether it is too much."""
     judged = [change for change in found.changes if change.judged]
     least = max((max(each.before or 0, each.after or 0) for each in judged), default=0) * _WORTH
     parts = [each for each in found.changes if not each.judged and (each.bytes is None or abs(each.bytes) > least)]
-    lines = [f"Bytes of {_what(after)}", "", *columns([_HEAD, *(_row(each, found) for each in judged)], _SIDES)]
+    blocks: list[Block] = [f"Bytes of {_what(after)}", _table(judged, found)]
     if parts:
-        lines += ["", "What it is made of, where that differs by more than a thousandth", ""]
-        lines += columns([_HEAD, *(_row(each, found) for each in parts)], _SIDES)
+        blocks += ["What it is made of, where that differs by more than a thousandth", _table(parts, found)]
     if found.notes:
-        lines += ["", *(f"! {note}" for note in found.notes)]
-    return "\n".join([*lines, "", verdict(found)])
+        blocks.append(Bullets(found.notes, mark="!"))
+    return Document([*blocks, verdict(found)])
+
+
+def _table(changes: Sequence[Change], found: Growth) -> Table:
+    return Table(_HEAD, [_row(each, found) for each in changes], _SIDES)
 
 
 def verdict(found: Growth) -> str:
@@ -85,7 +88,7 @@ SHOWN = 20
 _COLUMNS = {"in_use_bytes": "held by the allocator", "live_array_bytes": "live arrays", "resident_bytes": "host"}
 
 
-def saves_table(saves: Sequence[CheckpointSave]) -> Table:
+def saves_table(saves: Sequence[CheckpointSave]) -> LoggedTable:
     """The latest saves, newest first: when, how long, and the highest values that were read during each.
 
     Args:
@@ -96,7 +99,7 @@ def saves_table(saves: Sequence[CheckpointSave]) -> Table:
         for save in reversed(saves[-SHOWN:])
     ]
     columns = (DURING, "seconds", *(f"{what}, highest" for what in _COLUMNS.values()))
-    return Table(tag=TAG, step=saves[-1].step, time_s=saves[-1].time_s, columns=columns, rows=rows)
+    return LoggedTable(tag=TAG, step=saves[-1].step, time_s=saves[-1].time_s, columns=columns, rows=rows)
 
 
 def _when(save: CheckpointSave) -> str:

@@ -29,10 +29,11 @@ from jaxmem_callbacks.analysis.figures import (
     figure_of,
     over_processes,
 )
+from jaxmem_callbacks.records.documents import Document, as_markdown
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import printable
-from jaxmem_callbacks.writers.markdown import event_markdown, table_markdown
-from jaxmem_callbacks.writers.protocol import EVENTS_TAG, Picture, Record, Table, Writer
+from jaxmem_callbacks.writers.events import event_document
+from jaxmem_callbacks.writers.protocol import EVENTS_TAG, LoggedTable, Picture, Record, Writer
 
 Chart = tuple[str, list[str]]
 Layout = dict[str, dict[str, Chart]]
@@ -131,9 +132,11 @@ class TensorBoardWriter(Writer):
             case Window():
                 self._add_scalars(record)
             case MemoryEvent():
-                self._add(_text(EVENTS_TAG, event_markdown(record)), record.step, record.time_s)
-            case Table():
-                self._add(_text(record.tag, table_markdown(record)), record.step, record.time_s)
+                self._add(
+                    _text(EVENTS_TAG, as_markdown(event_document(record), escaped=False)), record.step, record.time_s
+                )
+            case LoggedTable():
+                self._add(_text(record.tag, as_markdown(Document([record]), escaped=False)), record.step, record.time_s)
             case Picture():
                 self._add(_image(record), record.step, record.time_s)
             case _:
