@@ -138,7 +138,7 @@ def test_an_internal_error_is_told_by_evidence(tmp_path):
     assert told["facts"]["requested_bytes"] is None
     assert told["program"]["name"] == "jit_in_a_library"
     assert re.search(
-        r"says only 'INTERNAL: YNNPACK .*takes 1\.0 GiB besides its arguments.*left of the address space",
+        r"text is only 'INTERNAL: YNNPACK .*takes 1\.0 GiB besides its arguments.*left of the address space",
         told["evidence"],
     )
 
