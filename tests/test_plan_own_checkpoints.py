@@ -126,7 +126,6 @@ def test_a_whole_plan_is_read_again_and_older_ones_too(stopped: jm.Plan, replace
 
 
 @pytest.mark.targets
-@pytest.mark.recorded
 @pytest.mark.parametrize("name", ["by_block_named", "whole", "linen_scan", "equinox_scan"])
 def test_public_forms_need_no_edit_on_an_h100(name: str) -> None:
     """`full` in the place of the author's checkpoints needs no more than `full` of the loss written without any."""
