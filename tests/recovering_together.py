@@ -83,7 +83,7 @@ def over_devices(rank):
     """What JAX's public functions carry where its coordination service is not to be had."""
     agreement = Agreement("fallback", 60.0)
     agreement._store = None
-    return {"heard": agreement.exchange({"from": rank, "text": "é" * rank}), "can_look": agreement.can_look}
+    return {"heard": agreement.exchange({"from": rank, "text": "é" * rank}), "can_poll": agreement.can_poll}
 
 
 def moved_by_one(rank, mesh):
