@@ -22,7 +22,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.jit_hook import as_written
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import Reached, reach_step
-from jaxmem_callbacks.cli.seen import Seen
+from jaxmem_callbacks.cli.trace_log import TraceLog
 from jaxmem_callbacks.records.advice import ADVICE
 from tests.pasting import pasted, run, value
 from tests.target_step import needs_compiler
@@ -32,7 +32,7 @@ HEAD = "import functools, jax, jax.numpy as jnp\n" + LAYERS
 END = "\nraise SystemExit('went on')\n"
 
 
-def reached(tmp_path: Path, text: str, *, step: str | None = None) -> tuple[Reached, Seen]:
+def reached(tmp_path: Path, text: str, *, step: str | None = None) -> tuple[Reached, TraceLog]:
     script = written(tmp_path, HEAD + textwrap.dedent(text) + END)
     with as_written(script, step=step) as seen:
         return reach_step(script, step=step, seen=seen), seen

@@ -14,7 +14,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.plan import EXPECTED, search_of
-from jaxmem_callbacks.cli.seen import Edit, Seen
+from jaxmem_callbacks.cli.trace_log import Edit, TraceLog
 from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.planning.request import Space
 from tests import sample_plans as samples
@@ -306,16 +306,16 @@ def test_the_line_to_paste_is_the_plans_policy(policy: jm.StepPolicy) -> None:
 def test_the_lines_to_paste_into_an_unedited_script_say_what_changes() -> None:
     plan = planned(jm.StepPolicy(remat="full"), step="update")
     edits = [Edit("gan.py:7", "jax.grad", "jm.grad"), Edit("gan.py:31", "jax.value_and_grad", "jm.value_and_grad")]
-    assert lines_to_train(plan, None, Seen(edits=dict.fromkeys(edits))) == [
+    assert lines_to_train(plan, None, TraceLog(edits=dict.fromkeys(edits))) == [
         "import jaxmem_callbacks as jm",
         "# gan.py:7: jm.grad in place of jax.grad",
         "# gan.py:31: jm.value_and_grad in place of jax.value_and_grad",
         "step = jm.jit_step(update, jm.StepPolicy(remat='full'))",
     ]
     for written, step in (("jm.grad(loss)", "jm.grad(loss)"), (None, "update")):
-        *_, line = lines_to_train(plan, None, Seen(step=written))
+        *_, line = lines_to_train(plan, None, TraceLog(step=written))
         assert line == f"step = jm.jit_step({step}, jm.StepPolicy(remat='full'))"
-    *_, policy, where = lines_to_train(plan, None, Seen(step=""))
+    *_, policy, where = lines_to_train(plan, None, TraceLog(step=""))
     assert policy == "policy = jm.StepPolicy(remat='full')"
     assert where == "# Wrap the jit of update by jm.jit_step with this policy, where it is made", "no name is invented"
 

@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmem_callbacks.cli.frames import caller_of, is_asked_for_shapes, place_of_user
-from jaxmem_callbacks.cli.seen import GRADIENTS, Edit, Seen, Word
+from jaxmem_callbacks.cli.trace_log import GRADIENTS, Edit, GradFunction, TraceLog
 from jaxmem_callbacks.records.source_files import Owner, short_path
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.transforms import gradients
 
 
 @dataclass(slots=True)
-class Within:
+class JitScope:
     """A call or trace of a jitted function of the user's, while it lasts.
 
     Attributes:
         is_own: Whether the script itself calls it, and not a trace of something else.
         takes_gradient: Whether a gradient was taken in it.
-        edits: By which functions, as in `Seen`.
+        edits: By which functions, as in `TraceLog`.
         is_foreign: Whether one was taken by a package, in whose code nobody writes another function.
     """
 
@@ -38,7 +38,7 @@ class Within:
     is_foreign: bool = False
 
 
-class StandIns:
+class GradPatches:
     """This library's gradient functions under other names, and where they were called.
 
     Args:
@@ -46,13 +46,13 @@ class StandIns:
         has_warned: Whether a gradient that is taken where no step is seen is no longer worth a warning.
     """
 
-    def __init__(self, seen: Seen, *, has_warned: bool) -> None:
+    def __init__(self, seen: TraceLog, *, has_warned: bool) -> None:
         self.has_warned = has_warned
         # Functions that it made -> how people write them with this library.
         self.written: weakref.WeakKeyDictionary[Callable[..., Any], str] = weakref.WeakKeyDictionary()
         self._seen = seen
         # Of each thread and task its own.
-        self._within: contextvars.ContextVar[tuple[Within, ...]] = contextvars.ContextVar("within", default=())
+        self._within: contextvars.ContextVar[tuple[JitScope, ...]] = contextvars.ContextVar("within", default=())
 
     @property
     def is_within(self) -> bool:
@@ -60,9 +60,9 @@ class StandIns:
         return bool(self._within.get())
 
     @contextmanager
-    def within(self, *, is_own: bool) -> Generator[Within]:
+    def within(self, *, is_own: bool) -> Generator[JitScope]:
         """Inside, gradients are those of a jitted function."""
-        here = Within(is_own)
+        here = JitScope(is_own)
         token = self._within.set((*self._within.get(), here))
         try:
             yield here
@@ -113,7 +113,7 @@ class StandIns:
         self,
         gradient: Callable[..., Any],
         loss: Callable[..., Any],
-        word: Word | None,
+        word: GradFunction | None,
         edits: dict[Edit, None],
     ) -> Callable[..., Any]:
         @functools.wraps(loss)
@@ -152,7 +152,7 @@ class StandIns:
             )
 
 
-def _edit(word: Word, frame: types.FrameType | None) -> Edit | None:
+def _edit(word: GradFunction, frame: types.FrameType | None) -> Edit | None:
     """Where the caller of a frame's function writes a word."""
     if frame is None or frame.f_back is None:
         return None

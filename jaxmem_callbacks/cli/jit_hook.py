@@ -20,9 +20,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.cli.frames import call_of_user, caller_of, is_asked_for_shapes, is_of_user
-from jaxmem_callbacks.cli.grad_patches import StandIns, Within
-from jaxmem_callbacks.cli.seen import AT_ONCE, GRADIENTS, JITS, LOOPS, Edit, Seen
+from jaxmem_callbacks.cli.grad_patches import GradPatches, JitScope
 from jaxmem_callbacks.cli.source import is_unedited, source_of
+from jaxmem_callbacks.cli.trace_log import AT_ONCE, GRADIENTS, JITS, LOOPS, Edit, TraceLog
 from jaxmem_callbacks.programs.memory import as_step
 from jaxmem_callbacks.programs.steps.registry import announce
 from jaxmem_callbacks.programs.steps.step import JitStep
@@ -54,7 +54,7 @@ class Watching:
         is_on: Whether a script is looked at; afterwards, what was made meanwhile does only what it stands for.
     """
 
-    def __init__(self, seen: Seen, gradients: StandIns, step: str | None, *, elsewhere: bool) -> None:
+    def __init__(self, seen: TraceLog, gradients: GradPatches, step: str | None, *, elsewhere: bool) -> None:
         self.seen, self.gradients, self.step, self.elsewhere = seen, gradients, step, elsewhere
         self.is_on = True
         self._known: weakref.WeakKeyDictionary[Callable[..., Any], set[Hashable]] = weakref.WeakKeyDictionary()
@@ -311,7 +311,7 @@ class Watched:
             return takes_gradient(jax_traced(self.watched_jit.trace(*args, **kwargs)).jaxpr)
         return takes_gradient(as_step(self.watched_jit).traced(args, kwargs).jaxpr)
 
-    def _learn(self, here: Within) -> None:
+    def _learn(self, here: JitScope) -> None:
         """How its gradients are written. JAX keeps traces: a later one may show nothing."""
         self._edits |= here.edits
         self._is_noted |= here.takes_gradient
@@ -488,7 +488,7 @@ _MADE = {("jax", "pmap"): Pmapped}  # what makes other jitted functions -> what 
 
 
 @contextmanager
-def as_written(script: str, *, step: str | None = None, target: Target | None = None) -> Generator[Seen]:
+def as_written(script: str, *, step: str | None = None, target: Target | None = None) -> Generator[TraceLog]:
     """Inside, an unedited script's step is announced to `first_calls_seen_by`, and its gradients obey the policy of a step.
 
     Args:
@@ -497,12 +497,12 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
         step: The name of the jitted function that is the step; None for the first that takes a gradient.
         target: What the step is to be compiled for; None for the attached devices.
     """
-    seen = Seen()
+    seen = TraceLog()
     if target is not None:
         _see_devices_of(target)
     source = source_of(script)
     is_found_by_name, is_edited = source.function is not None, not is_unedited(source.path)
-    gradients = StandIns(seen, has_warned=is_found_by_name or step is not None)
+    gradients = GradPatches(seen, has_warned=is_found_by_name or step is not None)
     watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
     before: list[tuple[types.ModuleType, str, Any]] = []
     try:

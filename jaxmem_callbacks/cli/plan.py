@@ -25,8 +25,8 @@ from jaxmem_callbacks.cli.script import (
     require_program,
     show_start,
 )
-from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import source_of
+from jaxmem_callbacks.cli.trace_log import TraceLog
 from jaxmem_callbacks.cli.train_lines import WHOLE, lines_to_train
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.planning.interrupts import interruption_here
@@ -238,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
         return exit_of(type(error))
 
 
-def _print(made: Plan, args: argparse.Namespace, places: _Places, seen: Seen) -> int:
+def _print(made: Plan, args: argparse.Namespace, places: _Places, seen: TraceLog) -> int:
     """Print the plan, and write what was asked for."""
     unfit = made.chosen.fits is False
     lost: OutputError | BrokenPipeError | None = None
@@ -349,7 +349,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
     search: dict[str, Any] | None,
     budget: str | float | None,
     mesh: dict[str, int] | None,
-    seen: Seen,
+    seen: TraceLog,
 ) -> int:
     """Run the script up to its step, and plan that where the script calls it.
 
@@ -493,7 +493,7 @@ def _require_sizes(texts: Sequence[str]) -> None:
             raise PlanError(msg) from None
 
 
-def _text(plan: Plan, saved: Path | None, seen: Seen) -> str:
+def _text(plan: Plan, saved: Path | None, seen: TraceLog) -> str:
     parts = [str(plan)]
     if plan.peak is not None:
         by = f"By the compiler for {plan.chosen.placed_by}:\n" if plan.chosen.placed_elsewhere is not None else ""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxmem_callbacks.cli.exit_codes import OK, Leaving, code_of
-from jaxmem_callbacks.cli.seen import Seen
 from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text, syntax_of
+from jaxmem_callbacks.cli.trace_log import TraceLog
 from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.cli.undisturbed import InMain, Streams, opened, own_streams, undisturbed
 from jaxmem_callbacks.programs.steps.registry import first_calls_seen_by
@@ -103,6 +103,22 @@ def _names(node: ast.AST) -> set[str]:
 
 
 _NAMED = advise("option.typed", option="step", value="NAME")
+
+_BY_NAME = (
+    "Put what makes the step into a function that returns (train_step, args), of which shapes without shardings will do, and all "
+    "else under `if __name__ == '__main__':`"
+)
+# Words of an error -> why a script has it that runs elsewhere, and what to do here.
+_ELSEWHERE = {
+    "coordinator_address should be defined": (
+        "jax.distributed.initialize() found no cluster here, and a plan needs none",
+        f"{_BY_NAME}, and name it behind the script: SCRIPT.py:function",
+    ),
+    "must be >= the product of mesh_shape": (
+        "its mesh has more devices than are here, and a plan needs none of them",
+        f"{_BY_NAME}, and name it behind the script: SCRIPT.py:function. Devices and axes are the options --target and --mesh",
+    ),
+}
 
 _OF_A_POOL = re.compile(r"_\d+$")  # how `concurrent.futures` ends the names of its threads
 
@@ -185,7 +201,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     *,
     command: str = "inspect",
     step: str | None = None,
-    seen: Seen | None = None,
+    seen: TraceLog | None = None,
     script_to_stderr: bool = False,
 ) -> int:
     """Run a script up to its first step, or call the function that it names, do some work there, and end the script.
@@ -219,7 +235,9 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
         InMain() as in_main,
     ):
         if name is None:
-            first = _FirstStep(path.absolute(), work, named=step, seen=seen or Seen(), streams=streams, in_main=in_main)
+            first = _FirstStep(
+                path.absolute(), work, named=step, seen=seen or TraceLog(), streams=streams, in_main=in_main
+            )
             return _run(path, module, first)
         reached = _ask(path, module, name)
         with undisturbed(streams, in_main) as interruption:
@@ -234,7 +252,9 @@ def show_start(script: str) -> None:
         sys.stderr.flush()
 
 
-def reach_step(script: str, argv: Sequence[str] = (), *, step: str | None = None, seen: Seen | None = None) -> Reached:
+def reach_step(
+    script: str, argv: Sequence[str] = (), *, step: str | None = None, seen: TraceLog | None = None
+) -> Reached:
     """The step that a script reaches and its arguments, where the script's contexts do not matter; see `at_step`."""
     found: list[Reached] = []
 
@@ -371,7 +391,7 @@ class _FirstStep:
         work: Work,
         *,
         named: str | None,
-        seen: Seen,
+        seen: TraceLog,
         streams: Streams,
         in_main: InMain,
     ) -> None:
@@ -604,11 +624,19 @@ def _own_traceback(path: pathlib.Path, is_over: Callable[[], bool] = lambda: Fal
         traceback.print_exception(
             error.with_traceback(place), file=shown_to
         )  # none of the script's, such as where it does not parse
-        from jaxmem_callbacks.cli.error_hints import advice
-
-        why = advice(error) or ("its own alarm went off" if _is_of_alarm(error) else "")
+        why = _hint(error) or ("its own alarm went off" if _is_of_alarm(error) else "")
         msg = f"{path} failed before its first step{f': {why}. Its' if why else '; its'} own traceback is above."
         raise ScriptFailedError(msg, wants_arguments="argv" in _last_line(error)) from error
+
+
+def _hint(error: Exception) -> str:
+    """Why a script failed here and what to do, as sentences without the last full stop; empty where that is not known."""
+    from jaxmem_callbacks.programs.targets.exporting import NO_CUDNN, asks_for_cudnn  # which imports JAX
+
+    if asks_for_cudnn(error):
+        why, instead = NO_CUDNN
+        return f"{why}. {instead.removesuffix('.')}"
+    return next((f"{why}. {instead}" for words, (why, instead) in _ELSEWHERE.items() if words in str(error)), "")
 
 
 def _is_of_alarm(error: Exception) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmem_callbacks.cli.seen import Seen
+from jaxmem_callbacks.cli.trace_log import TraceLog
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WHOLE = ".json"  # the ending of a file with a whole plan; others are presets
 
 
-def lines_to_train(plan: Plan, saved: Path | None, seen: Seen | None = None) -> list[str]:
+def lines_to_train(plan: Plan, saved: Path | None, seen: TraceLog | None = None) -> list[str]:
     """The lines to paste, after what to write instead of gradient functions in a script that does not know this library.
 
     Args:

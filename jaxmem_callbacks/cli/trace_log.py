@@ -11,7 +11,7 @@ from jaxmem_callbacks.records.terminal import put
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class GradFunction:
     """A gradient function as people write it, and what they write instead.
 
     Attributes:
@@ -40,17 +40,17 @@ class Edit:
 
 # Module and gradient function there -> its word.
 GRADIENTS = {
-    ("jax", "value_and_grad"): Word("jax.value_and_grad", "jm.value_and_grad"),
-    ("jax", "grad"): Word("jax.grad", "jm.grad"),
-    ("flax.nnx", "value_and_grad"): Word("nnx.value_and_grad", "jm.nnx.value_and_grad"),
-    ("flax.nnx", "grad"): Word("nnx.grad", "the second result of jm.nnx.value_and_grad"),
-    ("equinox", "filter_value_and_grad"): Word("eqx.filter_value_and_grad", "jm.eqx.value_and_grad"),
-    ("equinox", "filter_grad"): Word("eqx.filter_grad", "jm.eqx.grad"),
-    ("jaxmem_callbacks", "value_and_grad"): Word("jm.value_and_grad", ""),
-    ("jaxmem_callbacks", "grad"): Word("jm.grad", ""),
-    ("jaxmem_callbacks.integrations.flax_nnx", "value_and_grad"): Word("jm.nnx.value_and_grad", ""),
-    ("jaxmem_callbacks.integrations.equinox", "value_and_grad"): Word("jm.eqx.value_and_grad", ""),
-    ("jaxmem_callbacks.integrations.equinox", "grad"): Word("jm.eqx.grad", ""),
+    ("jax", "value_and_grad"): GradFunction("jax.value_and_grad", "jm.value_and_grad"),
+    ("jax", "grad"): GradFunction("jax.grad", "jm.grad"),
+    ("flax.nnx", "value_and_grad"): GradFunction("nnx.value_and_grad", "jm.nnx.value_and_grad"),
+    ("flax.nnx", "grad"): GradFunction("nnx.grad", "the second result of jm.nnx.value_and_grad"),
+    ("equinox", "filter_value_and_grad"): GradFunction("eqx.filter_value_and_grad", "jm.eqx.value_and_grad"),
+    ("equinox", "filter_grad"): GradFunction("eqx.filter_grad", "jm.eqx.grad"),
+    ("jaxmem_callbacks", "value_and_grad"): GradFunction("jm.value_and_grad", ""),
+    ("jaxmem_callbacks", "grad"): GradFunction("jm.grad", ""),
+    ("jaxmem_callbacks.integrations.flax_nnx", "value_and_grad"): GradFunction("jm.nnx.value_and_grad", ""),
+    ("jaxmem_callbacks.integrations.equinox", "value_and_grad"): GradFunction("jm.eqx.value_and_grad", ""),
+    ("jaxmem_callbacks.integrations.equinox", "grad"): GradFunction("jm.eqx.grad", ""),
 }
 # What takes a gradient at once, and has no counterpart that obeys a policy.
 AT_ONCE = {("jax", "vjp")}
@@ -66,7 +66,7 @@ LOOPS = {
 
 
 @dataclass(slots=True)
-class Seen:
+class TraceLog:
     """What of a script took part.
 
     Attributes:
