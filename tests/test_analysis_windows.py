@@ -258,7 +258,7 @@ SEEN: dict[str, Any] = {
     "heaps": [HeapMap(device="gpu:0", step=0, time_s=0.0, buffers=())],
     "processes": AcrossProcesses(step=0, time_s=0.0, processes=2),
     "trace": [StepMark(step=0, live_bytes=1)],
-    "said": ["a probe is switched off"],
+    "messages": ["a probe is switched off"],
     "saves": [SaveSpan(began_s=0.0, ended_s=1.0, first_step=0, background=False)],
 }
 

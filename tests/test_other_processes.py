@@ -59,7 +59,7 @@ def test_what_is_told_goes_to_the_run_that_began_next_to_it(tmp_path: Path):
     tell(tmp_path, 1, again("of the second"), began_s=BEGAN + 4999.0)
     path = tmp_path / process_name(1)
     path.write_text(path.read_text() + '{"run":"of-1')
-    found = [[each.event.message for each in story.elsewhere.told] for story in stories_of(tmp_path)]
+    found = [[each.event.message for each in story.elsewhere.events] for story in stories_of(tmp_path)]
     assert found == [["of the first run"], ["of the second"]]
     (remark,) = stories_of(tmp_path / "memory.jsonl")[1].remarks
     assert remark.startswith("memory.process-1.jsonl, line 7, is left out: cut in the middle")
