@@ -63,7 +63,7 @@ def test_what_is_switched_off_stands_in_the_runs_files_and_its_report_too(tmp_pa
     (line,) = [line.removeprefix("jaxmem: ") for line in told(capfd)]
     (story,) = stories_of(tmp_path)
     assert story.messages == [line]
-    assert happened(story).endswith(f"; the monitor said of itself: {line}.")
+    assert happened(story).endswith(f"; the monitor reported of itself: {line}.")
     row = ("message of the monitor, 1", "", "monitor", line)
     assert row in [tuple(each) for each in double.of(LoggedTable)[-1].rows]
     assert row in [(each.figure, each.latest, each.source, each.text) for each in story.known_rows]

@@ -189,7 +189,7 @@ def test_of_a_run_whose_first_process_was_killed_the_report_tells_what_each_had_
     assert [finished(process)[0] for process in processes] == [-signal.SIGKILL, -signal.SIGABRT]
     assert main(["report", str(tmp_path)]) == 0
     sentence = capsys.readouterr().out.splitlines()[0]
-    assert "no event was told; other processes told near out of memory at step 1" in sentence
+    assert "no event was reported; other processes reported near out of memory at step 1" in sentence
     assert sentence.endswith("(process 1); the run has no closing line, so it was killed or is still running.")
     assert main(["compare", str(tmp_path), str(tmp_path), "--max-regress", "0%"]) == 0
     assert "was not closed" in capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_what_others_hold_of_a_gpu_is_told_where_the_driver_shows_it(monkeypatch
         in told
     )
     assert "Process 4711 holds 20.0 GiB." in told
-    assert "Process 4712 holds memory, how much the driver does not say." in told
+    assert "Process 4712 holds memory, how much the driver does not report." in told
 
 
 def test_a_driver_that_hides_processes_still_says_what_is_taken():

@@ -40,7 +40,7 @@ def test_the_report_tells_each_event_once_with_the_processes_that_told_it(tmp_pa
     assert main(["report", str(tmp_path)]) == 0
     sentence = capsys.readouterr().out.splitlines()[0]
     assert sentence.endswith(
-        "one event was told: near out of memory at step 30; other processes told recompilation at step 20 "
+        "one event was reported: near out of memory at step 30; other processes reported recompilation at step 20 "
         "(4 processes: 1 to 10), near out of memory at step 35 (process 2)."
     )
     page = (tmp_path / "report.html").read_text()
@@ -71,7 +71,7 @@ def test_a_disk_that_has_other_processes_only_is_told_as_it_is(tmp_path: Path, c
     assert list(process_files(tmp_path / "memory.jsonl")) == [9, 12]
     assert [[each.message for each in story.events] for story in stories_of(tmp_path)] == [["again"], ["again"]]
     assert main(["report", str(tmp_path / process_name(9))]) == 0
-    assert "one event was told: recompilation at step 20" in capsys.readouterr().out
+    assert "one event was reported: recompilation at step 20" in capsys.readouterr().out
     (tmp_path / "memory.jsonl").write_text("")
     assert len(stories_of(tmp_path)) == 1, "the first process wrote nothing: what the others told is one run"
 

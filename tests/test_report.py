@@ -106,7 +106,7 @@ def test_the_page_begins_with_what_happened(tmp_path, capsys):
     page = reported(write_run(tmp_path / "a", plan=sample_plans.six()))
     said = (
         "Steps 0 to 39 ran in 39.0 s on 2 x NVIDIA H100; memory was highest after step 30 with 970 MiB in use, 97% of the limit "
-        "of 1000 MiB; one event was told: near out of memory at step 30."
+        "of 1000 MiB; one event was reported: near out of memory at step 30."
     )
     out = capsys.readouterr().out
     assert out == f"one: {said}\nwrote {tmp_path / 'a' / 'report.html'}\n"
@@ -270,9 +270,9 @@ def test_a_newer_kind_of_event_is_told_by_its_name(tmp_path):
 def test_runs_without_memory_or_start_are_told_too(tmp_path):
     (tmp_path / "memory.jsonl").write_text(json.dumps({"run": "bare", "kind": "unknown"}) + "\n")
     text = reported(tmp_path).text
-    assert "No step was seen; no memory was read; no event was told; the run has no closing line" in text
+    assert "No step was seen; no memory was read; no event was reported; the run has no closing line" in text
     assert "There is no figure, since no memory was read." in text
-    assert "Unknown, because the run's first line does not tell them." in text
+    assert "Unknown, because the run's first line does not have them." in text
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_durations_read_well(seconds, words):
 
 def test_many_events_are_counted_and_few_named():
     story = RunSummary(run="r", events=[event(step=step) for step in range(6)])
-    assert "6 events were told: near out of memory at step 0, near out of memory at step 1" in happened(story)
+    assert "6 events were reported: near out of memory at step 0, near out of memory at step 1" in happened(story)
     assert "at step 2, and 3 more" in happened(story)
 
 

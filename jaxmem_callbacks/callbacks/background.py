@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, final
 import psutil
 
 from jaxmem_callbacks.records.secrets import without_secrets
-from jaxmem_callbacks.records.terminal import say
+from jaxmem_callbacks.records.terminal import print_line
 
 _Result = TypeVar("_Result")
 _KEPT = 100
@@ -92,7 +92,7 @@ class Faults:
         """One line on stderr, and for the run's own files; an exception's text may hold secrets."""
         line = without_secrets(" ".join(message.split()))
         self._printed.append(line)
-        say(line)
+        print_line(line)
 
     def messages(self) -> list[str]:
         """Take what was printed since the last call, for the run's own files: stderr may be read by nobody."""

@@ -76,7 +76,9 @@ def _loaded(saved: Path) -> str:
 def _policy(plan: Plan, saved: Path | None) -> str:
     """The chosen policy in code."""
     return (
-        advise("train.policy", said=_arguments(plan.policy)) if saved is None else advise("train.preset", saved=saved)
+        advise("train.policy", settings=_arguments(plan.policy))
+        if saved is None
+        else advise("train.preset", saved=saved)
     )
 
 

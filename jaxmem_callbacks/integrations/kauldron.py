@@ -16,7 +16,7 @@ from kauldron.utils.config_util import ROOT_CFG_REF, UpdateFromRootCfg  # pyrigh
 
 from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.terminal import say
+from jaxmem_callbacks.records.terminal import print_line
 
 _LOCAL = "logdir='runs/a'"
 
@@ -50,7 +50,7 @@ class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseCla
             return self.monitor
         workdir = os.fspath(self.workdir)
         if "://" in workdir:
-            say(
+            print_line(
                 f"no memory curves are written, since workdir={workdir!r} is no local folder; events are printed here. "
                 f"Give a local one: MemoryProfiler(monitor={advise('monitor.call', arguments=_LOCAL)})."
             )

@@ -188,7 +188,7 @@ def read_plan(path: Path) -> PlanRecord:
     """The plan in a file.
 
     Raises:
-        RunFileError: nothing there, or no plan; the message says what it is instead, as far as that shows.
+        RunFileError: nothing there, or no plan; the message states what it is instead, as far as that shows.
     """
     if str(path).lstrip().startswith("{"):
         msg = f"A plan is read by the path of its file, and this is a text. {_A_PLAN}. Is it that text? Save it first."

@@ -113,7 +113,7 @@ _KIND_OF = {record: kind for kind, record in KINDS.items()}
 
 
 def fields_of(record: object, time_s: float) -> dict[str, Any] | None:
-    """What a line says of a record beside its run; None for records that have no line, such as windows and pictures.
+    """What a line has of a record beside its run; None for records that have no line, such as windows and pictures.
 
     Args:
         record: Any record.
@@ -198,7 +198,7 @@ class Line:
         file: Where it stands.
         number: Its number in the file, from 1.
         run: Id of its run; empty for a line that was cut.
-        record: What it says, or None for a line that was cut and for kinds that only a newer version knows.
+        record: What it holds, or None for a line that was cut and for kinds that only a newer version knows.
         remark: Why there is no record, else an empty text.
     """
 
@@ -212,7 +212,7 @@ class Line:
 def run_files(path: Path) -> list[list[Path]]:
     """The files of each log folder under a path, full parts first.
 
-    Where a folder has only what other processes than the first told, as on a disk of their machine's own, these, one by one.
+    Where a folder has only what other processes than the first wrote, as on a disk of their machine's own, these, one by one.
 
     Args:
         path: A folder in which a monitor wrote, one that holds such folders, or a file of JSON lines, whose parts come along.
@@ -238,7 +238,7 @@ def run_files(path: Path) -> list[list[Path]]:
     if not found:
         msg = (
             f"{path} holds no {JSONL_NAME}. Expected a folder in which a monitor wrote, its "
-            "logdir, with `jsonl: true` in its preset, as it is unless said otherwise."
+            "logdir, with `jsonl: true` in its preset, as it is by default."
         )
         raise RunFileError(msg)
     return found
@@ -329,7 +329,7 @@ def stories_of(path: Path) -> list[RunSummary]:
         stories += found
     if not stories:
         msg = (
-            f"{path} holds no line of a run. The monitor writes its first line at the first step that it is told of. Expected "
+            f"{path} holds no line of a run. The monitor writes its first line at the first step that it is called for. Expected "
             f"its logdir, or the {JSONL_NAME} there."
         )
         raise RunFileError(msg)
@@ -351,7 +351,7 @@ def _of_one_folder(files: Sequence[Path]) -> list[RunSummary]:
 
 
 def _join(stories: list[RunSummary], process: int, others: Sequence[RunSummary]) -> None:
-    """What another process told goes to the run that began next to its own: each process has a clock and run ids of its own."""
+    """Another process's reports go to the run that began next to its own: each process has a clock and run ids of its own."""
     for other in others:
         began_s = _began_s(other)
         nearest = min(stories, key=lambda story: abs(_began_s(story) - began_s), default=None)

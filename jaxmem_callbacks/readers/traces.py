@@ -43,10 +43,10 @@ def fields_of_head(head: TraceHead) -> dict[str, Any]:
 
 def fields_of_event(event: TraceEvent) -> dict[str, Any]:
     """The line of an event; what has its usual value is left out."""
-    said = _unusual(event)
+    values = _unusual(event)
     if isinstance(event, ProgramStart) and event.outputs:
-        said["outputs"] = [_unusual(output) for output in event.outputs]
-    return {"kind": _KIND_OF[type(event)], **said}
+        values["outputs"] = [_unusual(output) for output in event.outputs]
+    return {"kind": _KIND_OF[type(event)], **values}
 
 
 def _unusual(record: TraceEvent | ProgramOutput) -> dict[str, Any]:

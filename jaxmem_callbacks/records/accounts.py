@@ -16,7 +16,7 @@ ONE_STEP = "one step"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """Bytes with what they were measured or compiled for. All bytes are of one device, or of the host where the name says so.
+    """Bytes with what they were measured or compiled for. All bytes are of one device, or of the host where the name has it.
 
     Attributes:
         form: What it is an account of.

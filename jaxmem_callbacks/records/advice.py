@@ -257,7 +257,7 @@ _TRAIN = (
     Advice(
         key="train.policy",
         trigger="such a plan was not saved",
-        text="jm.StepPolicy({said})",
+        text="jm.StepPolicy({settings})",
         proof=Proof.TRAINED,
         tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
     ),
@@ -534,7 +534,7 @@ _CALLS = (
     ),
     Advice(
         key="sharding.put",
-        trigger="a state lies elsewhere than `state_shardings` says",
+        trigger="a state lies elsewhere than `state_shardings` asks",
         text="{state} = jax.device_put({state}, state_shardings)",
         proof=Proof.TRAINED,
         tests=("tests/test_advice_calls.py::test_a_state_is_put_where_it_is_pinned",),
@@ -607,7 +607,7 @@ _TYPED = (
     ),
     Advice(
         key="command.typed",
-        trigger="a command tells more",
+        trigger="a command shows more",
         text="jaxmem {typed}",
         proof=Proof.TRAINED,
         tests=("tests/test_advice_typed.py::test_a_command_is_typed_as_printed",),

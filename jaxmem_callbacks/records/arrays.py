@@ -132,7 +132,7 @@ class LiveBuffer:
     """The memory of one array on one device.
 
     Attributes:
-        address: Where it begins, as the runtime says.
+        address: Where it begins, as the runtime reports it.
         bytes: Its length, padding included.
         label: Dtype and shape of the part on this device, such as ``float32[8,128]``.
     """

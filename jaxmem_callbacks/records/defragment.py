@@ -74,7 +74,7 @@ class MovedArray:
         path: Where in the tree it is, the first place of an array that is at several.
         kind: How it was moved.
         bytes: Of this process's parts together.
-        before: The address of each part that is here, in the order of the devices; empty where none is told.
+        before: The address of each part that is here, in the order of the devices; empty where none is known.
         after: And afterwards.
     """
 
@@ -87,7 +87,7 @@ class MovedArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeBlocks:
-    """What an allocator says of its free memory.
+    """An allocator's report of its free memory.
 
     Attributes:
         free_bytes: In all, or None.

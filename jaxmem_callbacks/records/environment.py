@@ -17,14 +17,14 @@ class ProcessFacts:
         variables: Environment variables that JAX and XLA read, with their values; no other variable's value is ever kept.
         unread: Names of variables that look like one of these and that nothing reads.
         memory_flags: The flags of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` that concern memory.
-        options: What ``jax_pjrt_client_create_options`` says of the GPU's memory; JAX lets it win over the variables.
+        options: What ``jax_pjrt_client_create_options`` has for the GPU's memory; JAX lets it win over the variables.
         options_are_text: Whether that came as text, whose values are texts too.
         unreadable_options: The parts of that text that are no ``key:value``.
         jax: JAX's version, or None where it is not installed.
         jaxlib: jaxlib's version, or None where it is not installed.
-        platforms: What ``JAX_PLATFORMS`` or the configuration says, such as ``("cuda", "cpu")``; empty: JAX chooses.
+        platforms: What ``JAX_PLATFORMS`` or the configuration has, such as ``("cuda", "cpu")``; empty: JAX chooses.
         platforms_text: The same as it was written, blanks and empty names included.
-        platform_name: What the older ``JAX_PLATFORM_NAME`` says; empty: nothing.
+        platform_name: What the older ``JAX_PLATFORM_NAME`` has; empty: nothing.
         plugins: Accelerators whose JAX plugin is installed, with the package's version.
         other_plugins: Names under which packages offer JAX further plugins.
         hardware: Accelerators that the operating system shows.
@@ -93,7 +93,7 @@ class Check:
 
     Attributes:
         setting: Which.
-        outcome: ``held``, ``broken``, or ``unknown`` where the runtime tells nothing of it.
+        outcome: ``held``, ``broken``, or ``unknown`` where the runtime reports nothing of it.
         text: By which figure, or why it is unknown.
     """
 
@@ -112,7 +112,7 @@ class AppliedEnvironment:
     Attributes:
         preset: The preset's name.
         set: Variables that it set, with their values.
-        already: Variables, or keys of ``jax_pjrt_client_create_options``, that said the same before.
+        already: Variables, or keys of ``jax_pjrt_client_create_options``, that had the same before.
         checks: What was verified; empty before the backend starts. The same call afterwards verifies.
     """
 
@@ -122,8 +122,8 @@ class AppliedEnvironment:
     checks: tuple[Check, ...] = ()
 
     def __str__(self) -> str:
-        def listed(said: Mapping[str, str]) -> str:
-            return ", ".join(f"{name}={value}" for name, value in said.items()) or "nothing"
+        def listed(given: Mapping[str, str]) -> str:
+            return ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing"
 
         lines = [f"{self.preset}: set {listed(self.set)}; already so: {listed(self.already)}"]
         return "\n".join([*lines, *(f"  {check}" for check in self.checks)])

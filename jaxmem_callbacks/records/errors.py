@@ -1,4 +1,4 @@
-"""Every error the library raises. Each message says what was given, what was expected, where, and what to type next.
+"""Every error the library raises. Each message states what was given, what was expected, where, and what to type next.
 
     JaxmemError
     |-- LossRefusedError      (ValueError)    the loss cannot be rematerialised as asked

@@ -20,7 +20,7 @@ OomCause = Literal["capacity", "fragmentation", "growth", "refused", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OomFacts:
-    """An out-of-memory failure, as far as its text tells it; None where the text does not say.
+    """An out-of-memory failure, as far as its text has it; None where the text does not.
 
     Sizes are bytes. A size printed in units (K, KiB, M, ... T: powers of 1024) is as exact as its printed decimals.
 
@@ -65,10 +65,10 @@ class LoggedBuffer:
     Attributes:
         bytes: Its size.
         line: The line of the log that it was read at, from 1.
-        shape: Its dtype and shape as printed, padding and layout included; empty where none is told.
-        operator: The operation that makes it, by the user's names, or the program that holds it; empty where none is told.
-        source: File and line of the user's code; empty where none is told.
-        label: The compiler's own name for it; empty where none is told.
+        shape: Its dtype and shape as printed, padding and layout included; empty where none is known.
+        operator: The operation that makes it, by the user's names, or the program that holds it; empty where none is known.
+        source: File and line of the user's code; empty where none is known.
+        label: The compiler's own name for it; empty where none is known.
     """
 
     bytes: int
@@ -84,7 +84,7 @@ class PoolDump:
     """A pool as its allocator listed it when it refused: all chunks, in use and free.
 
     Attributes:
-        allocator: The pool's name; empty where the log does not tell it.
+        allocator: The pool's name; empty where the log has none.
         line: The line of the log that the dump begins at, from 1.
         pool_bytes: What the pool holds, the chunks together.
         in_use_bytes: Of it, in use.
@@ -120,14 +120,14 @@ class PoolDump:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OomLog:
-    """The first failure that a log tells.
+    """The first failure in a log.
 
     Attributes:
         facts: What its lines state.
-        line: The line that it is told at, from 1.
+        line: The line that it is at, from 1.
         said: Those words, in one line.
         where: Name of a fact to the line that it was read at.
-        failures: How many failures the log tells. The same figures again within 200 lines are the same failure.
+        failures: How many failures the log has. The same figures again within 200 lines are the same failure.
         buffers: The largest buffers of the failing program, largest first.
         pool: The pool's dump, or None where the log has none.
         line_count: Lines of the log.
@@ -152,7 +152,7 @@ class MemoryLimit:
         limit_bytes: The bound.
         used_bytes: What is taken of it.
         source: Where both come from.
-        largest_free_bytes: The largest block that could be given out, or None where nobody says.
+        largest_free_bytes: The largest block that could be given out, or None where nobody reports it.
         pool_bytes: What the allocator's pool holds; below the bound it may still grow. None where there is no pool.
     """
 
@@ -223,11 +223,11 @@ class FailedProgram:
 
     Attributes:
         name: Its name.
-        known_by: How it was told from others, in words.
+        known_by: How it was distinguished from others, in words.
         memory: What it needs by its compiler, or None with the reason in ``unavailable``.
         unavailable: Why there are no figures.
         peak: What makes its peak, or None with the reason in ``no_peak``.
-        no_peak: Why nothing is told of the peak.
+        no_peak: Why nothing is known of the peak.
         gone: Paths of the arguments whose arrays were donated and are deleted: they can't be used again.
         gone_bytes: Their bytes on one device.
         fate: What is known of the arguments after the failure, a sentence.
@@ -293,8 +293,8 @@ class OnTheCard:
     Attributes:
         device: Stable label such as ``gpu:0``.
         used_bytes: Taken on the whole device, by everything.
-        pool_bytes: JAX's pool, or None where its allocator does not say.
-        own_bytes: This process, the pool included; None where the driver does not say.
+        pool_bytes: JAX's pool, or None where its allocator does not report it.
+        own_bytes: This process, the pool included; None where the driver does not report it.
         others: Number of each other process, and its bytes, None where the driver hides them.
         frameworks: What this process has imported that takes memory of a GPU by itself.
     """
@@ -320,7 +320,7 @@ class OomReport:
         error_type: The exception's class.
         error_text: Its text, without what looks like a secret.
         where: The lines of the user's code that it passed through, innermost last.
-        facts: What the text says.
+        facts: What the text has.
         lacking_bytes: How much more was needed, at least; None where that is unknown.
         limits: Bounds of memory, and what is taken of them.
         program: The program that failed, or None where nobody knows.
@@ -332,12 +332,12 @@ class OomReport:
         left_out_bytes: Their bytes.
         failed_bytes: Of ``live_bytes``, results of a call that failed: they can't be read.
         on_the_cards: What the driver counts on each GPU.
-        step: The latest step that the monitor was told, or None.
+        step: The latest step that the monitor was given, or None.
         readings: The monitor's last readings.
         events: The monitor's last events, oldest first.
         unwatched: Why there are no readings or events of a monitor, or an empty text.
-        allocator: What the allocators say now.
-        no_allocator: Devices whose allocators say nothing, and why.
+        allocator: What the allocators report now.
+        no_allocator: Devices whose allocators report nothing, and why.
         holes: The largest holes between live arrays by their addresses, the largest first.
         unmapped: Why there are none, or an empty text.
         versions: Package -> version.

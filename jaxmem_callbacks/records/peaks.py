@@ -75,13 +75,13 @@ GROUPS = {
     RESULTS: "what the step returns in memory of its own",
     CONSTANTS: "arrays that are part of the program",
     GAPS: "left between the temporaries, which do not fit together more closely",
-    UNKNOWN: "nothing says what it is; each buffer says why",
+    UNKNOWN: "nothing names what it is; each buffer has the reason",
 }
 AT_THE_PEAK = "alive at the peak"
 WHOLE_HEAP = "every temporary of the heap, not only those alive at the peak: the compiler wrote no live ranges"
 REFUSED = "arguments by their shapes; the compiler refused the program before it placed its buffers"
 UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
-_SMALL = 0.005  # shares below are told together in one line of words
+_SMALL = 0.005  # shares below are named together in one line of words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class PeakGroup:
     Attributes:
         name: One of `GROUPS`.
         bytes: What it takes, padding included.
-        waste_bytes: What of it is padding, as far as shapes tell.
+        waste_bytes: What of it is padding, as far as shapes show.
         count: Number of buffers.
     """
 
@@ -109,7 +109,7 @@ class Peak:
         bytes: All groups together.
         groups: Those that are not empty, in the order of `GROUPS`.
         buffers: The largest buffers first; all of them, or the largest of each group in a plan.
-        basis: What the temporaries are: those alive at the peak, or more where the compiler tells less.
+        basis: What the temporaries are: those alive at the peak, or more where the compiler reports less.
         moment: The operation at which it is reached, with its source line, or None.
         elsewhere: What is alive then in the host's memory or in a TPU's on-chip memory and is no part of ``bytes``.
     """
@@ -227,7 +227,7 @@ def with_total(peak: Peak, total_bytes: int | None, why: str) -> Peak:
     missing = 0 if total_bytes is None else total_bytes - peak.bytes
     if missing <= 0:
         return peak
-    unplaced = Buffer(bytes=missing, shape="not told", kind="unplaced", group=UNKNOWN, why=why)
+    unplaced = Buffer(bytes=missing, shape="unknown", kind="unplaced", group=UNKNOWN, why=why)
     return peak_of([*peak.buffers, *peak.elsewhere, unplaced], basis=peak.basis, moment=peak.moment)
 
 

@@ -42,7 +42,7 @@ class Candidate:
     Attributes:
         policy: What was compiled.
         step_bytes: What the step needs by the target's own compiler: a refusal's figure where it refused, or None where it
-            said none.
+            gave none.
         fits: Whether ``need_bytes`` fits into the budget; None where there is no budget.
         flops: Operations of one step on all devices, counted from its trace, scan trips included.
         extra_flops: Operations above the same step without remat, plus an estimate of what the compiler recomputes by itself.
@@ -53,7 +53,7 @@ class Candidate:
         batch_rows: Rows of the batch where batch sizes were searched, else None.
         mesh: Axis -> size of the mesh that it was compiled for, empty without one.
         compiler_remat: Instructions that the compiler chose to recompute by itself near its memory limit; None where it refused
-            the program, and so did not tell.
+            the program, and so did not report it.
         modelled_s: Modelled seconds of one step on the target, or None where its speed is not known or the compiler refused the
             program. A model, not a measurement.
         argument_bytes: Arguments, donated or not.
@@ -107,16 +107,16 @@ class Candidate:
 
     @property
     def peak_sentences(self) -> tuple[str, ...]:
-        """What makes its peak, and who says so; empty where nobody does."""
-        told: list[str] = []
+        """What makes its peak, and by whose report; empty where nobody does."""
+        sentences: list[str] = []
         if self.peak is not None:
-            told.append(f"What makes its peak of {format_bytes(self.peak.bytes)}: {self.peak.words}.")
+            sentences.append(f"What makes its peak of {format_bytes(self.peak.bytes)}: {self.peak.words}.")
         there = self.placed_elsewhere
         if there is not None:
-            told.append(
+            sentences.append(
                 f"The compiler for {self.placed_by}, which has room for it, places {format_bytes(there.bytes)}: {there.words}."
             )
-        return tuple(told)
+        return tuple(sentences)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,11 +158,11 @@ class PlanRecord:
         fingerprint: Identifies the plain step's operations, shapes and dtypes.
         device_kind: What one device is, as JAX calls it; empty where that is not known.
         process_flags: Flags of XLA's compilers in the process that planned; None where nobody looked.
-        fraction: Share of an absent GPU that JAX's allocator must be told to take for the choice; None where what it takes
+        fraction: Share of an absent GPU that JAX's allocator must be set to take for the choice; None where what it takes
             untold is enough, and where nobody knows.
         own_checkpoints: Checkpoints of the loss's own that the policies left alone; empty where they were replaced.
         gradients: Which of the step's gradients obey the policy, as `jm.jit_step` takes it: ``own`` or ``all``.
-        obstacles: Where nothing fits, those of the notes that say why the policies cannot save more.
+        obstacles: Where nothing fits, those of the notes that explain why the policies cannot save more.
         remedies: Where nothing fits, what makes the chosen step fit as it is: compiled, or arithmetic with compiled bytes; the
             cheapest first.
         searches: Where nothing fits, options such as ``--search offload`` that were not tried and that the step can have.
@@ -252,7 +252,7 @@ class PlanRecord:
         return None if need is None or not most else need - most[0]
 
     def need_of(self, candidate: Candidate) -> int | None:
-        """What the device must hold: resident bytes and the largest program; None where its compiler said no figure."""
+        """What the device must hold: resident bytes and the largest program; None where its compiler reported no figure."""
         if candidate.need_bytes is not None or candidate.step_bytes is None:
             return candidate.need_bytes
         return candidate.step_bytes + self.resident_bytes

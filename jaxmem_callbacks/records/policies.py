@@ -1,4 +1,4 @@
-"""StepPolicy: what plans choose, presets say and steps obey. Two tables here have the policies' names and synonyms."""
+"""StepPolicy: what plans choose, presets name and steps obey. Two tables here have the policies' names and synonyms."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ class StepPolicy:
         microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
             live at a time; 1 takes the batch whole.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
-            None where nothing was said (``jit_step`` then takes ``auto``).
+            None where nothing was given (``jit_step`` then takes ``auto``).
         sharding: Where the state lies on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
-            too), ``fsdp_tensor``, or rules from logical axis names to mesh axes; None where nothing was said.
+            too), ``fsdp_tensor``, or rules from logical axis names to mesh axes; None where nothing was given.
     """
 
     remat: str = "none"
@@ -216,7 +216,7 @@ class StepPolicy:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What is to wait in host memory: names, the words for what the library stores, and ``dots`` where remat says so."""
+        """What is to wait in host memory: names, the words for what the library stores, and ``dots`` where remat asks for it."""
         return (*self.offload, *(["dots"] if self.remat == "offload_dot_with_no_batch_dims" else []))
 
     @property

@@ -111,7 +111,7 @@ class EnvironmentSettings:
             raise EnvironmentSettingError(msg)
 
     def of_gpus(self) -> tuple[str, ...]:
-        """The settings said that only GPUs have."""
+        """The given settings that only GPUs have."""
         names = ("allocator", "preallocate", "fraction", "collective_pool_bytes")
         return tuple(name for name in names if getattr(self, name) is not None)
 
@@ -126,12 +126,12 @@ class RecoverySettings:
     Attributes:
         ladder: The rungs from top to bottom: ``defragment``, ``microbatches`` (twice as many each time), ``remat`` (the next
             stronger policy, or the next point of a plan), ``save_and_exit``. One that does not lower the compiled need is passed
-            over, and said so.
+            over, and reported it.
         snapshots: Where copies of the state wait: in ``host`` memory, or on disk by ``orbax``.
         every_steps: Steps from one snapshot to the next; a failure repeats so many at most.
         buffer_bytes: Host memory for the batches since the snapshot, where no ``batch_at`` is given.
         max_microbatches: No more microbatches than this.
-        agree_s: Seconds in which every process must have said how a step went.
+        agree_s: Seconds in which every process must have reported how a step went.
     """
 
     ladder: tuple[Rung, ...] = ("defragment", "microbatches", "remat", "save_and_exit")
@@ -203,14 +203,14 @@ class RecoveryReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """What one or several composed YAML parts say.
+    """What one or several composed YAML parts ask for.
 
     Attributes:
         name: The parts' names joined by ``+``, such as ``donate+full_remat``.
         description: What it is for, from the YAML; the parts' descriptions joined by a space.
         policy: Applied to the step, before its first trace.
         monitor: How the run is watched.
-        environment: What XLA's client is told before it starts, by ``jm.apply_environment``.
+        environment: What XLA's client is given before it starts, by ``jm.apply_environment``.
         recovery: What ``jm.Recovery`` does when memory runs out.
         said: Dotted keys that the YAML spelled out (``policy.remat``); the others are defaults.
         sources: The parts as ``jm.load_preset`` was given them, names and paths; empty where it was not asked.

@@ -1,4 +1,4 @@
-"""What a compiled program needs, as its compiler says. Bytes are per device; all figures of one record come from one compile."""
+"""What a compiled program needs, as its compiler reports it. Bytes are per device, and all figures of a record of one compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ArgumentMemory:
         bytes: Bytes of its arrays on one device.
         leaves: Number of arrays.
         donated_bytes: Bytes of its arrays that were marked for donation.
-        alias_bytes: Bytes of those that the compiled program really reuses for outputs; None where it does not tell.
+        alias_bytes: Bytes of those that the compiled program really reuses for outputs; None where it does not report them.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Buffer:
         kind: ``temporary``, ``argument``, ``output``, ``constant``, or ``gap``: memory that the plan leaves between the
             temporaries alive at the peak; ``unplaced`` is what the compiler counts and has no place for in its plan.
         group: What it is to the step, one of `records.peaks.GROUPS`.
-        unpadded_bytes: Bytes of its elements side by side, or None where the shape does not tell.
+        unpadded_bytes: Bytes of its elements side by side, or None where the shape does not show it.
         memory_space: ``device`` or, for what lies beside the peak, ``host`` or ``on-chip``.
         why: Why its group is ``unknown``, else None.
     """
@@ -163,9 +163,9 @@ class Compilation:
         lost: Donated arrays whose memory no result takes over, one sentence each:
             ``state['w']: it comes as float32 and is returned as bfloat16``; single numbers are left out.
         lost_bytes: Their bytes on one device.
-        has_run: Whether this tells of the first run of a compile that was told before: ``lost`` are then arrays that the
+        has_run: Whether this is of the first run of a compile that was reported before: ``lost`` are then arrays that the
             runtime copied, though the program reuses them.
-        step: The training step in which it happened, or None before a monitor has told.
+        step: The training step in which it happened, or None before a monitor has reported one.
         conditions: On what and with what it was compiled.
     """
 

@@ -63,10 +63,10 @@ class Unavailable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcrossFigure:
-    """One figure over the processes, each of which told its lowest, mean and highest since it told before.
+    """One figure over the processes, each of which sent its lowest, mean and highest since it sent before.
 
     Attributes:
-        low: The lowest that any of them told; bytes, a number or a share, as the figure's name says.
+        low: The lowest that any of them sent; bytes, a number or a share, as in the figure's name.
         low_process: Whose it is.
         mean: Of the processes' means; whole bytes for bytes.
         high: The highest.
@@ -90,8 +90,8 @@ class AcrossProcesses:
         step: The latest step of process 0; the others may be some steps before or behind.
         time_s: Seconds since the epoch.
         processes: How many the run has.
-        silent: Those that told nothing for three rounds, or nothing at all; what they told is left out.
-        figures: Figure, such as ``in_use_bytes``, over those that told it.
+        silent: Those that sent nothing for three rounds, or nothing at all; what they sent is left out.
+        figures: Figure, such as ``in_use_bytes``, over those that sent it.
     """
 
     step: int
@@ -102,7 +102,7 @@ class AcrossProcesses:
 
     @property
     def heard(self) -> int:
-        """How many told something."""
+        """How many sent something."""
         return self.processes - len(self.silent)
 
 

@@ -22,7 +22,7 @@ EventKind = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent:
-    """One episode, told once.
+    """One episode, reported once.
 
     Attributes:
         kind: What happened.
@@ -31,7 +31,7 @@ class MemoryEvent:
         device: Device label, or the program's name for events about programs.
         message: One or two sentences: what, since when, with the figures.
         action: What to do about it, as a line to type where there is one.
-        figures: The numbers behind it, in bytes or shares as the key says (``limit_bytes``, ``headroom_share``).
+        figures: The numbers behind it, in bytes or shares as in the key (``limit_bytes``, ``headroom_share``).
     """
 
     kind: EventKind
@@ -79,7 +79,7 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """What the monitor said of itself on stderr: which part is switched off, or what it cannot show.
+    """What the monitor reported of itself on stderr: which part is switched off, or what it cannot show.
 
     Attributes:
         step: The latest step that had completed.

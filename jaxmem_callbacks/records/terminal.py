@@ -17,7 +17,7 @@ _NARROWEST = 40
 
 
 def console_width() -> int:
-    """Letters in a line of the terminal that stdout is, or what ``COLUMNS`` says; 100 where neither is there."""
+    """Letters in a line of the terminal that stdout is, or ``COLUMNS``; 100 where neither is there."""
     return max(shutil.get_terminal_size((_WIDTH, 0)).columns, _NARROWEST)
 
 
@@ -49,11 +49,11 @@ def shown(text: str) -> str:
 
 
 class OutputError(Exception):
-    """What is printed cannot be written; the message says why."""
+    """What is printed cannot be written; the message has the reason."""
 
 
 def read_json(text: str) -> Any:
-    """What JSON of the outside says, each text in it, names too, as `printable` gives it.
+    """JSON of the outside, each text in it, names too, as `printable` gives it.
 
     Raises:
         ValueError, RecursionError: as `json.loads`.
@@ -120,7 +120,7 @@ def _json_shown(text: str) -> str:
     return printable(text.replace("\x7f", "\\u007f"))
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """One line of the library's own on stderr; a closed stderr is no reason to disturb a run."""
     if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed before Python began
         put(f"jaxmem: {' '.join(message.split())}\n", sys.stderr)

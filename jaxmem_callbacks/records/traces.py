@@ -118,7 +118,7 @@ class TraceHead:
         device: Label of the device, such as ``gpu:0``; empty for a modelled one.
         device_bytes: Memory of the device it is about, or None.
         tells: What it shows, or where it comes from, one sentence each.
-        blind: What it cannot tell, one sentence each.
+        blind: What it cannot show, one sentence each.
         versions: Package and version, where it was recorded.
     """
 
@@ -156,7 +156,7 @@ class TracePart:
 
 
 Allocators = Literal["bfc", "platform", "cuda_async"]
-DEFAULT_FRACTION = 0.75  # of a GPU's memory, where JAX is told nothing
+DEFAULT_FRACTION = 0.75  # of a GPU's memory, where JAX is given nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +220,7 @@ class TimelinePoint:
         live_bytes: Bytes of live arrays as they were asked for.
         in_use_bytes: What the allocator has given out, roundings included.
         peak_in_use_bytes: The most of it within the step.
-        largest_free_bytes: The largest free block of the pool, as jaxlib tells it; None without a pool.
+        largest_free_bytes: The largest free block of the pool, as jaxlib reports it; None without a pool.
         least_block_bytes: The largest block that could be had when it was smallest within the step: a free one, or what the
             pool may still grow by.
         pool_bytes: What the allocator has taken of the device; None without a pool.

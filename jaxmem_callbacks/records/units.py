@@ -28,7 +28,7 @@ def is_whole(value: object) -> bool:
 def parse_bytes(text: int | str, *, unit_needed: bool = False) -> int:
     """Bytes written as ``72GiB``, ``1.5 GB``, ``4096 B`` or a plain int.
 
-    Binary (KiB, MiB, GiB, TiB) and decimal (kB, MB, GB, TB) units are told apart by the ``i``.
+    Binary (KiB, MiB, GiB, TiB) and decimal (kB, MB, GB, TB) units differ by the ``i``.
 
     Args:
         text: The size.

@@ -32,7 +32,7 @@ from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
 from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport
 from jaxmem_callbacks.records.readings import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
-from jaxmem_callbacks.records.terminal import printable, say
+from jaxmem_callbacks.records.terminal import print_line, printable
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.failure import (
     ADDRESS_SPACE,
@@ -596,7 +596,7 @@ def report_oom(
     try:
         return _reported(error, settings, monitor, before)
     except BaseException as fault:  # noqa: BLE001 - the user's exception goes on, Ctrl-C in the middle of a report or not
-        say(f"the out-of-memory report could not be made: {_words(fault)}")
+        print_line(f"the out-of-memory report could not be made: {_words(fault)}")
         return None
     finally:
         _busy.on = False
@@ -630,11 +630,11 @@ def _reported(
     try:
         folder = new_folder(outdir, process=index, pid=os.getpid(), time_s=time.time())
     except OSError as fault:
-        say(f"out of memory: {report.sentence} No report was written: {_words(fault)}")
+        print_line(f"out of memory: {report.sentence} No report was written: {_words(fault)}")
         return None
     written = _write(folder, report, snapshot, parts)
     parts.attempt("removing old reports", remove_oldest, outdir, process=index, keep=settings.keep, default=())
-    say(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, report, parts))
+    print_line(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, report, parts))
     return folder if written else None
 
 

@@ -154,7 +154,7 @@ def as_writer(obj: Any) -> Writer:
         if callable(obj) and not isinstance(obj, type):
             return ForwardingWriter(obj)
     methods = ", ".join(f"{method}()" for method in _SHAPES)
-    why = " It has every method that it is asked for, so that its kind cannot be told." if answers_all else ""
+    why = " It has every method that it is asked for, so that its kind is unknown." if answers_all else ""
     msg = (
         f"{type(obj).__name__} is no writer.{why} Expected a Writer of jaxmem_callbacks, an object with one of {methods}, called "
         "as log(scalars, step=...), or a callable f(step, scalars). Wrap it: writer=lambda step, scalars: your_logger(...)."
@@ -168,7 +168,7 @@ def _takes_scalars(log: Callable[..., object]) -> bool:
         inspect.signature(log).bind({}, step=0)
     except TypeError:
         return False
-    except ValueError:  # a builtin that tells no signature
+    except ValueError:  # a builtin that has no signature
         return True
     return True
 

@@ -25,9 +25,9 @@ class JsonlWriter(Writer):
 
     Args:
         path: The file; made when it does not exist.
-        run_id: Stands in every line, so that a file of several runs can be told apart.
+        run_id: Stands in every line, so that a file of several runs can be separated.
         part_bytes: A line that would make the file larger than this begins a new one; None for one file for ever.
-        start: What the first line of every part says of the run.
+        start: What the first line of every part has of the run.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def oom_document(report: OomReport, *, chart: str = "", version: str = "") -> Do
             *([Section("Parts of this report that failed", report.failures)] if report.failures else []),
         ],
         footer=f"Written by jaxmem_callbacks {version} when the exception passed. Bytes are on one device; what is unknown "
-        "says why.",
+        "has the reason.",
     )
 
 
@@ -153,11 +153,11 @@ def _on_the_cards(report: OomReport) -> Iterator[str]:
         elif card.frameworks:
             yield f"This process has imported {', '.join(card.frameworks)}, whose memory is not in JAX's pool."
         for pid, size in card.others:
-            yield f"Process {pid} holds {'memory, how much the driver does not say' if size is None else format_bytes(size)}."
+            yield f"Process {pid} holds {'memory, how much the driver does not report' if size is None else format_bytes(size)}."
 
 
 def _modules(report: OomReport) -> Iterator[Table]:
-    """Modules of the model, where that tells more than the list of arrays does."""
+    """Modules of the model, where that shows more than the list of arrays does."""
     if all(each.count == 1 for each in report.modules):
         return
     rows = tuple(
@@ -179,17 +179,17 @@ def _modules(report: OomReport) -> Iterator[Table]:
 def _program(program: FailedProgram | None) -> Section:
     title = "The program that failed, and its peak"
     if program is None:
-        return Section(title, ("Unknown: neither the exception nor its size tells which program it was, if any.",))
-    told = [f"{program.name}: {program.known_by}."]
+        return Section(title, ("Unknown: neither the exception nor its size shows which program it was, if any.",))
+    sentences = [f"{program.name}: {program.known_by}."]
     tables: list[Table] = []
     if program.fate:
-        told.append(program.fate)
+        sentences.append(program.fate)
     if program.gone:
         named = ", ".join(program.gone[:_BUFFERS]) + (" ..." if len(program.gone) > _BUFFERS else "")
-        told.append(f"Gone are {format_bytes(program.gone_bytes)}: {named}.")
+        sentences.append(f"Gone are {format_bytes(program.gone_bytes)}: {named}.")
     memory = program.memory
     if memory is None:
-        told.append(f"What it needs is unknown, because {program.unavailable}.")
+        sentences.append(f"What it needs is unknown, because {program.unavailable}.")
     else:
         parts = (
             memory.argument_bytes,
@@ -202,11 +202,11 @@ def _program(program: FailedProgram | None) -> Section:
         columns = ("one step needs", "arguments", "outputs", "aliased", "temporaries", "constants")
         tables.append(Table(columns, (tuple(map(format_bytes, sizes)),)))
     if program.peak is None:
-        told.append(f"What makes its peak is unknown, because {program.no_peak}.")
+        sentences.append(f"What makes its peak is unknown, because {program.no_peak}.")
     else:
-        told.append(f"Its peak of {format_bytes(program.peak.bytes)}, by the compiler's buffer assignment:")
+        sentences.append(f"Its peak of {format_bytes(program.peak.bytes)}, by the compiler's buffer assignment:")
         tables += _peak(program.peak)
-    return Section(title, (*told, *tables))
+    return Section(title, (*sentences, *tables))
 
 
 def _peak(peak: Peak) -> Iterator[Table]:
@@ -241,9 +241,9 @@ def _watched(report: OomReport, chart: str) -> Section:
     drawn = [Figure(chart)] if chart else []
     if report.unwatched:
         return Section(title, (f"Unknown, because {report.unwatched}.", *drawn))
-    told = [] if report.step is None else [f"The latest step that was told is {report.step:,}."]
+    sentences = [] if report.step is None else [f"The latest step that was reported is {report.step:,}."]
     if not report.events:
-        told.append("There was no event.")
+        sentences.append("There was no event.")
     events = tuple(
         (f"{event.step:,}", event.kind.replace("_", " "), event.device, event.message, event.action)
         for event in report.events[-_EVENTS:]
@@ -252,7 +252,7 @@ def _watched(report: OomReport, chart: str) -> Section:
     rows = tuple(row for reading in report.readings for row in _figures(reading))
     if rows:
         tables.append(Table(("source", "device", "step", "figure", "value"), rows))
-    return Section(title, (*told, *drawn, *tables))
+    return Section(title, (*sentences, *drawn, *tables))
 
 
 def _figures(reading: Reading) -> Iterator[tuple[str, ...]]:
@@ -266,7 +266,7 @@ def _figures(reading: Reading) -> Iterator[tuple[str, ...]]:
 
 
 def _allocator(report: OomReport) -> Section:
-    told = [f"{each.device}: unknown, because {each.reason}." for each in report.no_allocator]
+    sentences = [f"{each.device}: unknown, because {each.reason}." for each in report.no_allocator]
     tables: list[Table] = []
     if report.limits:
         tables.append(
@@ -290,7 +290,7 @@ def _allocator(report: OomReport) -> Section:
     if rows:
         tables.append(Table(("source", "device", "step", "figure", "value"), rows))
     if report.holes:
-        told.append(
+        sentences.append(
             "The largest holes between live arrays, by address: what moves the array behind one away makes it larger, as "
             "jm.defragment does."
         )
@@ -302,8 +302,8 @@ def _allocator(report: OomReport) -> Section:
             )
         )
     elif report.unmapped:
-        told.append(f"Holes between live arrays are not told, because {report.unmapped}.")
-    return Section("Bounds of memory and the allocator, after the failure", (*told, *tables))
+        sentences.append(f"Holes between live arrays are unknown, because {report.unmapped}.")
+    return Section("Bounds of memory and the allocator, after the failure", (*sentences, *tables))
 
 
 def _failure(report: OomReport) -> Section:
@@ -313,22 +313,22 @@ def _failure(report: OomReport) -> Section:
         for name, value in facts.items()
         if value is not None
     )
-    told = [f"{report.error_type}, taken for a failure for want of memory because {report.evidence}."]
+    sentences = [f"{report.error_type}, taken for a failure for want of memory because {report.evidence}."]
     if report.where:
-        told.append(f"It passed through {', '.join(report.where)}.")
-    told.append("Its text, without what looks like a secret:")
+        sentences.append(f"It passed through {', '.join(report.where)}.")
+    sentences.append("Its text, without what looks like a secret:")
     text = Table(("text",), tuple((line,) for line in report.error_text.splitlines() or [""]))
-    return Section("The exception", (*told, text, *([Table(("what it says", "value"), known)] if known else [])))
+    return Section("The exception", (*sentences, text, *([Table(("what it states", "value"), known)] if known else [])))
 
 
 def _surroundings(report: OomReport) -> Section:
     rows = [(f"version of {name}", value) for name, value in report.versions.items()]
     rows += [(f"devices: {name}", str(value)) for name, value in report.devices.items()]
     rows += list(report.environment.items())
-    told = (
+    sentences = (
         "Of the environment only variables of JAX, XLA and accelerators are named, and only harmless values are shown."
     )
-    return Section("Versions and environment", (told, Table(("what", "value"), rows)))
+    return Section("Versions and environment", (sentences, Table(("what", "value"), rows)))
 
 
 def _several(devices: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return inside_x and self.bottom >= other.bottom and self.top <= other.top
 
     def grown(self, by: float, beside: float | None = None) -> Box:
-        """The same with a margin; of another width at its left and right where that is said."""
+        """The same with a margin; of another width at its left and right where that is given."""
         wide = by if beside is None else beside
         return Box(self.left - wide, self.bottom - by, self.right + wide, self.top + by)
 
@@ -109,7 +109,7 @@ TAG = "plan/frontier"
 _SIZE, _DPI = (7.0, 4.7), 144
 _POINTS = 72  # typographic points an inch, the unit of label places
 _LETTERS = 8.5
-_FEW = 8  # candidates whose labels also say their figures
+_FEW = 8  # candidates whose labels also have their figures
 _WIDE = 8  # from this ratio of bytes on the axis is logarithmic
 _NEAR = (
     1 / 3,
@@ -250,7 +250,7 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
 
 
 def _legend(record: PlanRecord, shown: Sequence[Candidate]) -> list[Any]:
-    """What the marks mean, of those that are there; limits say their bytes, also where they lie outside the picture."""
+    """What the marks mean, of those that are there; limits show their bytes, also where they lie outside the picture."""
     from matplotlib.lines import Line2D
 
     def entry(label: str, colour: str, **style: Any) -> Any:

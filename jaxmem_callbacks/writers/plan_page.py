@@ -25,7 +25,7 @@ from jaxmem_callbacks.writers.plan_table import (
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
-# Short, since TensorBoard breaks the words of narrow columns; the other table says more of each.
+# Short, since TensorBoard breaks the words of narrow columns; the other table has more of each.
 _CANDIDATES = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "XLA's own remat")
 _SOURCES = ("figure", "value", "from")
 
@@ -86,7 +86,7 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
         ("temporaries", chosen.temp_bytes),
         ("constants", chosen.constant_bytes),
     ):
-        yield name, _exact(count), "refused by the compiler, which told only the sum" if chosen.refusal else where
+        yield name, _exact(count), "refused by the compiler, which reported only the sum" if chosen.refusal else where
     if chosen.peak is not None:
         yield "the step's peak", _exact(chosen.peak.bytes), f"{where}: {chosen.peak.words}"
     there = chosen.placed_elsewhere

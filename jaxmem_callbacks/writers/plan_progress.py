@@ -36,10 +36,10 @@ def plan_progress(stream: TextIO) -> Generator[Callable[[str, int, int], None]]:
     with _bar(console, "plan", BarColumn(bar_width=12)) as bar:
         task = bar.add_task("tracing the step", total=None)
 
-        def told(what: str, done: int, most: int) -> None:
+        def report(what: str, done: int, most: int) -> None:
             bar.update(task, description=f"{done} of at most {most} compiled, now {what}", completed=done, total=most)
 
-        yield told
+        yield report
 
 
 def in_notebook() -> bool:
@@ -55,11 +55,11 @@ def _in_a_cell() -> Generator[Callable[[str, int, int], None]]:
     ipython: Any = sys.modules["IPython"]
     shown = ipython.display.display({"text/plain": "plan: tracing the step"}, raw=True, display_id=True)
 
-    def told(what: str, done: int, most: int) -> None:
+    def report(what: str, done: int, most: int) -> None:
         shown.update({"text/plain": f"plan: {done} of at most {most} compiled, now {what}"}, raw=True)
 
     try:
-        yield told
+        yield report
     finally:
         shown.update({"text/plain": ""}, raw=True)
 

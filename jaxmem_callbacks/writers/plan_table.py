@@ -114,7 +114,7 @@ def _share(candidate: Candidate, record: PlanRecord) -> str:
 
 
 def _share_text(share: float) -> str:
-    """A share of the budget: ``35%``, ``100.02%`` with the digits that tell it from all of it, ``6,352x`` far beyond."""
+    """A share of the budget: ``35%``, ``100.02%`` with the digits that distinguish it from all of it, ``6,352x`` far beyond."""
     if share >= _FAR_BEYOND:
         return f"{share:,.0f}x"
     digits = 0
@@ -152,7 +152,7 @@ def _remarks(record: PlanRecord) -> list[str]:
     lines += chosen.peak_sentences
     if chosen.peak is None and record.target == "attached":
         lines.append(
-            "What makes its peak was not read, since JAX's own compilation cache is on: peak() of jm.step_memory tells it by one "
+            "What makes its peak was not read, since JAX's own compilation cache is on: peak() of jm.step_memory shows it by one "
             "more compile."
         )
     if any(each.compiler_remat for each in record.candidates):

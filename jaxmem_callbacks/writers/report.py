@@ -106,27 +106,27 @@ def _memory(story: RunSummary) -> str:
 
 def _events(story: RunSummary) -> str:
     if not story.events:
-        return "no event was told"
-    few = len(story.events) <= _NAMED + 1  # "and 1 more" says no less by saying it
-    told = story.events if few else story.events[:_NAMED]
-    shown = [f"{event_title(each.kind).lower()} at step {each.step:,}" for each in told]
+        return "no event was reported"
+    few = len(story.events) <= _NAMED + 1  # "and 1 more" is no shorter than its name
+    named = story.events if few else story.events[:_NAMED]
+    shown = [f"{event_title(each.kind).lower()} at step {each.step:,}" for each in named]
     more = len(story.events) - len(shown)
-    count = "one event was told" if len(story.events) == 1 else f"{len(story.events)} events were told"
+    count = "one event was reported" if len(story.events) == 1 else f"{len(story.events)} events were reported"
     return f"{count}: {', '.join([*shown, *([f'and {more} more'] if more else [])])}"
 
 
 def _elsewhere(story: RunSummary) -> str:
-    told = story.elsewhere.events
-    shown = [f"{event_title(each.event.kind).lower()} at step {each.event.step:,} ({each.where})" for each in told]
-    more = [f"and {len(told) - _NAMED} more"] if len(told) > _NAMED else []
-    return f"other processes told {', '.join([*shown[:_NAMED], *more])}" if told else ""
+    remote = story.elsewhere.events
+    shown = [f"{event_title(each.event.kind).lower()} at step {each.event.step:,} ({each.where})" for each in remote]
+    more = [f"and {len(remote) - _NAMED} more"] if len(remote) > _NAMED else []
+    return f"other processes reported {', '.join([*shown[:_NAMED], *more])}" if remote else ""
 
 
 def _said(story: RunSummary) -> str:
     if not story.messages:
         return ""
     first, *others = story.messages
-    return f"the monitor said of itself: {first.rstrip('.')}" + (f", and {len(others)} more" if others else "")
+    return f"the monitor reported of itself: {first.rstrip('.')}" + (f", and {len(others)} more" if others else "")
 
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 960, 64, 16, 22
@@ -338,8 +338,8 @@ def report_document(stories: Sequence[RunSummary], *, source: str, version: str,
         title=f"Memory of {source}",
         summary=newest if is_alone else f"{len(stories)} runs, of which the newest: {newest}",
         blocks=runs if is_alone else [_contents(stories), *runs],
-        footer=f"Written by jaxmem report of version {version} from {source}. Bytes are those that the named source told; what a "
-        "platform does not report is unknown, with its reason, and never 0.",
+        footer=f"Written by jaxmem report of version {version} from {source}. Bytes are those that the source reported; what "
+        "a platform does not report is unknown, with its reason, and never 0.",
     )
 
 
@@ -406,7 +406,7 @@ def _other_processes(story: RunSummary) -> Iterator[Block]:
             (each.where, f"{each.event.step:,}", event_title(each.event.kind), each.event.message, each.event.action)
             for each in reported
         ]
-        columns = ("told by", "step", "event", "what happened", "what to do")
+        columns = ("reported by", "step", "event", "what happened", "what to do")
         yield Section("Events of other processes", [Table(columns, rows)])
 
 
@@ -486,7 +486,7 @@ def _picture(record: PlanRecord, best: Collection[Candidate]) -> Figure:
 
 
 def _heap(story: RunSummary) -> Iterator[Block]:
-    """The last map of live arrays; a run that was killed early has none, and the table of what was known says so."""
+    """The last map of live arrays; a run that was killed early has none, and the table of what was known states so."""
     if story.heap is None:
         return
     from jaxmem_callbacks.writers.figures import draw_heap
@@ -520,7 +520,7 @@ def _metrics(story: RunSummary) -> Iterator[Block]:
 def _settings(story: RunSummary) -> Section:
     title, start = "Settings and versions", story.start
     if start is None or not (start.versions or start.devices or start.settings):
-        return Section(title, ["Unknown, because the run's first line does not tell them."])
+        return Section(title, ["Unknown, because the run's first line does not have them."])
     rows = [("version of " + name, str(value)) for name, value in start.versions.items()]
     rows += [("devices: " + name, str(value)) for name, value in start.devices.items()]
     rows += [("setting " + name, _setting(name, value)) for name, value in start.settings.items()]

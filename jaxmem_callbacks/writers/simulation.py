@@ -54,13 +54,13 @@ def simulation_json(found: Simulation) -> str:
     """Every figure, bytes as integers."""
     rows = [{**dataclasses.asdict(row), "survived": row.timeline.survived} for row in found.rows]
     advised = found.advised
-    told = {
+    content = {
         "trace": dataclasses.asdict(found.head),
         "device_bytes": found.device_bytes,
         "rows": rows,
         "advised": None if advised is None else advised.name,
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(content, indent=1)
 
 
 def _row(row: Simulated) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def simulation_figure(found: Simulation) -> Any:
 
 
 def save_figure(found: Simulation, path: str | os.PathLike[str]) -> None:
-    """Write it to a file whose ending says its kind.
+    """Write it to a file whose ending gives its kind.
 
     Raises:
         SimulationError: it cannot be written.

@@ -48,13 +48,13 @@ def verdict(found: Growth) -> str:
 
 def growth_json(found: Growth) -> str:
     """Every figure, bytes as integers."""
-    told = {
+    content = {
         "changes": [{**dataclasses.asdict(change), "bytes": change.bytes} for change in found.changes],
         "notes": list(found.notes),
         "max_regress": None if found.most is None else float(found.most),
         "too_much": [change.name for change in found.too_much],
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(content, indent=1)
 
 
 def _what(account: Account) -> str:

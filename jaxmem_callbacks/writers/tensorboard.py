@@ -177,7 +177,7 @@ def _text(tag: str, words: str) -> Summary:
 
 
 def _described(tag: str) -> SummaryMetadata | None:
-    """What TensorBoard says of a tag beside its chart; it takes the first one it meets."""
+    """What TensorBoard shows of a tag beside its chart; it takes the first one it meets."""
     figure = figure_of(tag)
     if figure is None:
         return None

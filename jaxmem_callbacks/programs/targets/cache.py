@@ -27,7 +27,7 @@ from jaxmem_callbacks.programs.reading.hlo import user_source
 from jaxmem_callbacks.programs.targets.compilers import user_cache
 from jaxmem_callbacks.programs.targets.worker import usable_answer
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.terminal import say
+from jaxmem_callbacks.records.terminal import print_line
 from jaxmem_callbacks.records.units import GIB, MIB
 
 # A program with larger constants is hashed as it is, lines and all: its text would take several times its size.
@@ -275,7 +275,7 @@ class Entry:
 def _note(why: str) -> None:
     """Say once why nothing is kept: only compiles are lost by it."""
     folder = advise("environment.set", name=_VARIABLE, value="/a/folder")
-    say(f"compilers' answers are not kept, since {why}. Name a folder for them: {folder}")
+    print_line(f"compilers' answers are not kept, since {why}. Name a folder for them: {folder}")
 
 
 def without_source_lines(text: str) -> str:

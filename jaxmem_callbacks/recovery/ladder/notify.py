@@ -9,7 +9,7 @@ import jax
 
 from jaxmem_callbacks.records.presets import RecoveryMove
 from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
-from jaxmem_callbacks.records.terminal import say
+from jaxmem_callbacks.records.terminal import print_line
 
 
 class EventSink(Protocol):
@@ -33,7 +33,7 @@ class Notifier:
 
     def line(self, line: str) -> None:
         """Print one line on stderr."""
-        say(f"recovery: {line}")
+        print_line(f"recovery: {line}")
 
     def move(self, move: RecoveryMove, *, cause: str, action: str) -> None:
         """Report one recovery, or that nothing helped.

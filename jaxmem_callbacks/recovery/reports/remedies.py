@@ -164,7 +164,7 @@ def policy_code(policy: StepPolicy) -> str:
         for field in dataclasses.fields(StepPolicy)
         if getattr(policy, field.name) != field.default
     ]
-    return advise("train.policy", said=", ".join(arguments)) if arguments else ""
+    return advise("train.policy", settings=", ".join(arguments)) if arguments else ""
 
 
 def _of_holders(holders: Sequence[Holder], lacking_bytes: int | None) -> Iterator[Remedy]:

@@ -211,11 +211,11 @@ def _step(facts: OomFacts) -> list[tuple[str, str]]:
         ),
         (
             "Keep fewer activations: compute them again",
-            advise("step.made", arguments=f"{name}, {advise('train.policy', said=_FULL)}"),
+            advise("step.made", arguments=f"{name}, {advise('train.policy', settings=_FULL)}"),
         ),
         (
             "The same batch in two microbatches",
-            advise("step.made", arguments=f"{name}, {advise('train.policy', said='microbatches=2')}"),
+            advise("step.made", arguments=f"{name}, {advise('train.policy', settings='microbatches=2')}"),
         ),
         (
             "See what the step holds, and what is not donated",

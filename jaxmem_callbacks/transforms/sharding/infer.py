@@ -441,7 +441,7 @@ def _required_sharding(policy: StepPolicy) -> str | ShardingRules:
     if policy.sharding is None:
         msg = (
             f"The policy sets no sharding. Expected one that does: {advise('preset.load', names=repr('fsdp'))} or "
-            f"{advise('train.policy', said=_SHARDED)}."
+            f"{advise('train.policy', settings=_SHARDED)}."
         )
         raise PolicyError(msg)
     return policy.sharding
