@@ -71,6 +71,7 @@ NOT_RUN = {
     "make demo": "test_demo.py runs what it calls, examples/demo.py",
     "make test": "what runs this test",
     "make lint format-check types": "what continuous integration runs beside the tests",
+    "make quick": "a part of this suite",
     "make core": "what continuous integration runs beside the tests",
     "make test-adapters": _ENVIRONMENTS,
     "make mutants": "runs parts of this suite many times over",

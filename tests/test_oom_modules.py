@@ -161,8 +161,8 @@ def test_an_array_that_may_be_of_several_modules_is_counted_to_none():
 
 def test_thousands_of_arrays_of_one_shape_are_all_named():
     """In the time that there is for names: what is said of a shape is made once, and not for each array of it."""
-    kept = [jax.device_put(np.ones(11, np.float32)) for _ in range(4000)]
-    form = {"kind": "parameters", "shape": (11,), "dtype": kept[0].dtype}
+    kept = [jax.device_put(np.ones((3, 1, 1, 7), np.float32)) for _ in range(4000)]
+    form = {"kind": "parameters", "shape": kept[0].shape, "dtype": kept[0].dtype}
     paths = [f"params['Block_{number}']['scale']" for number in range(len(kept))]
     found, modules = held([Leaf(argument="params", path=path, **form) for path in paths], are_the_calls=False)
     assert (modules["Block_*"].modules, modules["Block_*"].count) == (4000, 4000)
