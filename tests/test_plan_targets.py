@@ -238,7 +238,7 @@ def test_a_budget_above_what_jax_takes_says_what_to_set_and_one_above_the_card_i
     needs_compiler("h100_sxm")
     plan = jm.plan(train_step, *abstract(), target="h100_sxm", budget="72GiB", resident="63GiB")
     assert plan.chosen.fits is True
-    assert "more than the 59.3 GiB that JAX's allocator takes of h100_sxm unless told" in sentences(plan)
+    assert "more than the 59.3 GiB that JAX's allocator takes of h100_sxm unless set" in sentences(plan)
     assert "Start with XLA_CLIENT_MEM_FRACTION=0.8 or more." in sentences(plan)
     preset = parse_preset(plan.to_yaml())
     assert (preset.environment, preset.policy) == (EnvironmentSettings(fraction=0.8), plan.policy)

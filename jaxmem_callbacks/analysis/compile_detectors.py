@@ -184,7 +184,7 @@ class PlanDetector:
     """Looks at the first compile of the planned step.
 
     Args:
-        plan: What was foretold.
+        plan: What was planned.
         versions: Package -> version of this process, of those that the plan names.
     """
 
@@ -281,7 +281,7 @@ def _off_events(plan: PlanRecord, compiled: Compiled) -> list[MemoryEvent]:
         return []
     off = sizes["compiled_bytes"] / sizes["predicted_bytes"] - 1
     message = (
-        f"{plan.step} needs {format_bytes(sizes['compiled_bytes'])}, where its plan foretold "
+        f"{plan.step} needs {format_bytes(sizes['compiled_bytes'])}, where its plan predicted "
         f"{format_bytes(sizes['predicted_bytes'])} ({off:+.1%}), since step {compiled.step}."
     )
     action = f"Plan {plan.step} again on this machine, without target, or keep a larger margin in the budget."

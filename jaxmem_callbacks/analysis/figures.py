@@ -212,10 +212,10 @@ NAMED = (
         tag=PROGRAM, source="compiler", unit="GiB", meaning="what the program needs, by its compiler", window=_ONE_STEP
     ),
     Figure(
-        tag=PLANNED, source="plan", unit="GiB", meaning="what the plan foretold that the step needs", window=_ONE_STEP
+        tag=PLANNED, source="plan", unit="GiB", meaning="what the plan predicted that the step needs", window=_ONE_STEP
     ),
     Figure(
-        tag=ERROR, source="plan", unit="share", meaning="compiled bytes over foretold bytes, less 1", window=_ONE_STEP
+        tag=ERROR, source="plan", unit="share", meaning="compiled bytes over planned bytes, less 1", window=_ONE_STEP
     ),
     Figure(
         tag=BUDGET, source="plan", unit="GiB", meaning="the budget that was planned for", window="for the whole run"

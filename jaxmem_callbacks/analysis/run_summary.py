@@ -43,7 +43,7 @@ def plan_row(plan: PlanRecord, compiled_bytes: int | None, measured_bytes: int |
     """Predicted beside compiled and measured, for a table: the sizes, and by how much they differ.
 
     Args:
-        plan: What was foretold.
+        plan: What was planned.
         compiled_bytes: By the compiler of the step that runs; None before, and where it reports none.
         measured_bytes: The highest peak of the devices' allocators so far; None where they report none.
     """

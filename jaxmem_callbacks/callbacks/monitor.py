@@ -56,7 +56,7 @@ def detectors_of(
     Args:
         settings: Their thresholds.
         split: How the policy splits the state over a mesh, or None.
-        plan: What was foretold of the step, or None.
+        plan: What was planned of the step, or None.
         versions: Package -> version of the process, for a plan.
         since_s: When the run began: compiles before are history.
     """

@@ -66,7 +66,7 @@ class Recorder:
         outputs: The writers, opened at the first record.
         faults: Reports what cannot be drawn.
         look_s: Seconds between two calls of ``record``.
-        plan: What was foretold of the step, or None.
+        plan: What was planned of the step, or None.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Recorder:
         return [] if changed is None else [changed]
 
     def _write_plan(self, plan: PlanRecord, observation: Observation) -> None:
-        """Once, at the start: what was foretold is there from the first moment on."""
+        """Once, at the start: what was planned is there from the first moment on."""
         from jaxmem_callbacks.planning.choice import pareto
         from jaxmem_callbacks.writers.plan_figure import plan_picture
 

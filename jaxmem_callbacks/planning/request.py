@@ -166,7 +166,7 @@ def _gpu_share() -> tuple[float, str]:
     if 0 < share <= 1:
         return share, f"{name}={text}"
     ignored = f", and {name}={text} is no share above 0 and up to 1" if name else ""
-    return DEFAULT_FRACTION, f"JAX takes as much unless told otherwise{ignored}"
+    return DEFAULT_FRACTION, f"JAX takes as much unless set otherwise{ignored}"
 
 
 def _attached() -> tuple[int | None, str]:

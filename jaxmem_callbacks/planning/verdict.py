@@ -142,7 +142,7 @@ def _note_share(results: CompileResults, best: Entry) -> None:
     if share is not None and problem.target is not None:
         results.note(
             f"It needs more than the {format_bytes(problem.budget.default_bytes)} that JAX's allocator takes of "
-            f"{problem.target.name} unless told otherwise. Start with {FRACTION}={share:g} or more."
+            f"{problem.target.name} unless set otherwise. Start with {FRACTION}={share:g} or more."
         )
 
 

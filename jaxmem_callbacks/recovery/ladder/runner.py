@@ -330,12 +330,12 @@ class StepRunner:
         raise RecoveryError(msg)
 
     def _require_reuse(self, step: JitStep, reused: int | None) -> None:
-        """After a restore: the old state's memory must hold the new state, as compiled, and as a plan foretold."""
+        """After a restore: the old state's memory must hold the new state, as compiled, and as a plan predicted."""
         promised, predicted = promised_bytes(step.latest), promised_by_plan(self._plan, step.policy) or 0
         expected = max(promised, predicted)
         if reused is None or reused >= ENOUGH * expected:
             return
-        by = "the plan foretold" if predicted > promised else "the program reuses"
+        by = "the plan predicted" if predicted > promised else "the program reuses"
         message = (
             f"the first step after a restore reused {format_bytes(reused)} of the old state's memory, where {by} "
             f"{format_bytes(expected)}: old and new state are held at once."
