@@ -7,8 +7,10 @@ import time
 
 import jax
 import pytest
+from jaxlib import xla_client
 
 from tests import quick
+from tests.processes import EMITTED_QUICKLY
 
 os.environ.pop("COLUMNS", None)  # pytest's own word for its workers: what is printed here is as wide as in a file
 # Containers often set it. Each of some hundred processes that tests start would compile the package's sources anew.
@@ -17,6 +19,17 @@ sys.dont_write_bytecode = False
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # see quick_compiles
+
+
+def read_flags_of_xla():
+    """XLA reads its flags once, here: what tests see of the environment, and give to processes that they start, is the user's."""
+    given = os.environ.get("XLA_FLAGS", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{given} {EMITTED_QUICKLY['XLA_FLAGS']}")
+        xla_client.CompileOptions()
+
+
+read_flags_of_xla()
 
 
 @pytest.fixture(scope="session", autouse=True)

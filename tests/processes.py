@@ -12,6 +12,12 @@ import pytest
 # Variables of a process that trains on CPU: its machine code is not optimised, as in the tests' own process, whose time goes into
 # compiles. What is computed, kept and told is decided before. Not for compiles for absent hardware, which would take it too.
 UNOPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# Older emitters of XLA's CPU compiler, which jaxlib has until 0.10, and no parts compiled side by side: a step of a test takes a
+# fifth of the time to compile. The buffers stay as they are (tests/test_plan_models.py).
+EMITTED_QUICKLY = {
+    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
+}
 
 
 def kept_compiles(folder):
