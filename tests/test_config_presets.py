@@ -154,7 +154,7 @@ def test_numbers_mean_what_they_look_like(text, field, value):
         ("policy: {remat: false}", "`policy.remat` is false. Write `none`."),
         ("policy: {remat: true}", "is true. Write `full`."),
         ("policy: {remat: null}", "`policy.remat` is null (nothing).\n    Expected: one of: dots_saveable,"),
-        ("policy: {segments: four}", "Expected: a whole number of at least 1, or null."),
+        ("policy: {segments: four}", "Expected: a whole number of at least 1, blocks, or null."),
         ("policy: {save: context}", "is the text 'context'. Write `[context]`."),
         ("policy: {save: [a, 3]}", "text:1:20: `policy.save[1]` is the number 3.\n    Expected: a text."),
         ("policy: {donate: [a, 3]}", "`policy.donate[1]` is the number 3."),

@@ -128,7 +128,7 @@ def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
         ),
         ({"remat": "full", "offload": "x"}, "offload='x' is one text"),
         ({"donate": "state"}, "donate='state': expected 'auto', a tuple of argument names such as ('state',), or ()."),
-        ({"remat": "full", "segments": 0}, "segments=0: expected a whole number of at least 1, or None"),
+        ({"remat": "full", "segments": 0}, "segments=0: expected a whole number of at least 1, 'blocks'"),
         ({"remat": "full", "segments": True}, "segments=True: expected a whole number"),
         (
             {"segments": 3},
@@ -140,7 +140,7 @@ def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
         ({"remat": "names", "save": ("a", 3)}, "save=('a', 3): expected a tuple of names, or ()."),
         ({"donate": 0}, "donate=0: expected 'auto', a tuple of argument names such as ('state',), or ()."),
         ({"donate": (0, 1)}, "donate=(0, 1): expected 'auto', a tuple of argument names"),
-        ({"remat": "full", "segments": "3"}, "segments='3': expected a whole number of at least 1, or None"),
+        ({"remat": "full", "segments": "3"}, "segments='3': expected a whole number of at least 1, 'blocks'"),
         ({"remat": "full", "levels": "2"}, "levels='2': expected 1 or 2."),
         ({"remat": "full", "levels": 2.0}, "levels=2.0: expected 1 or 2."),
         ({"remat": "full", "keep": "half"}, "keep='half': expected a share from 0"),

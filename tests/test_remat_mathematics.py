@@ -124,6 +124,7 @@ def test_five_steps_under_full_remat_equal_the_plain_ones(name: str) -> None:
 @pytest.mark.parametrize("policy", [
     jm.StepPolicy(remat="dots"), jm.StepPolicy(remat="save_all"), jm.StepPolicy(remat="dots_with_no_batch_dims"),
     jm.StepPolicy(remat="full", segments=2), jm.StepPolicy(remat="full", save=("hidden",)),
+    jm.StepPolicy(remat="full", segments="blocks", keep=0.5),
     jm.StepPolicy(remat="full", levels=2), jm.StepPolicy(remat="full", keep=0.5),
     jm.StepPolicy(remat="full", offload=("hidden",)), jm.StepPolicy(remat="offload_dots"),
 ], ids=lambda p: f"{p.remat}-{p.segments}-{p.levels}-{p.keep}-{p.save}-{p.offload}")  # fmt: skip

@@ -54,7 +54,6 @@ _SIZE_TEXT = r"^\s*[0-9]+(\.[0-9]+)?\s*(([KkMmGgTtPp][iI]?)?[Bb])?\s*$"
 
 # What the records' types cannot express: the allowed range, and the same in words.
 RANGES: dict[str, tuple[Any, str]] = {
-    "policy.segments": (Field(ge=1), " of at least 1"),
     "policy.microbatches": (Field(ge=1), " of at least 1"),
     "policy.keep": (Field(ge=0, le=1), " from 0 to 1"),
     "monitor.every_steps": (Field(ge=1), " of at least 1"),
@@ -114,12 +113,14 @@ _SHARDING_SCHEMA: dict[str, Any] = {
         },
     ]
 }
+_SEGMENTS: Any = Annotated[int, Field(ge=1)] | Literal["blocks"]
 _SHARDING: Any = Annotated[Any, AfterValidator(canonical_sharding), WithJsonSchema(_SHARDING_SCHEMA)]
 # Fields whose YAML form is not that of their Python type.
 _TYPES: dict[str, Any] = {
     "policy.remat": Annotated[
         str, AfterValidator(canonical_remat), WithJsonSchema({"type": "string", "enum": _REMAT_WORDS})
     ],
+    "policy.segments": _SEGMENTS | None,
     "policy.sharding": _SHARDING | None,
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
@@ -133,6 +134,7 @@ _TYPES: dict[str, Any] = {
 _EXPECTED: dict[str, str] = {
     "description": "a text",
     "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
+    "policy.segments": "a whole number of at least 1, blocks, or null",
     "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
     "monitor.jsonl_part_bytes": "a size of at least 1KiB, such as 256MiB, or null",
     "environment.collective_pool_bytes": "a size in whole MiB, such as 512MiB, or null",

@@ -107,14 +107,14 @@ def candidates_for(compiler: Compiler, full: StepPolicy) -> CandidateSet:
     own, promising, unlikely = curves[0], _own(full, curves), list[CandidatePolicy]()
     if len(curves) != 1:
         return CandidateSet(between=promising, alone=promising)
-    alone = _unbeaten(promising)
+    alone = unbeaten(promising)
     is_few = full.segments is None and own[0].segments <= _FEW
     given = _of_given_numbers(compiler, full, range(2, _FEW + 1)) if is_few else {}
     for policy, curve in given.items():
         # The chosen number, given, estimates only the last segment otherwise, and may cut elsewhere for that.
         for offer, is_promising in _compared(policy, curve, own) if policy.segments != own[0].segments else ():
             (promising if is_promising else unlikely).append(offer)
-    between = _unbeaten(promising)
+    between = unbeaten(promising)
     beaten = [offer for offer in promising if offer not in between]
     others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
     deeper = None
@@ -232,7 +232,7 @@ def _deeper(given: Mapping[StepPolicy, Sequence[FrontierPoint]], own: FrontierPo
     policy = max(
         (policy for policy, (end, *_) in low.items() if end.work <= alike), key=lambda each: each.segments or 0
     )
-    between = _unbeaten([_offer(policy, share, share.bytes) for share in low[policy]])
+    between = unbeaten([_offer(policy, share, share.bytes) for share in low[policy]])
     end = low[policy][0]
     return AlternativeSegmentation(
         policy=policy, candidates=CandidateSet(between=between, alone=between, segments=end.segments, peak=end.peak)
@@ -263,7 +263,7 @@ def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> CandidatePo
     return CandidatePolicy(replace(policy, keep=keep), bytes_, share.flops, share.work)
 
 
-def _unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:
+def unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:
     """The first, and those that do less work again than all with fewer bytes."""
     chosen = [found[0]]
     for offer in sorted(found[1:], key=lambda each: (each.bytes, each.work)):

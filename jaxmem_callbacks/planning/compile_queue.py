@@ -20,7 +20,7 @@ from jaxmem_callbacks.records.policies import StepPolicy
 
 # Of remat alone, for one placement of the state; and of everything else that may be searched, such as three shardings with both
 # their ends.
-MOST_OF_REMAT, MOST = 6, 16
+MOST_OF_REMAT, MOST = 8, 16
 _AT_ONCE = 2
 _SHOWN = 4  # policies that share a failure and are named
 _POLL_S = 0.25

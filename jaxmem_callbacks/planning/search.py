@@ -8,6 +8,7 @@ compiler needs more than half as many cuts are estimated to take, these are aske
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
@@ -19,7 +20,9 @@ from jaxmem_callbacks.planning.candidate_policies import (
     CandidatePolicy,
     CandidateSet,
     candidates_for,
+    own_candidates,
     spread,
+    unbeaten,
     with_enough_cuts,
     with_half_the_cuts,
 )
@@ -65,6 +68,7 @@ class RematSearch:
         self._plain = compiler.problem.base if base is None else base
         self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
         self._candidates = CandidateSet()
+        self._blocks: list[CandidatePolicy] = []
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -91,8 +95,7 @@ class RematSearch:
         if not self.compile_endpoints():
             return
         if frontier:
-            self._try_fewer_segments()
-            self._try_more_segments()
+            self._try_segmentations()
             if all(each.fits is False for each in self.found.values()):
                 self._try_two_levels()
             self.fill()
@@ -116,6 +119,41 @@ class RematSearch:
     def compile_plain(self) -> None:
         """Compile the plain step and nothing else."""
         self._compile([self._plain])
+
+    def _try_segmentations(self) -> None:
+        """Compile the lower end of other segmentations than the one that the library chose, and join what they offer."""
+        self._try_blocks()
+        self._try_fewer_segments()
+        self._try_more_segments()
+        self._join_blocks()
+
+    def _try_blocks(self) -> None:
+        """A checkpoint around each block that repeats: what the author of the loss would write is always among the candidates."""
+        policy = replace(self._full, segments="blocks")
+        with contextlib.suppress(PolicyError, LossRefusedError):  # nothing repeats
+            offered = own_candidates(self._compiler, policy)
+            if self._queue.remaining and self._is_another(policy):
+                self._compile([policy])
+                self._blocks = offered
+
+    def _join_blocks(self) -> None:
+        """Go on with the blocks or with the library's own cuts, where the one takes no more bytes and computes no more again.
+
+        Else with both: what the one may keep lies above its own lower end, and that by so many bytes above the lower of the two.
+        """
+        full, blocks = self.full, self.found.get(self._blocks[0].policy) if self._blocks else None
+        if blocks is None or (full is not None and _is_no_worse(full, blocks)):
+            return
+        policy, offered = blocks.policy, self._blocks
+        if full is not None and not _is_no_worse(blocks, full):
+            between = self._candidates.between
+            above = int(bytes_or_inf(blocks) - bytes_or_inf(full)) * self._compiler.problem.workers
+            if above > 0:
+                policy, offered = self._full, [*between, *_above(self._blocks, above)]
+            else:
+                offered = [*self._blocks, *_above(between, -above)]
+        self._full = policy
+        self._candidates = replace(self._candidates, between=unbeaten(offered))
 
     def _try_fewer_segments(self) -> None:
         """Half as many cuts, where these are estimated to take less than the compiler needs for as many as the library chose.
@@ -220,8 +258,7 @@ class RematSearch:
         limit = problem.budget.bytes
         if problem.beside_alone_is_too_much:
             return
-        self._try_fewer_segments()
-        self._try_more_segments()
+        self._try_segmentations()
         if not _fits(self.full):
             self._try_lower(limit)
         full = self.full
@@ -319,3 +356,13 @@ class RematSearch:
 
 def _fits(candidate: Candidate | None) -> bool:
     return candidate is not None and candidate.fits is True
+
+
+def _is_no_worse(one: Candidate, other: Candidate) -> bool:
+    """Whether a lower end takes no more bytes than another, and computes no more again; or its bytes are known, and only its."""
+    return other.step_bytes is None or (bytes_or_inf(one) <= other.step_bytes and one.extra_flops <= other.extra_flops)
+
+
+def _above(offered: Sequence[CandidatePolicy], bytes_: int) -> list[CandidatePolicy]:
+    """Offers with their bytes counted from so many lower."""
+    return [replace(offer, bytes=offer.bytes + bytes_) for offer in offered]

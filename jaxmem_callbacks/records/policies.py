@@ -127,7 +127,8 @@ class StepPolicy:
         remat: What the backward pass keeps, by canonical name or synonym; ``none`` leaves the loss untouched, ``full``
             keeps only the values at the cuts, and what is dear of what waits for the loss's head. A word of MaxText's, such as
             ``minimal``, keeps those of its tensors that the loss names.
-        segments: Number of segments the loss is cut into, or None to choose by live bytes.
+        segments: Number of segments the loss is cut into; ``blocks`` for one around each block that repeats, such as a layer, and
+            nothing around the rest, as its author would write it; or None to choose by live bytes.
         levels: 1, or 2 for checkpoints around groups of segments and for loops of loops: about the root of what one level
             keeps, for one more forward computation.
         keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
@@ -147,7 +148,7 @@ class StepPolicy:
     """
 
     remat: str = "none"
-    segments: int | None = None
+    segments: int | Literal["blocks"] | None = None
     levels: int = 1
     keep: float = 0.0
     save: tuple[str, ...] = ()
@@ -178,8 +179,11 @@ class StepPolicy:
 
     def _check_remat(self) -> None:
         """Numbers in their ranges, and no two words that contradict each other."""
-        if self.segments is not None and not (_is_whole(self.segments) and self.segments >= 1):
-            msg = f"segments={self.segments!r}: expected a whole number of at least 1, or None to choose by live bytes."
+        if self.segments not in (None, "blocks") and not (_is_whole(self.segments) and self.segments >= 1):
+            msg = (
+                f"segments={self.segments!r}: expected a whole number of at least 1, 'blocks' for one around each block that "
+                "repeats, or None to choose by live bytes."
+            )
             raise PolicyError(msg)
         if not _is_whole(self.levels) or self.levels not in _LEVELS:
             msg = f"levels={self.levels!r}: expected 1 or 2. A third level would compute everything a fourth time."
@@ -286,7 +290,7 @@ def policy_words(policy: StepPolicy) -> str:
     """A policy in few words, such as ``fsdp: full, keep 0.35, 4 microbatches``."""
     words = [policy.remat]
     if policy.segments is not None:
-        words.append(f"{policy.segments} segments")
+        words.append("blocks" if policy.segments == "blocks" else f"{policy.segments} segments")
     if policy.levels > 1:
         words.append(f"{policy.levels} levels")
     if policy.keep:

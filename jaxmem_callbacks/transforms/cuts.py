@@ -22,6 +22,7 @@ import numpy as np
 from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
+from jaxmem_callbacks.transforms.blocks import repeated_blocks
 from jaxmem_callbacks.transforms.costs import (
     equation_flops,
     is_inexact,
@@ -205,17 +206,25 @@ def choose(
     """
     levels = 1 if is_local else policy.levels
     steps, profile = _steps_of_loops(loss, policy.offloaded, is_local=is_local)
-    places, groups = _places(profile, policy.segments, loss.flat.eqns, levels)
-    # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does not
-    # combine with; inside a shard_map its collectives would come again.
-    waits = levels == 1 and not is_local and not offloads_by_kind(policy)
-    head = head_position(profile, places) if waits else None
+    head, blocks = None, None
+    if policy.segments == "blocks":
+        blocks = repeated_blocks(loss, profile)
+        places, groups = sorted({*itertools.chain(*blocks), *profile.forced} - {0, profile.length}), []
+    else:
+        places, groups = _places(profile, policy.segments, loss.flat.eqns, levels)
+        # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does
+        # not combine with; inside a shard_map its collectives would come again.
+        waits = levels == 1 and not is_local and not offloads_by_kind(policy)
+        head = head_position(profile, places) if waits else None
     bounds = [0, *places, *([] if head is None else [head]), len(loss.flat.eqns)]
     shared = _shared(loss.flat, bounds, loss.cheap, differentiated)
     cheap = loss.cheap.without(shared)
-    pieces = _pieces(
-        loss, bounds, head, cheap, {at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()}
-    )
+    loops = {at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()}
+    if blocks is not None:
+        bare = set(bounds[:-1]).difference(start for start, _ in blocks)
+    else:
+        bare = set(bounds[-2:-1] if head is None else bounds[-3:-1])
+    pieces = _pieces(loss, bounds, cheap, loops, bare)
     merged = None
     if policy.keep or survey:
         known: FrontierCache = {}
@@ -286,9 +295,9 @@ def _places(
 
 
 def _pieces(
-    loss: LossProfile, bounds: Sequence[int], head: int | None, cheap: CheapValues, loops: Mapping[int, Loop]
+    loss: LossProfile, bounds: Sequence[int], cheap: CheapValues, loops: Mapping[int, Loop], bare: Collection[int]
 ) -> list[Piece]:
-    """What lies between the cuts; nothing is kept yet."""
+    """What lies between the cuts, ``bare`` where it begins at one of these; nothing is kept yet."""
     eqns = loss.flat.eqns
     results = results_by_segment(eqns, loss.flat.outvars, bounds)
     stored = [*_stored_results(loss.flat, bounds), None]
@@ -296,7 +305,7 @@ def _pieces(
         Piece(
             segment=Segment(eqns[start:end], cheap, results[place], stored[place]),
             loop=loops.get(start),
-            is_checkpointed=start not in loops and start not in loss.whole and end not in (head, len(eqns)),
+            is_checkpointed=start not in loops and start not in loss.whole and start not in bare,
         )
         for place, (start, end) in enumerate(itertools.pairwise(bounds))
     ]

@@ -60,7 +60,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
     loss: Callable[..., Any],
     policy: str = "full",
     *,
-    segments: int | None = None,
+    segments: int | Literal["blocks"] | None = None,
     levels: int = 1,
     keep: float = 0.0,
     save: Sequence[str] = (),
@@ -73,7 +73,8 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         loss: Any traceable function. Arrays among its arguments are traced; every other leaf and keyword is static.
         policy: What each segment keeps besides its inputs: ``none`` (the loss untouched), ``full`` (nothing),
             ``dots_saveable``, ... or a synonym.
-        segments: How many segments, or None to choose by live bytes.
+        segments: How many segments; ``blocks`` for one around each block that repeats, such as a layer, and nothing around the
+            rest; or None to choose by live bytes.
         levels: 2 puts checkpoints around groups of segments too, and makes loops of loops: about the root of what one level
             keeps, for one more forward computation.
         keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
@@ -226,7 +227,7 @@ class _CutContext:
 
     def inside(self, eqn: Any) -> _CutContext:
         """The same for the body of a `shard_map`."""
-        policy = replace(self.policy, segments=None)
+        policy = self.policy if self.policy.segments == "blocks" else replace(self.policy, segments=None)
         return replace(self, policy=policy, copies=copies(eqn), gathers=None, differentiated=None)
 
 
@@ -357,6 +358,12 @@ def _refuse_no_checkpoint(flat: Equations, policy: StepPolicy, own: Sequence[Own
         msg = (
             f"remat={policy.remat!r} would do nothing. {own_checkpoints_words(own)}: nothing else can be cut. With "
             "own_checkpoints='replace' the policy replaces them; or leave remat out."
+        )
+        raise LossRefusedError(msg)
+    if policy.segments == "blocks":
+        msg = (
+            "segments='blocks' would do nothing: no block of this loss repeats, or checkpoints around those that do would save "
+            "nothing. Leave segments out: then the loss is cut where least is alive."
         )
         raise LossRefusedError(msg)
     advice = "Put jm.remat around the function inside it, or"
