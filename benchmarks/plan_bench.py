@@ -22,7 +22,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jaxlib
@@ -152,7 +152,9 @@ def plan_row(case: PlanCase, target: str) -> Row:
     return {"compiles": plan.compiles, "candidates": candidates, _COMPILED: plan.record.compiled}
 
 
-def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float, segments: int | None = None) -> Row:
+def matched_row(
+    case: PlanCase, hand: str, target: str, timeout_s: float, segments: int | Literal["blocks"] | None = None
+) -> Row:
     """Our cut at no more operations than a policy by hand has: what is left of them goes into what is kept.
 
     Args:
@@ -160,7 +162,7 @@ def matched_row(case: PlanCase, hand: str, target: str, timeout_s: float, segmen
         hand: The policy by hand.
         target: What it is compiled for.
         timeout_s: Most seconds of the compile.
-        segments: How many the plan cuts this step into; None for as many as the library chooses first.
+        segments: Those into which the plan cuts this step; None for those that the library chooses first.
     """
     hardware = resolve_target(target)
     problem = Problem(

@@ -136,8 +136,8 @@ def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
     return hashes
 
 
-def planned_segments(ours: Mapping[str, Any]) -> int | None:
-    """Into how many segments a plan cut a step between the ends of its frontier; None for the library's own number."""
+def planned_segments(ours: Mapping[str, Any]) -> int | str | None:
+    """The segments into which a plan cut a step between the ends of its frontier; None for those that the library chooses."""
     kept = [candidate["segments"] for candidate in ours.get("candidates", []) if candidate["keep"]]
     return statistics.mode(kept) if kept else None
 

@@ -72,7 +72,7 @@ def test_no_policy_that_fits_does_notably_less_than_the_chosen_one(
     for budget, plan in zip(budgets, plans, strict=True):
         chosen, best = plan.chosen, min(each.extra_flops for each in every if (each.step_bytes or 0) <= budget)
         assert chosen.fits, str(plan)
-        assert plan.compiles <= 6
+        assert plan.compiles <= 8
         assert chosen.extra_flops <= best + NOTABLE * (chosen.plain_flops or 0), (budget, best, str(plan))
 
 

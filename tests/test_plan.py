@@ -70,7 +70,7 @@ def frontier() -> jm.Plan:
 @pytest.mark.core
 def test_without_a_limit_the_plain_step_is_chosen_and_the_frontier_is_whole(frontier: jm.Plan) -> None:
     assert frontier.policy == jm.StepPolicy()
-    assert 4 <= frontier.compiles == len(frontier.candidates) <= 6
+    assert 4 <= frontier.compiles == len(frontier.candidates) <= 8
     sizes = [each.step_bytes for each in frontier.frontier]
     extras = [each.extra_flops for each in frontier.frontier]
     assert sizes == sorted(sizes, reverse=True)
@@ -98,7 +98,7 @@ def test_within_a_budget_the_cheapest_step_that_fits(frontier: jm.Plan, part: fl
     chosen = plan.chosen
     assert chosen.fits is True
     assert chosen.step_bytes <= budget
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8
     # As good as the best point of the whole frontier that fits, or better.
     assert chosen.extra_flops <= min(each.extra_flops for each in frontier.candidates if each.step_bytes <= budget)
     assert "of those that fit" in sentences(plan)

@@ -99,7 +99,7 @@ def test_what_is_kept_is_counted_on_one_device_and_fills_the_budget() -> None:
     plan = jm.plan(narrowing, *given, budget=budget, search=search)
     assert plan.chosen.fits
     assert (plan.chosen.step_bytes or 0) > 0.9 * budget
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8
 
 
 @pytest.mark.core

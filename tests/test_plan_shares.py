@@ -101,7 +101,7 @@ def test_a_search_that_was_cut_off_goes_on() -> None:
     assert [each.candidate.fits for each in queue.results.entries if each.candidate.policy.keep] == []
     resume([compiler], (), queue, remat=True)
     assert True in [each.candidate.fits for each in queue.results.entries if each.candidate.policy.keep]
-    assert len(queue.results.entries) == queue.budget.used <= 6
+    assert len(queue.results.entries) == queue.budget.used <= 8
 
 
 @pytest.mark.targets
@@ -146,7 +146,7 @@ def test_a_budget_is_filled_where_full_remat_is_not_the_least() -> None:
     needs = {each.policy.keep: each.step_bytes for each in plan.candidates if each.policy.remat == "full"}
     assert min(needs.values()) < needs[0], "what keeps a little needs less than what keeps nothing"
     assert plan.chosen.fits
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8
     assert plan.chosen.step_bytes >= 0.9 * plan.record.budget_bytes, str(plan)
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_compiled_that_was_compiled_under_another_name() -> None:
     step, given = step_of(unrolled), arguments(2, stacked=False, rows=64)
     plan = jm.plan(step, *given, budget="300KiB", progress=False)
     assert plan.chosen.fits is False
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8
     assert len({each.operations for each in plan.candidates}) == len(plan.candidates), str(plan)
 
 

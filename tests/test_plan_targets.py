@@ -54,7 +54,7 @@ def plan(request: pytest.FixtureRequest) -> jm.Plan:
 
 
 def test_the_frontier_is_the_targets_own(plan: jm.Plan) -> None:
-    assert 3 <= plan.compiles <= 6
+    assert 3 <= plan.compiles <= 8
     assert plan.record.platform in {"cuda", "tpu"}
     assert plan.record.versions.keys() > {"jax", "jaxlib"}
     assert plan.record.margin
@@ -149,7 +149,7 @@ def test_what_a_tpus_compiler_refuses_is_placed_by_that_of_a_kind_with_more_memo
     assert there is chosen.placed_elsewhere
     assert there.bytes_of("batch") == 4 * 2**32
     assert there.bytes_of("unknown") < 0.01 * there.bytes
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8
     told = f"The compiler for v5p:1x1x1, which has room for it, places {format_bytes(there.bytes)}: {there.words}."
     assert told in sentences(plan)
     assert told in plan.policy.reason
@@ -222,7 +222,7 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     assert f'jm.load_preset("{saved}")' in out.out
     assert "\n  parameters " in out.out
     assert "by the compiler's buffer assignment" in out.out
-    assert "plan: none and full (0 of at most 6 compiled)" in out.err
+    assert "plan: none and full (0 of at most 8 compiled)" in out.err
     assert jm.load_preset(str(saved)).policy.remat == "full"
     assert picture.stat().st_size > 10_000
     assert len(list(pages.glob("events.out.tfevents.*.plan"))) == 1
@@ -367,7 +367,7 @@ def test_without_a_budget_too_two_levels_are_tried_where_one_does_not_fit() -> N
     plan = jm.plan(deep_step, *arguments, target="h100_sxm")
     assert plan.chosen.fits is True
     assert plan.chosen.policy.levels == 2
-    assert plan.compiles <= 6
+    assert plan.compiles <= 8
 
 
 @pytest.mark.parametrize("door", [jm.plan, jm.step_memory])

@@ -241,6 +241,7 @@ def of_losses(state: State, batch: Batch) -> None:
         return jm.weighted(jnp.sum(batch["x"] @ params), batch["x"].size)
 
     jm.remat(summed, "full", segments=4)(state.params, batch)
+    jm.remat(summed, "full", segments="blocks")(state.params, batch)
     jm.remat(summed, save="h", segment=4)  # pyright: ignore[reportCallIssue]
     jm.weighted(3.0)  # pyright: ignore[reportCallIssue]
     jm.apply_policy(train_step, jm.StepPolicy(remat="dots"))(state, batch)

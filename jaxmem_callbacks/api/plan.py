@@ -52,7 +52,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         plan = jm.plan(train_step, state, batch, target="h100_sxm", budget="72GiB")
         step = jm.jit_step(train_step, plan.policy)
 
-    The step is traced and compiled under at most 6 policies, 16 where more than remat is searched, and never run; no device
+    The step is traced and compiled under at most 8 policies, 16 where more than remat is searched, and never run; no device
     memory is taken. (Of a loss that is to be accumulated over real rows a few are compared, as by ``jm.jit_step``.)
 
     Args:

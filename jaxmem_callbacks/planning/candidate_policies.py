@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxmem_callbacks.planning.compile_candidate import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
-from jaxmem_callbacks.transforms.cuts import SLACK
 from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 _DIGITS = 10**5
-# Of more segments than this, what each may keep is fine enough, and one more or less changes little.
-_FEW = 4
-# Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
-# differences compilers often make the opposite.
-_MARGIN = 0.9
-# So many segments more are looked at where few were chosen: some cut the last segment, others what follows the last layer.
-_MORE = 3
-# An estimated peak up to this part of that of the lower end is worth one compile where few segments were chosen. So is an equal
-# one at work up to this part: of cuts with equal peaks those are chosen that store least, and these may compute more again.
-_DEEPER = 0.95
-_LESS_WORK = 0.9
-# As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
-_ALIKE = 0.02
-# An estimated peak up to this part of another is hardly above it.
-_HARDLY = 1.1
 # Policies nearer to each other than this are not worth two compiles.
 _CLOSE = 1.01
 _BISECTIONS = 24
@@ -54,213 +36,28 @@ class CandidatePolicy:
     work: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateSet:
-    """What may be asked for.
-
-    Attributes:
-        between: From the policy that keeps only its cuts to hardly anything dear computed again: ascending in bytes, and each
-            does less work again than all before it.
-        alone: The same with one number of segments only, as if no other had been looked at.
-        others: What is estimated to be beaten or not to be worth another number of segments; what to ask for first comes first.
-        deeper: A given number of segments that is estimated to take notably less than the lower end, and about least; None where
-            there is none.
-        segments: How many the loss is cut into; 0 where the step has several losses.
-        peak: Estimated bytes alive at most under the policy of the lower end, on all devices together.
-    """
-
-    between: list[CandidatePolicy] = field(default_factory=list[CandidatePolicy])
-    alone: list[CandidatePolicy] = field(default_factory=list[CandidatePolicy])
-    others: list[CandidatePolicy] = field(default_factory=list[CandidatePolicy])
-    deeper: AlternativeSegmentation | None = None
-    segments: int = 0
-    peak: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlternativeSegmentation:
-    """A policy of another number of cuts than the library chose.
-
-    Attributes:
-        policy: It, which keeps nothing besides.
-        candidates: What may be asked for above it.
-        is_less: Whether it is estimated to take less than as many cuts as the library chose, where the last segment is
-            estimated alike; False where nobody looked.
-    """
-
-    policy: StepPolicy
-    candidates: CandidateSet
-    is_less: bool = False
-
-
-def candidates_for(compiler: Compiler, full: StepPolicy) -> CandidateSet:
+def candidates_for(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy]:
     """Policies from ``full``, which keeps only what is alive at its cuts, to hardly anything dear computed again.
 
     Args:
         compiler: Traces the step under a policy.
         full: The policy of the lower end.
 
+    Returns:
+        Ascending in bytes, and each does less work again than all before it.
+
     Raises:
         PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
     """
-    curves = _surveyed(compiler, full)
-    own, promising, unlikely = curves[0], _own(full, curves), list[CandidatePolicy]()
-    if len(curves) != 1:
-        return CandidateSet(between=promising, alone=promising)
-    alone = unbeaten(promising)
-    is_few = full.segments is None and own[0].segments <= _FEW
-    given = _of_given_numbers(compiler, full, range(2, _FEW + 1)) if is_few else {}
-    for policy, curve in given.items():
-        # The chosen number, given, estimates only the last segment otherwise, and may cut elsewhere for that.
-        for offer, is_promising in _compared(policy, curve, own) if policy.segments != own[0].segments else ():
-            (promising if is_promising else unlikely).append(offer)
-    between = unbeaten(promising)
-    beaten = [offer for offer in promising if offer not in between]
-    others = [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
-    deeper = None
-    # Where two segments cannot be had, loops and checkpoints of the loss make its few segments, and these hold little at once. A
-    # TPU's compiler holds what the last segment keeps in the chip's own memory.
-    if replace(full, segments=2) in given and compiler.problem.platform != "tpu":
-        more = range(_FEW + 1, own[0].segments + _MORE + 1)
-        deeper = _deeper(given | _of_given_numbers(compiler, full, more), own[0])
-    return CandidateSet(
-        between=between, alone=alone, others=others, deeper=deeper, segments=own[0].segments, peak=own[0].peak
-    )
+    curves = compiler.facts(full, survey=True).shares
+    curves = [curve for curve in curves if len(curve) > 1] or list(curves[:1])  # losses that may keep anything
+    return unbeaten([_offer(full, share) for share in (curves[0] if len(curves) == 1 else _joined(curves))])
 
 
-def own_candidates(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy]:
-    """What may be kept with the cuts that the library chooses, ascending in bytes, as far as one trace shows.
-
-    Raises:
-        PolicyError, LossRefusedError: as `candidates_for`.
-    """
-    return _own(full, _surveyed(compiler, full))
-
-
-def _own(full: StepPolicy, curves: Sequence[tuple[FrontierPoint, ...]]) -> list[CandidatePolicy]:
-    return [_offer(full, share, share.bytes) for share in (curves[0] if len(curves) == 1 else _joined(curves))]
-
-
-def with_half_the_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> AlternativeSegmentation | None:
-    """The policy that keeps half as many cuts and nothing besides, and what may be asked for above it.
-
-    Args:
-        compiler: Traces the step under a policy.
-        full: The policy that keeps only what is alive at its cuts.
-        segments: How many it makes; 0 where the step has several losses.
-
-    Returns:
-        None where there are few segments, or the loss cannot be cut into half as many.
-    """
-    return None if segments <= _FEW else _with_so_many(compiler, full, segments // 2 + 1)
-
-
-def with_enough_cuts(compiler: Compiler, full: StepPolicy, segments: int) -> AlternativeSegmentation | None:
-    """The policy of the fewest cuts, half as many at least, whose peak is estimated to be hardly above that of as many.
-
-    Where a number is given, the last segment is estimated as JAX would keep it: as many segments lie elsewhere, and the last is
-    shorter. Half as many may leave the others too long. What is enough is taken to be enough with one more too.
-
-    Args:
-        compiler: Traces the step under a policy.
-        full: The policy that keeps only what is alive at its cuts.
-        segments: How many it makes; 0 where the step has several losses.
-
-    Returns:
-        None where there are few segments, or the loss cannot be cut into half as many.
-    """
-    half = with_half_the_cuts(compiler, full, segments)
-    many = None if half is None else _with_so_many(compiler, full, segments)
-    if half is None or many is None:
-        return half
-    most, known = many.candidates.peak, {segments: many}
-
-    def is_enough(count: int) -> bool:
-        found = _with_so_many(compiler, full, count)
-        if found is None or found.candidates.peak > _HARDLY * most:
-            return False
-        known[count] = found
-        return True
-
-    if half.candidates.peak > _HARDLY * most:
-        half = known[bisect.bisect_left(range(segments), True, lo=segments // 2 + 2, key=is_enough)]
-    return replace(half, is_less=half.candidates.peak < most)
-
-
-def _with_so_many(compiler: Compiler, full: StepPolicy, segments: int) -> AlternativeSegmentation | None:
-    """A policy with a number of segments; None where the loss cannot be cut so."""
-    policy = replace(full, segments=segments)
-    try:
-        return AlternativeSegmentation(policy=policy, candidates=candidates_for(compiler, policy))
-    except (PolicyError, LossRefusedError):  # fewer than its loops and checkpoints make
-        return None
-
-
-def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[FrontierPoint, ...]]:
-    """For each loss of the step that may keep anything, what other shares would keep; where none may, for the first."""
-    curves = compiler.facts(policy, survey=True).shares
-    return [curve for curve in curves if len(curve) > 1] or list(curves[:1])
-
-
-def _of_given_numbers(
-    compiler: Compiler, full: StepPolicy, numbers: Iterable[int]
-) -> dict[StepPolicy, tuple[FrontierPoint, ...]]:
-    """Policies of given numbers of segments, as far as the loss can be cut so, and what each may keep."""
-    found: dict[StepPolicy, tuple[FrontierPoint, ...]] = {}
-    for segments in numbers:
-        policy = replace(full, segments=segments)
-        # Fewer than its loops and checkpoints make, or more than it has places.
-        with contextlib.suppress(PolicyError, LossRefusedError):
-            curves = _surveyed(compiler, policy)
-            if len(curves) == 1:
-                found[policy] = curves[0]
-    return found
-
-
-def _deeper(given: Mapping[StepPolicy, Sequence[FrontierPoint]], own: FrontierPoint) -> AlternativeSegmentation | None:
-    """Of those whose estimated peak is about the least, the one of most segments that does about least work again.
-
-    Of equal estimates more cuts leave less to what a compiler may do otherwise. None where it is not notably below ``own`` in
-    bytes, or in work at no more bytes.
-    """
-    least = min(curve[0].peak for curve in given.values())
-    less = min((curve[0].work for curve in given.values() if curve[0].peak <= own.peak), default=math.inf)
-    if least > _DEEPER * own.peak and less > _LESS_WORK * own.work:
-        return None
-    low = {policy: curve for policy, curve in given.items() if curve[0].peak <= SLACK * least}
-    alike = min(curve[0].work for curve in low.values()) + _ALIKE * own.work
-    policy = max(
-        (policy for policy, (end, *_) in low.items() if end.work <= alike), key=lambda each: each.segments or 0
-    )
-    between = unbeaten([_offer(policy, share, share.bytes) for share in low[policy]])
-    end = low[policy][0]
-    return AlternativeSegmentation(
-        policy=policy, candidates=CandidateSet(between=between, alone=between, segments=end.segments, peak=end.peak)
-    )
-
-
-def _compared(
-    policy: StepPolicy, curve: Sequence[FrontierPoint], own: Sequence[FrontierPoint]
-) -> Iterator[tuple[CandidatePolicy, bool]]:
-    """What another number of segments offers, and whether its estimated peak is enough below that of the chosen number."""
-    for share in curve:
-        alike = share.work + _ALIKE * own[0].work
-        least = min((mine.peak for mine in own if mine.work <= alike), default=math.inf)
-        yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
-
-
-def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
-    """Modelled bytes of an estimated peak: what the chosen number of segments keeps where its own is as high."""
-    for share in own:
-        if share.peak >= peak:
-            return share.bytes
-    return own[-1].bytes + peak - max(share.peak for share in own)
-
-
-def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> CandidatePolicy:
+def _offer(policy: StepPolicy, share: FrontierPoint) -> CandidatePolicy:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
     keep = min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)
-    return CandidatePolicy(replace(policy, keep=keep), bytes_, share.flops, share.work)
+    return CandidatePolicy(replace(policy, keep=keep), share.bytes, share.flops, share.work)
 
 
 def unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:
@@ -373,7 +170,7 @@ def _share_worth_moving(compiler: Compiler, full: StepPolicy) -> float:
         here, again = compiler.facts(everything).modelled_s, compiler.facts(full).modelled_s
         if there is None or here is None or again is None:  # the speed of the device or of its host's link is unknown
             return 1.0
-        offered = own_candidates(compiler, full)
+        offered = candidates_for(compiler, full)
     except (PolicyError, LossRefusedError):  # such as that there is no loop; reported where such a policy is lowered
         return 1.0
     an_operation = (again - here) / max(offered[0].work - offered[-1].work, 1.0)

@@ -18,9 +18,9 @@ _SAME_ROWS = 0.8
 _NO_SLOWER = 1.01
 
 
-def bytes_or_inf(candidate: Candidate) -> float:
-    """For comparisons: what a compiler refused without a figure is more than all that is known."""
-    return math.inf if candidate.step_bytes is None else candidate.step_bytes
+def bytes_or_inf(candidate: Candidate | None) -> float:
+    """For comparisons: what a compiler refused without a figure, or was not asked for, is more than all that is known."""
+    return math.inf if candidate is None or candidate.step_bytes is None else candidate.step_bytes
 
 
 def choose(candidates: Sequence[Candidate]) -> tuple[int, str]:

@@ -1,14 +1,13 @@
 """The search over remat policies: which to compile for a target, and which of them to use.
 
-The two ends come first, in parallel: the plain step and the step that keeps only what is alive at its cuts. Between them lie
-shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked for. Where the
-compiler needs more than half as many cuts are estimated to take, these are asked for too; of few, deeper ones.
-`candidate_policies.py` makes the list.
+The two ends come first, in parallel: the plain step and the step that keeps only what is alive at the cuts that the library
+chooses. Then what the author of the loss would write: a checkpoint around each block that repeats. Between the lower ends and
+the plain step lie shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked
+for. `candidate_policies.py` makes the list.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
@@ -18,13 +17,9 @@ import numpy as np
 from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from jaxmem_callbacks.planning.candidate_policies import (
     CandidatePolicy,
-    CandidateSet,
     candidates_for,
-    own_candidates,
     spread,
     unbeaten,
-    with_enough_cuts,
-    with_half_the_cuts,
 )
 from jaxmem_callbacks.planning.choice import WORTH, bytes_or_inf
 from jaxmem_callbacks.planning.compile_candidate import Compiler
@@ -41,12 +36,7 @@ _FILLED = 0.98
 _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
-# What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
-_ENOUGH = 6
-# An estimated peak below this part of that of the cuts that the library chose is worth a compile on a TPU; and below this part
-# where fewer cuts are estimated to take less than as many, however the last segment is estimated.
-_MUCH_LESS, _LESS = 0.8, 0.9
-# A lower end that is cut deeper computes more again: worth it are bytes below this part of those of the chosen cuts.
+# Of two levels, bytes above this part of those of one level are no less: the most is alive elsewhere.
 _LESS_BYTES = 0.99
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
@@ -66,9 +56,8 @@ class RematSearch:
         self._compiler = compiler
         self._queue = queue
         self._plain = compiler.problem.base if base is None else base
-        self._full, self._twice = (replace(self._plain, remat="full", levels=levels) for levels in (1, 2))
-        self._candidates = CandidateSet()
-        self._blocks: list[CandidatePolicy] = []
+        self._full = replace(self._plain, remat="full")
+        self._between: list[CandidatePolicy] = []
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -95,7 +84,7 @@ class RematSearch:
         if not self.compile_endpoints():
             return
         if frontier:
-            self._try_segmentations()
+            self._try_blocks()
             if all(each.fits is False for each in self.found.values()):
                 self._try_two_levels()
             self.fill()
@@ -105,7 +94,7 @@ class RematSearch:
     def compile_endpoints(self, *, plain: bool = True) -> bool:
         """Compile the two ends, or the full one alone; whether there is anything between them."""
         try:
-            self._candidates = candidates_for(self._compiler, self._full)
+            self._between = candidates_for(self._compiler, self._full)
         except (PolicyError, LossRefusedError) as error:
             if isinstance(error, LossRefusedError) and self._compiler.left_alone:  # the verdict names them
                 self._queue.results.note("Remat was not tried: nothing but the loss's own checkpoints could be cut.")
@@ -120,84 +109,33 @@ class RematSearch:
         """Compile the plain step and nothing else."""
         self._compile([self._plain])
 
-    def _try_segmentations(self) -> None:
-        """Compile the lower end of other segmentations than the one that the library chose, and join what they offer."""
-        self._try_blocks()
-        self._try_fewer_segments()
-        self._try_more_segments()
-        self._join_blocks()
-
     def _try_blocks(self) -> None:
-        """A checkpoint around each block that repeats: what the author of the loss would write is always among the candidates."""
+        """Compile a checkpoint around each block that repeats, and go on with it or with the library's own cuts.
+
+        With the one that takes no more bytes and computes no more again. Else with both: what the one may keep lies above its
+        own lower end, and that by so many bytes above the lower of the two.
+        """
         policy = replace(self._full, segments="blocks")
-        with contextlib.suppress(PolicyError, LossRefusedError):  # nothing repeats
-            offered = own_candidates(self._compiler, policy)
-            if self._queue.remaining and self._is_another(policy):
-                self._compile([policy])
-                self._blocks = offered
-
-    def _join_blocks(self) -> None:
-        """Go on with the blocks or with the library's own cuts, where the one takes no more bytes and computes no more again.
-
-        Else with both: what the one may keep lies above its own lower end, and that by so many bytes above the lower of the two.
-        """
-        full, blocks = self.full, self.found.get(self._blocks[0].policy) if self._blocks else None
-        if blocks is None or (full is not None and _is_no_worse(full, blocks)):
+        if not self._queue.remaining:
             return
-        policy, offered = blocks.policy, self._blocks
-        if full is not None and not _is_no_worse(blocks, full):
-            between = self._candidates.between
-            above = int(bytes_or_inf(blocks) - bytes_or_inf(full)) * self._compiler.problem.workers
-            if above > 0:
-                policy, offered = self._full, [*between, *_above(self._blocks, above)]
-            else:
-                offered = [*self._blocks, *_above(between, -above)]
-        self._full = policy
-        self._candidates = replace(self._candidates, between=unbeaten(offered))
-
-    def _try_fewer_segments(self) -> None:
-        """Half as many cuts, where these are estimated to take less than the compiler needs for as many as the library chose.
-
-        Its peak is then where all cuts are alive, such as at the end of the loss, and not where a segment is differentiated. The
-        better of the two is the lower end of what is asked for next. What the compiler needs has the gradients of parameters too:
-        where these are large this asks rather too often, for one compile. What a TPU's compiler needs is without what lies in the
-        chip's own memory, as long as it has room for the logits: there the estimate is compared with itself too, and as many
-        cuts are asked for as leave no other segment much longer.
-        """
-        full = self.full
-        if not self._queue.remaining or full is None or full.step_bytes is None or full.temp_bytes is None:
+        try:
+            blocks = candidates_for(self._compiler, policy)
+        except (PolicyError, LossRefusedError):  # nothing repeats
             return
-        problem = self._compiler.problem
-        is_tpu = problem.platform == "tpu"
-        fewer = (with_enough_cuts if is_tpu else with_half_the_cuts)(
-            self._compiler, self._full, self._candidates.segments
-        )
-        if fewer is None:
+        if not self._is_another(policy):
             return
-        least = (_LESS if fewer.is_less else _MUCH_LESS) * self._candidates.peak if is_tpu else 0.0
-        if fewer.candidates.peak >= max(full.temp_bytes * problem.workers, least):
+        self._compile([policy])
+        own, asked = self.full, self.found.get(policy)
+        if asked is None or (own is not None and _is_no_worse(own, asked)):
             return
-        self._compile([fewer.policy])
-        asked = self.found.get(fewer.policy)
-        if asked is not None and asked.step_bytes is not None and asked.step_bytes < full.step_bytes:
-            self._full, self._candidates = fewer.policy, fewer.candidates
-
-    def _try_more_segments(self) -> None:
-        """A given number of segments, where few were chosen and it is estimated to take less; the better goes on, alone.
-
-        The cuts that the library chooses rely on fusions in the last segment, which has no checkpoint, and of few segments it is
-        much of the whole. Where the compiler needs no less for the given number, it fuses as they do, and what is estimated of
-        other numbers without fusions is not worth a compile either.
-        """
-        deeper, full = self._candidates.deeper, self.full
-        if deeper is None or full is None or not self._queue.remaining:
+        if own is None or _is_no_worse(asked, own):
+            self._full, self._between = policy, blocks
             return
-        self._compile([deeper.policy])
-        asked = self.found.get(deeper.policy)
-        if asked is not None and asked.step_bytes is not None and asked.step_bytes < _LESS_BYTES * bytes_or_inf(full):
-            self._full, self._candidates = deeper.policy, deeper.candidates
+        above = int(bytes_or_inf(asked) - bytes_or_inf(own)) * self._compiler.problem.workers
+        if above > 0:
+            self._between = unbeaten([*self._between, *_above(blocks, above)])
         else:
-            self._candidates = replace(self._candidates, between=self._candidates.alone, others=[])
+            self._full, self._between = policy, unbeaten([*blocks, *_above(self._between, -above)])
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
@@ -213,7 +151,7 @@ class RematSearch:
 
     def _spread(self) -> list[CandidatePolicy]:
         """What to compile next of the offers, as far as compiles are left."""
-        offered = self._candidates.between
+        offered = self._between
         points = list(zip(self._foreseen(offered), offered, strict=True))
         for found in self._of_other_cuts():
             place = sum(offer.flops > found.flops for _, offer in points)
@@ -228,7 +166,7 @@ class RematSearch:
 
     def _of_other_cuts(self) -> list[CandidatePolicy]:
         """What was compiled with remat and is not among the offers: points of the frontier too, where they are not beaten."""
-        offered = {offer.policy for offer in self._candidates.between}
+        offered = {offer.policy for offer in self._between}
         return [
             CandidatePolicy(policy, 0, candidate.extra_flops, float(candidate.extra_flops))
             for policy, candidate in self.found.items()
@@ -244,7 +182,7 @@ class RematSearch:
 
     def _foreseen(self, offered: Sequence[CandidatePolicy]) -> np.ndarray:
         """Bytes of the step under some offers, float64[offers]: on the line between compiled ones, modelled beyond the last."""
-        points = [(offer.bytes, self._measured(offer)) for offer in self._candidates.between]
+        points = [(offer.bytes, self._measured(offer)) for offer in self._between]
         known = [(at, needs) for at, needs in points if needs is not None]
         known = known or [(0, min((each.step_bytes or 1 for each in self.found.values()), default=1))]
         modelled = np.array([offer.bytes for offer in offered], np.float64)
@@ -258,7 +196,7 @@ class RematSearch:
         limit = problem.budget.bytes
         if problem.beside_alone_is_too_much:
             return
-        self._try_segmentations()
+        self._try_blocks()
         if not _fits(self.full):
             self._try_lower(limit)
         full = self.full
@@ -281,26 +219,23 @@ class RematSearch:
             self._compile([offered[place].policy for place in places])
             low, high = closer(*between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
             between = low, len(offered) if high is None else high
-        self._try_alternatives((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
     def _try_lower(self, limit: int | None) -> None:
         """Where the lower end does not fit: two levels, then what lies above it and may need less all the same.
 
-        Where deeper cuts or two levels take no less, the most is alive elsewhere: deeper ones still would find it there, and a
-        step that computes less again may have less of it.
+        Where two levels take no less, the most is alive elsewhere, and a step that computes less again may have less of it.
         """
-        deeper = self._candidates.deeper
-        is_elsewhere = deeper is not None and deeper.policy in self.found
-        if not is_elsewhere:
-            self._try_two_levels()
-            full, twice = self.full, self.found.get(self._twice)
-            is_elsewhere = (
-                full is not None and twice is not None and bytes_or_inf(twice) >= _LESS_BYTES * bytes_or_inf(full)
-            )
+        self._try_two_levels()
         if limit is None or any(each.fits for each in self.found.values()):
             return
+        twice = self.found.get(self._twice)
+        is_elsewhere = twice is not None and bytes_or_inf(twice) >= _LESS_BYTES * bytes_or_inf(self.full)
         if is_elsewhere or self._is_near(limit):
             self.fill()
+
+    @property
+    def _twice(self) -> StepPolicy:
+        return replace(self._full, levels=2)
 
     def _try_two_levels(self) -> None:
         """Two levels of checkpoints, where one level makes another program."""
@@ -309,7 +244,7 @@ class RematSearch:
 
     def _worth_compiling(self, bytes_: float) -> list[CandidatePolicy]:
         """The offers up to the first behind which nothing is left to win, without those that differ by less than some bytes."""
-        between, part = self._candidates.between, 1 / self._compiler.problem.workers
+        between, part = self._between, 1 / self._compiler.problem.workers
         enough = between[-1].work + WORTH * self._compiler.plain.flops
         end = next(place for place, offer in enumerate(between) if offer.work <= enough)
         chosen = [between[0]]
@@ -326,13 +261,6 @@ class RematSearch:
     def _most_that_fits(self) -> int:
         return max(each.step_bytes or 0 for each in self.found.values() if each.fits)
 
-    def _try_alternatives(self, spare: float) -> None:
-        """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
-        again = min(each.extra_flops for each in self.found.values() if each.fits)
-        worth = WORTH * self._compiler.plain.flops
-        near = [each for each in self._candidates.others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._queue.remaining), 0)]])
-
     def _is_near(self, limit: int) -> bool:
         """Whether what comes nearest, of what does not fit, is so near that another policy may fit."""
         needs = [each.need_bytes for each in self.found.values() if each.need_bytes is not None]
@@ -341,7 +269,7 @@ class RematSearch:
     def _corrected(self, least: int) -> float:
         """What a modelled byte costs on one device, by the points that were compiled; before any, its part of the devices."""
         part = 1 / self._compiler.problem.workers
-        modelled = {offer.policy: offer.bytes for offer in self._candidates.between}
+        modelled = {offer.policy: offer.bytes for offer in self._between}
         ratios = [
             (candidate.step_bytes - least) / modelled[policy]
             for policy, candidate in self.found.items()
