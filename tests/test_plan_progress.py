@@ -58,7 +58,7 @@ def test_a_pipe_gets_a_line_for_each() -> None:
     with plan_progress(stream) as told:
         told("none and full", 0, 6)
         told("full", 1, 6)
-    assert stream.getvalue() == "plan: none and full (0 of at most 8 compiled)\nplan: full (1 of at most 6 compiled)\n"
+    assert stream.getvalue() == "plan: none and full (0 of at most 6 compiled)\nplan: full (1 of at most 6 compiled)\n"
 
 
 CELL = """

@@ -60,13 +60,14 @@ def _peak(profile: LiveBytesProfile, blocks: Sequence[Span]) -> int:
     """
     size, first, last, _ = profile.spans.T
     kept = np.concatenate([[0], np.cumsum(profile.residuals)])
-    waiting, most, previous, at = 0, 0, 0, 0
-    for start, end in blocks:
-        handed = size[(first > previous) & (first <= start) & (last >= start)].sum()
-        waiting += int(kept[start] - kept[at] + handed)
-        most = max(most, waiting + int(kept[end] - kept[start]))
-        previous, at = start, end
-    return max(most, waiting + int(kept[-1] - kept[at]))
+    if not blocks:
+        return int(kept[-1])
+    starts, ends = np.array(blocks, np.int64).T
+    taker = np.searchsorted(starts, first)  # the first block that begins at or behind where a value is made
+    handed = (taker < len(starts)) & (last >= np.append(starts, profile.length + 1)[taker])
+    between = kept[starts] - kept[np.append(0, ends[:-1])]
+    waiting = np.cumsum(np.bincount(taker[handed], size[handed], len(starts)).astype(np.int64) + between)
+    return int(max((waiting + kept[ends] - kept[starts]).max(), waiting[-1] + kept[-1] - kept[ends[-1]]))
 
 
 def _equal_runs(loss: LossProfile, profile: LiveBytesProfile) -> Iterator[list[Span]]:
