@@ -16,6 +16,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jaxmem_callbacks._compat.newer_checkpoints import first_checkpoints, held_params
+
 _JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
 
@@ -89,13 +91,41 @@ def _as_array(result: Any, aval: Any) -> Any:
     return jnp.asarray(value.item() if aval.weak_type else value)
 
 
+def with_first_checkpoints(traced: Any) -> Any:
+    """A jaxpr, open or closed, with the checkpoints and names of JAX's newer implementation as those of its first.
+
+    The newer ones keep their jaxpr where no public function replaces it, and are one primitive under many names.
+    """
+    opened = open_jaxpr(traced)
+    if not getattr(opened, "is_high", False):
+        return traced
+    return with_equations(traced, outvars=opened.outvars, eqns=[_first_checkpoint(eqn) for eqn in opened.eqns])
+
+
+def _first_checkpoint(eqn: Any) -> Any:
+    held = held_params(eqn)
+    if "policy" in held:
+        filled = checkpoint_equation(
+            checkpoint_template(held["policy"], prevent_cse=True),
+            open_jaxpr(with_first_checkpoints(held["jaxpr"])),
+            eqn.invars,
+            eqn.outvars,
+        )
+        params = {**filled.params, "prevent_cse": held["prevent_cse"]}
+        return filled.replace(params=params, ctx=eqn.ctx, source_info=eqn.source_info)
+    if "name" in held and not subjaxprs(eqn):
+        return name_equation(name_template(held["name"]), eqn.invars[0], eqn.outvars[0], eqn)
+    return eqn if held else with_subjaxprs(eqn, with_first_checkpoints)
+
+
 def checkpoint_template(policy: Callable[..., Any] | None, *, prevent_cse: bool) -> Any:
     """A `jax.checkpoint` equation to be filled with another jaxpr.
 
     Taken from a trace of the public function, so that the parameters are always those of the running JAX; filling it
     in saves tracing the equations of a segment once more.
     """
-    traced = jax.make_jaxpr(jax.checkpoint(lambda x: x + 1.0, policy=policy, prevent_cse=prevent_cse))(0.0)
+    with first_checkpoints():
+        traced = jax.make_jaxpr(jax.checkpoint(lambda x: x + 1.0, policy=policy, prevent_cse=prevent_cse))(0.0)
     return open_jaxpr(traced).eqns[0]
 
 
@@ -111,7 +141,8 @@ def checkpoint_equation(template: Any, jaxpr: Any, invars: Sequence[Any], outvar
 
 def name_template(name: str) -> Any:
     """An equation that names a value for checkpoint policies, to be filled in; from a trace like `checkpoint_template`."""
-    return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0)).eqns[0]
+    with first_checkpoints():
+        return open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, name))(0.0)).eqns[0]
 
 
 def name_equation(template: Any, var: Any, named: Any, like: Any) -> Any:
@@ -133,7 +164,8 @@ def scan_arity(eqn: Any) -> tuple[int, int]:
 
 def subjaxprs(eqn: Any) -> list[Any]:
     """The open jaxprs among an equation's parameters, in the order of its parameters."""
-    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
+    params = (*eqn.params.values(), *held_params(eqn).values())
+    values = (value if isinstance(value, (tuple, list)) else (value,) for value in params)
     items = (item for several in values for item in several)
     return [open_jaxpr(item) for item in items if isinstance(item, _JAXPRS)]
 

@@ -22,6 +22,7 @@ from jaxmem_callbacks._compat.jaxprs import (
     scan_arity,
     subjaxprs,
 )
+from jaxmem_callbacks._compat.newer_checkpoints import first_checkpoints
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
 from jaxmem_callbacks.transforms.costs import is_complex, view_roots
@@ -457,7 +458,8 @@ def _divided(stacked: Any, left: int, *, first: bool) -> tuple[Any, Any]:
 def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
     """The equations of a function that computes what an equation does, with its variables; None where they cannot be had."""
     # The types whole: where they lie on an explicit mesh and along which axes of a shard_map they vary is part of them.
-    flat = flatten(jax.make_jaxpr(function)(*(atom.aval for atom in eqn.invars)))
+    with first_checkpoints():
+        flat = flatten(jax.make_jaxpr(function)(*(atom.aval for atom in eqn.invars)))
     made = {var for one in flat.eqns for var in one.outvars}
     results = variables(flat.outvars)
     if flat.consts or len(set(results)) != len(flat.outvars) or not made.issuperset(results):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, cast
 
 import jax
 
-from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed
+from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed, with_first_checkpoints
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import GATHERED, OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
@@ -136,7 +136,7 @@ def rematerialised(
             with activate(None):  # a gradient taken inside the loss is part of what is being cut
                 return result.split(loss(*inner_args, **inner_kwargs))
 
-        closed = jax.make_jaxpr(traced)(*arrays)
+        closed = with_first_checkpoints(jax.make_jaxpr(traced)(*arrays))
         if replaces:
             written, closed = closed, without_checkpoints(closed)
             _note_replaced(loss, was_replaced=closed is not written)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmem_callbacks._compat.jaxprs import consts_of, derive, evaluate, open_jaxpr, scan_arity
+from jaxmem_callbacks._compat.jaxprs import consts_of, derive, evaluate, open_jaxpr, scan_arity, with_first_checkpoints
 from jaxmem_callbacks.transforms.accumulation.accumulate import MOVES, GradientCall, wide
 from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
@@ -55,7 +55,7 @@ def in_float32(call: GradientCall, arrays: Sequence[Any]) -> GradientCall:
 
         pairs = zip(given, dtypes, strict=True)
         narrow = [value.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else value for value, dtype in pairs]
-        return result.join(_evaluated(jax.make_jaxpr(traced)(*narrow), given))
+        return result.join(_evaluated(with_first_checkpoints(jax.make_jaxpr(traced)(*narrow)), given))
 
     return replace(call, differentiate=differentiate)
 
