@@ -19,6 +19,9 @@ pytestmark = [
     pytest.mark.core,
     pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has one implementation of checkpoints"),
 ]
+leaves_a_trace = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="a newer checkpoint of jax 0.10 is no equation of its own in a trace"
+)
 LAYERS, WIDTH, ROWS = 4, 16, 64
 W, X = jnp.full((LAYERS, WIDTH, WIDTH), 0.1), jnp.ones((ROWS, WIDTH)) / 7
 
@@ -88,6 +91,7 @@ def test_a_policy_gives_the_same_program_under_both(newer, loss, policy):
     assert second[1:] == first[1:]
 
 
+@leaves_a_trace
 @pytest.mark.parametrize(("remat", "own"), [("full", "keep"), ("full", "replace"), ("none", "replace")])
 def test_checkpoints_of_the_author_are_seen_and_replaced(newer, remat, own):
     policy = jm.StepPolicy(remat=remat, own_checkpoints=own)
@@ -99,6 +103,7 @@ def test_checkpoints_of_the_author_are_seen_and_replaced(newer, remat, own):
     assert second[1:] == first[1:]
 
 
+@leaves_a_trace
 def test_a_loss_that_is_all_checkpoints_is_refused_under_both(newer):
     for value in (False, True):
         newer(value)
