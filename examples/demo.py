@@ -36,6 +36,7 @@ from jaxmem_callbacks.writers.events import event_title
 HERE = Path(__file__).resolve().parent
 WIDTH, LAYERS, LENGTH, BATCH = 128, 12, 256, 4
 COMPARED = 4  # steps that are run twice, plain and with the preset
+JUDGED = 16  # held-out batches
 FEWEST, MOST, TRAINING_S = 120, 300, 75  # so many steps as fit into the time, within these bounds
 
 
@@ -192,7 +193,7 @@ def main() -> None:
     train_text, held_out = text.standard_library()
     describe(console, preset, train_text, held_out)
     few = list(text.batches(text.sequences(train_text, COMPARED * BATCH, LENGTH), BATCH))
-    judged = text.sequences(held_out, 16 * BATCH, LENGTH)
+    judged = text.sequences(held_out, JUDGED * BATCH, LENGTH)
     plain, step = jm.jit_step(plain_step, jm.load_preset("monitor_only")), jm.jit_step(train_step, preset)
 
     with jm.MemoryMonitor(preset, logdir=args.logdir) as monitor:

@@ -13,10 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.units import parse_bytes
+from tests.processes import UNOPTIMISED
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.py"
-STEPS = 10
+STEPS = 6
+SHORTENED = "import demo; demo.COMPARED, demo.JUDGED = 2, 2; demo.main()"
 ROWS = ("arguments", "outputs", "aliased", "temporaries", "total")
 
 
@@ -33,8 +35,9 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(logdir: Path) -> str:
     """What a few steps of the demo print into a pipe of 80 columns."""
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    command = [sys.executable, str(DEMO), "--steps", str(STEPS), "--logdir", str(logdir)]
+    path = os.pathsep.join([str(ROOT), str(DEMO.parent)])
+    variables = {**os.environ, **UNOPTIMISED, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "COLUMNS": "80"}
+    command = [sys.executable, "-c", SHORTENED, "--steps", str(STEPS), "--logdir", str(logdir)]
     answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     told = [line for line in answer.stderr.splitlines() if "jaxmem:" in line and " is read every " not in line]
