@@ -16,7 +16,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryWarning
 from jaxmem_callbacks.transforms.frameworks import checkpoints_in
 from tests import recovering
-from tests.processes import UNOPTIMISED
+from tests.processes import UNOPTIMISED, kept_compiles
 
 pytestmark = pytest.mark.timeout(900)  # minutes, where others take the processor
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,8 @@ def started(folder, *scenarios):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, **UNOPTIMISED, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    compiles = kept_compiles(folder / "compiles")
+    variables = {**os.environ, **UNOPTIMISED, **compiles, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.recovering_together", str(rank), address, str(folder), *scenarios],
