@@ -10,12 +10,13 @@ import pytest
 from jaxlib import xla_client
 
 from tests import quick
-from tests.processes import EMITTED_QUICKLY
+from tests.processes import EMITTED_QUICKLY, UNOPTIMISED
 
 os.environ.pop("COLUMNS", None)  # pytest's own word for its workers: what is printed here is as wide as in a file
 # Containers often set it. Each of some hundred processes that tests start would compile the package's sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+os.environ.update(UNOPTIMISED)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # see quick_compiles

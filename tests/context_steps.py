@@ -1,7 +1,7 @@
 """A training script whose step is another program in each of its contexts; by itself it shows what JAX makes of it there.
 
-``python context_steps.py NAME`` trains in one context. ``python context_steps.py --told [TARGET]`` prints one JSON object for
-each context: the bytes of the step's temporaries, arguments, outputs and aliases as compiled inside it.
+``python context_steps.py NAME`` trains in one context. ``python context_steps.py --told NAMES [TARGET]`` prints one JSON object
+for each of the contexts: the bytes of the step's temporaries, arguments, outputs and aliases as compiled inside it.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def train(name: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--told":
-        target = (*sys.argv[2:], "")[0]
-        for each in CONTEXTS:
+        names, target = (*sys.argv[2:], "")[:2]
+        for each in names.split(","):
             sys.stdout.write(f"{json.dumps({each: told(each, target)})}\n")
     elif sys.argv[1] == "thread":
         in_thread = threading.Thread(target=train, args=("x64",))

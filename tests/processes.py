@@ -9,9 +9,11 @@ import jax
 import psutil
 import pytest
 
-# Variables of a process that trains on CPU: its machine code is not optimised, as in the tests' own process, whose time goes into
-# compiles. What is computed, kept and told is decided before. Not for compiles for absent hardware, which would take it too.
+# Variables of a process that compiles for the CPU. Its machine code is not optimised, as in the tests' own process, whose time
+# goes into compiles: what is computed, kept and told is decided before. All processes of tests have them (tests/conftest.py) but
+# those in which rounding decides. A compiler of absent hardware has no variable of JAX.
 UNOPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 # Older emitters of XLA's CPU compiler, which jaxlib has until 0.10, and no parts compiled side by side: a step of a test takes a
 # fifth of the time to compile. The buffers stay as they are (tests/test_plan_models.py).
 EMITTED_QUICKLY = {

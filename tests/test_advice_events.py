@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,10 +19,10 @@ pytestmark = pytest.mark.core
 SETTINGS = jm.load_preset("monitor_only", monitor={"scan_s": 0.02, "window_s": 0.02, "growth_steps": 50}).monitor
 
 
-def events_of(loop: Callable[[int], Any], folder: Path, *, steps: int = 6) -> tuple[list[Any], int]:
+def events_of(loop: Callable[[int], Any], *, steps: int = 6) -> tuple[list[Any], int]:
     """The recompilations that a monitor tells of a training, and how often it compiled after its first step."""
     watch_compiles()
-    with jm.MemoryMonitor(SETTINGS, logdir=folder) as monitor:
+    with jm.MemoryMonitor(SETTINGS) as monitor:
         for index in range(steps):
             loop(index)
             monitor(index)
@@ -101,24 +100,24 @@ ANEW = {
 
 
 @pytest.mark.parametrize("kind", ANEW)
-def test_a_step_made_anew_is_made_once(kind: str, tmp_path: Path) -> None:
+def test_a_step_made_anew_is_made_once(kind: str) -> None:
     anew, once = Run(), Run()
-    events, compiled = events_of(lambda index: anew.do(ANEW[kind](1.0 + index), X), tmp_path / "anew")
+    events, compiled = events_of(lambda index: anew.do(ANEW[kind](1.0 + index), X))
     assert len(events) == 1, "told once"
     assert compiled >= 5
     assert "Make it once, above the loop" in pasted("recompilation.jit_once", events[0].action)
     step = (jax.jit if kind.startswith("jax.jit") else jm.jit_step)(once_step)
-    events, compiled = events_of(lambda index: once.do(step, X, jnp.float32(1.0 + index)), tmp_path / "once")
+    events, compiled = events_of(lambda index: once.do(step, X, jnp.float32(1.0 + index)))
     assert (events, compiled) == ([], 0), "no event, since nothing is compiled"
     np.testing.assert_allclose(once.losses, anew.losses, rtol=1e-5)
 
 
-def test_steps_of_one_name_that_are_made_together_are_not_made_anew(tmp_path: Path) -> None:
+def test_steps_of_one_name_that_are_made_together_are_not_made_anew() -> None:
     def many(index: int) -> None:
         for _ in range(4 if index == 1 else 1):
             jm.jit_step(factory(1.0))(jnp.ones((8, 4)), X)
 
-    events, _ = events_of(many, tmp_path, steps=2)
+    events, _ = events_of(many, steps=2)
     assert events == []
 
 
@@ -150,14 +149,14 @@ LEARNT = {
 
 
 @pytest.mark.parametrize("kind", LEARNT)
-def test_a_wrapped_step_names_the_argument_that_changed(kind: str, tmp_path: Path) -> None:
+def test_a_wrapped_step_names_the_argument_that_changed(kind: str) -> None:
     jitted, args, name = LEARNT[kind]
     run = Run()
-    (event,), _ = events_of(lambda index: run.do(jitted, *args(index)), tmp_path / "plain")
+    (event,), _ = events_of(lambda index: run.do(jitted, *args(index)))
     assert "jm.jit_step, above the loop" in pasted("recompilation.learn", event.action)
     jax.clear_caches()
     wrapped = jm.jit_step(jitted)
-    (event,), _ = events_of(lambda index: run.do(wrapped, *args(index)), tmp_path / "wrapped")
+    (event,), _ = events_of(lambda index: run.do(wrapped, *args(index)))
     assert f"Changed: {name}: " in event.message
     assert "Is it" not in event.action
 
@@ -178,12 +177,12 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_constant_shapes_compile_once(kind: str, tmp_path: Path) -> None:
+def test_constant_shapes_compile_once(kind: str) -> None:
     args, constant = CHANGED[kind]
     run, step = Run(), jm.jit_step(once_step)
-    (event,), compiled = events_of(lambda index: run.do(step, *args(index)), tmp_path / "changed")
+    (event,), compiled = events_of(lambda index: run.do(step, *args(index)))
     assert compiled >= 1
     pasted("recompilation.constant_shapes", event.action)
     step = jm.jit_step(once_step)
-    events, compiled = events_of(lambda index: run.do(step, *constant(index)), tmp_path / "constant")
+    events, compiled = events_of(lambda index: run.do(step, *constant(index)))
     assert (events, compiled) == ([], 0)

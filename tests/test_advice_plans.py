@@ -164,7 +164,7 @@ def test_the_lines_to_train_are_pasted_as_printed(
     script = tmp_path / "train.py"
     script.write_text(LOSS + textwrap.dedent(SCRIPTS[kind]))
     save = ["--save", saved] if saved else []
-    assert main(["plan", str(script), "--target", "cpu", "--budget", "7MiB", *save]) == 0
+    assert main(["plan", str(script), "--target", "cpu", "--budget", "10MiB", *save]) == 0
     printed = capsys.readouterr().out
     pasted("train.wrap", printed)
     pasted({"": "train.policy", "plan.yaml": "train.preset", "plan.json": "train.load_plan"}[saved], printed)
@@ -178,4 +178,4 @@ def test_the_lines_to_train_are_pasted_as_printed(
     after = json.loads(capsys.readouterr().out)["account"]["judged"]["one step"]
     (planned,) = re.findall(r"^ *-> .*?([\d.]+) MiB", printed, re.MULTILINE)
     assert after / 2**20 == pytest.approx(float(planned), abs=0.06), "the bytes that the plan names"
-    assert after < 7 * 2**20, "the budget"
+    assert after < 10 * 2**20, "the budget"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import jaxmem_callbacks as jm
-from tests.processes import UNOPTIMISED
 
 SCRIPT = """
     import asyncio, ctypes, os, queue, signal, subprocess, sys, threading, time
@@ -26,7 +25,7 @@ SCRIPT = """
     def train_step(weights, x):
         return [w - g for w, g in zip(weights, jax.grad(loss)(weights, x))]
 
-    weights, x = [jnp.ones((32, 32)) + at for at in range(8)], jnp.ones((512, 32))
+    weights, x = [jnp.ones((32, 32)) + at for at in range(3)], jnp.ones((512, 32))
 
     def train():
         train_step(weights, x)
@@ -108,7 +107,7 @@ def planned(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=script.parent,
-        env=os.environ | UNOPTIMISED | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=100,

@@ -21,6 +21,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.cli.source import is_unedited
 from jaxmem_callbacks.records.errors import ScriptError
+from tests.pasting import run
 from tests.target_step import needs_compiler
 from tests.unedited_scripts import SCRIPTS, TWO, written
 
@@ -308,7 +309,9 @@ def test_a_script_that_fails_for_want_of_cudnn_shows_where_and_says_what_to_writ
         ),
     ],
 )
-def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(line: str, why: str, tmp_path: Path) -> None:
+def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(
+    line: str, why: str, tmp_path: Path, capsys: Any
+) -> None:
     script = written(
         tmp_path,
         f"""
@@ -326,20 +329,13 @@ def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(line: str, why: 
     """,
     )
     # In a process of its own: a cluster is looked for before anything of JAX is used.
-    ran = [
-        subprocess.run(
-            [sys.executable, "-m", "jaxmem_callbacks.cli.main", "plan", name],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for name in (script, f"{script}:planned")
-    ]
-    assert ran[0].returncode == 1, ran[0].stderr
-    assert f"failed before its first step: {why}" in ran[0].stderr
-    assert "name it behind the script: SCRIPT.py:function" in ran[0].stderr
-    assert ran[1].returncode == 0, ran[1].stderr
-    assert ran[1].stdout.startswith("Plan of step for attached")
+    command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "plan", script]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert f"failed before its first step: {why}" in ran.stderr
+    assert "name it behind the script: SCRIPT.py:function" in ran.stderr
+    assert main(["plan", f"{script}:planned"]) == 0
+    assert capsys.readouterr().out.startswith("Plan of step for attached")
 
 
 METHOD = """
@@ -350,7 +346,7 @@ import jax.numpy as jnp
 class Model(eqx.Module):
     layers: list
     def __init__(self, key):
-        self.layers = [eqx.nn.MLP(64, 64, 256, 1, key=each) for each in jax.random.split(key, 6)]
+        self.layers = [eqx.nn.MLP(64, 64, 256, 1, key=each) for each in jax.random.split(key, 3)]
     def __call__(self, x):
         for layer in self.layers:
             x = x + layer(x)
@@ -373,6 +369,7 @@ for at in range(3):
 """
 
 
+@pytest.mark.filterwarnings("ignore:Donation of x", "ignore:Some donated buffers")
 def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: Path, capsys: Any) -> None:
     """Equinox hands the call on, so that its own frame lies between the script and the step."""
     script = written(tmp_path, METHOD)
@@ -385,8 +382,8 @@ def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: 
     lines[int(place) - 1 : int(place) - 1] = ["import jaxmem_callbacks as jm", line]
     losses = []
     for text in (METHOD, "\n".join(lines)):
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-        losses.append([float(each) for each in done.stdout.split()])
+        run(text)
+        losses.append([float(each) for each in capsys.readouterr().out.split()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 

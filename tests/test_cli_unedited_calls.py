@@ -164,7 +164,7 @@ DROPOUT = """
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), value
 
     def make():
-        layers = [eqx.nn.Linear(32, 32, key=key) for key in jax.random.split(jax.random.key(0), 8)]
+        layers = [eqx.nn.Linear(32, 32, key=key) for key in jax.random.split(jax.random.key(0), 4)]
         model = Net(layers, eqx.nn.Dropout(0.5), 0.5, jnp.arange(16))
         return train_step, (model, jnp.ones((4096, 32)), jax.random.split(jax.random.key(1), 4096))
 

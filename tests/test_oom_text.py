@@ -464,11 +464,9 @@ def test_time_grows_with_the_text_alone(part):
 
     def seconds(length: int) -> float:
         text = part * (length // len(part))
-        best = float("inf")
-        for _ in range(2):
-            began = time.thread_time()
-            jm.parse_oom(text)
-            best = min(best, time.thread_time() - began)
-        return best
+        began = time.thread_time()
+        jm.parse_oom(text)
+        return time.thread_time() - began
 
-    assert seconds(80_000) <= 10 * seconds(20_000) + 0.02
+    few = min(seconds(20_000) for _ in range(2))
+    assert any(seconds(80_000) <= 10 * few + 0.02 for _ in range(2))

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from tests.processes import UNOPTIMISED
 from tests.target_step import needs_compiler
 
 pytest_plugins = ["pytester"]
@@ -79,9 +78,6 @@ def users(pytester, monkeypatch):
     installed = importlib.metadata.entry_points(group="pytest11", name="jaxmem")
     plugin = () if installed else ("-p", "jaxmem_callbacks.integrations.pytest")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-
-    for name, value in UNOPTIMISED.items():
-        monkeypatch.setenv(name, value)
 
     def run(tests, *arguments):
         pytester.makepyfile(test_memory=STEP + tests)

@@ -11,7 +11,7 @@ def loss(params, batch):
         batch = jnp.tanh(batch @ weight) + batch
     return (batch**2).mean()
 
-params, batch = [jnp.ones((32, 32)) + at for at in range(8)], jnp.ones((4096, 32))
+params, batch = [jnp.ones((32, 32)) + at for at in range(4)], jnp.ones((4096, 32))
 """
 # Each ends by saying that it went on after its step, which none may.
 SCRIPTS = {
@@ -68,7 +68,7 @@ SCRIPTS = {
 
         class Net(nnx.Module):
             def __init__(self, rngs):
-                self.layers = nnx.List(nnx.Linear(32, 32, rngs=rngs) for _ in range(8))
+                self.layers = nnx.List(nnx.Linear(32, 32, rngs=rngs) for _ in range(4))
 
             def __call__(self, x):
                 for layer in self.layers:
