@@ -17,6 +17,7 @@ os.environ.pop("COLUMNS", None)  # pytest's own word for its workers: what is pr
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.update(UNOPTIMISED)
+gc.set_threshold(20_000, 10, 10)  # traces make many objects, and each collection goes through JAX's own as well
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # see quick_compiles
