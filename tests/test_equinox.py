@@ -262,6 +262,7 @@ def test_what_the_step_needs_and_a_plan_of_it() -> None:
 
 
 @pytest.mark.targets
+@pytest.mark.recorded
 def test_a_gpu_that_is_not_there_needs_what_it_needs_for_equinox() -> None:
     needs_compiler("h100_sxm")
     model, opt_state = begun()

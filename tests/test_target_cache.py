@@ -79,6 +79,17 @@ def test_moved_source_lines_are_the_same_program_with_other_lines():
 
 
 @pytest.mark.core
+def test_functions_that_jax_makes_are_the_same_program_wherever_they_are_called():
+    """Their arguments tell where: JAX numbers those places."""
+    split = STEP.replace(
+        "    with", "    w = w + jax.random.key_data(jax.random.split(jax.random.key(0), 4)).sum()\n    with"
+    )
+    assert split != STEP
+    deeper = split.replace("def step(w, x):", "def step(w, x):\n    return body(w, x)\n\ndef body(w, x):")
+    assert fingerprint(deeper).program == fingerprint(split).program
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     "changed",
     [

@@ -35,8 +35,9 @@ _LARGE_BYTES = 16 * MIB
 # `#loc27 = loc("jit(step)/blk/dot_general"(#loc22))` defines what `loc(#loc27)` refers to.
 _DEFINITION = re.compile(r"^#loc(\d*) = loc\((.*)\)\n", re.MULTILINE)
 _REFERENCE = re.compile(r"#loc(\d*)")
-# An operation refers to its location; an argument of a body in it, such as the sum of a scatter, names itself as well.
-_USE = re.compile(r'loc\((?:#loc(\d*)|"((?:[^"\\]|\\.)*)"\(#loc(\d*)\))\)')
+# An operation refers to its location; an argument of a body in it, such as the sum of a scatter, names itself as well, and one of
+# a function that JAX makes, such as of random numbers, has where that is called.
+_USE = re.compile(r'loc\((?:#loc(\d*)|"((?:[^"\\]|\\.)*)"\(#loc\d*\)|callsite\(#loc\d* at #loc\d*\))\)')
 _NAME = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\(|$)')  # a file's name is followed by a colon
 _FILE = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):')
 
@@ -78,12 +79,12 @@ def program_fingerprint(blob: bytes) -> Fingerprint:
     )
     locations = {match[1]: match[2] for match in _DEFINITION.finditer(text)}
     names = {number: _name(location, locations) for number, location in locations.items()}
-    sources = {number: user_source(_frames(location, locations)) for number, location in locations.items()}
+    source = functools.cache(lambda use: user_source(_frames(use, locations)))
     body = _DEFINITION.sub("", text)
     bare = _USE.sub(lambda use: f'loc("{use[2] or names.get(use[1], "")}")', body)
     return Fingerprint(
         program=_hash(repr(facts) + bare),
-        lines=_hash("\n".join(str(sources.get(use[3] if use[1] is None else use[1])) for use in _USE.finditer(body))),
+        lines=_hash("\n".join(str(source(use[0])) for use in _USE.finditer(body))),
         stacks=_hash(text),
     )
 
