@@ -18,6 +18,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from tests.context_steps import CONTEXTS
+from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the meshes and the jit of old
@@ -38,7 +39,7 @@ def by_jax() -> Any:
             settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(Path(STEPS).parents[1])}
             run = subprocess.run(
                 [sys.executable, "-W", "ignore", STEPS, "--told", ",".join(THERE if target else CONTEXTS), target],
-                env=os.environ | settings,
+                env=os.environ | EMITTED_QUICKLY | settings,
                 capture_output=True,
                 text=True,
                 check=False,
@@ -273,7 +274,7 @@ def test_a_signal_gives_the_best_so_far_and_saves_it_where_it_was_typed(
     run = subprocess.run(
         [*command, "--args", name, where],
         cwd=tmp_path,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(STEPS).parents[1])},
+        env=os.environ | EMITTED_QUICKLY | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(STEPS).parents[1])},
         capture_output=True,
         text=True,
         check=False,

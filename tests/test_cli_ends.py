@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxmem_callbacks as jm
+from tests.processes import EMITTED_QUICKLY
 
 SCRIPT = """
     import asyncio, ctypes, os, queue, signal, subprocess, sys, threading, time
@@ -107,7 +108,7 @@ def planned(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=script.parent,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | EMITTED_QUICKLY | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=100,

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.units import parse_bytes
+from tests.processes import EMITTED_QUICKLY
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.py"
@@ -35,7 +36,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed(logdir: Path) -> str:
     """What a few steps of the demo print into a pipe of 80 columns."""
     path = os.pathsep.join([str(ROOT), str(DEMO.parent)])
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "COLUMNS": "80"}
+    variables = {**os.environ, **EMITTED_QUICKLY, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "COLUMNS": "80"}
     command = [sys.executable, "-c", SHORTENED, "--steps", str(STEPS), "--logdir", str(logdir)]
     answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr

@@ -31,6 +31,7 @@ from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
 from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG
 from jaxmem_callbacks.writers.tables import TAG as SAVES
+from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,7 +187,7 @@ def test_the_pytest_lines_of_a_gate_hold(tmp_path: Path) -> None:
     plugin = () if installed else ("-p", "jaxmem_callbacks.integrations.pytest")
 
     def pytest_of(words: list[str]) -> subprocess.CompletedProcess[str]:
-        variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        variables = os.environ | EMITTED_QUICKLY | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", *words, *plugin]
         return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
 
@@ -222,7 +223,7 @@ exec(compile(sys.argv[2], "train.py", "exec"), world)
 def test_the_leak_of_the_page_is_told_as_it_says(tmp_path: Path) -> None:
     """In a process of its own, since arrays of other tests would make the looks rare."""
     text = (ROOT / "docs" / "tasks" / "find_a_leak.md").read_text()
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    variables = os.environ | EMITTED_QUICKLY | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LEAK, WORLD, blocks(text, "python")[0]]
     done = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=200

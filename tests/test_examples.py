@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +31,7 @@ STEPS = {
     "lora": 60,
     "mixed_precision": 40,
 }
-ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+ON_CPU = {**os.environ, **EMITTED_QUICKLY, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 # Each example as `python example.py` runs it, one after the other: JAX and Flax are imported once.
 # digits_batchnorm trains twice more, as users compile, with its presets and with none: all that training moves is compared.

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from tests.fault_runs import RUNS, STEPS
+from tests.processes import EMITTED_QUICKLY
 
 ROOT = Path(__file__).parents[1]
 SILENT = [
@@ -79,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Survived:
         timeout=280,
         check=False,
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **EMITTED_QUICKLY, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
     return Survived(place, json.loads(done.stdout))

@@ -17,7 +17,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.targets.compilers import target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import CompileError
-from tests.processes import UNOPTIMISED
+from tests.processes import EMITTED_QUICKLY, UNOPTIMISED
 from tests.target_step import needs_compiler
 
 pytestmark = pytest.mark.core
@@ -47,7 +47,7 @@ PLANTED = (
 
 def run(around, outdir, what, *more, seconds=0, **variables):
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    environment = kept | UNOPTIMISED | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
+    environment = kept | UNOPTIMISED | EMITTED_QUICKLY | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
     command = [sys.executable, str(SCRIPT), around, str(outdir), str(seconds), what, *more]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=outdir.parent)
 

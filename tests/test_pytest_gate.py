@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 
 pytest_plugins = ["pytester"]
@@ -78,6 +79,7 @@ def users(pytester, monkeypatch):
     installed = importlib.metadata.entry_points(group="pytest11", name="jaxmem")
     plugin = () if installed else ("-p", "jaxmem_callbacks.integrations.pytest")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", EMITTED_QUICKLY["XLA_FLAGS"])
 
     def run(tests, *arguments):
         pytester.makepyfile(test_memory=STEP + tests)

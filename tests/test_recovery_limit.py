@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import OPTIMISED, kept_compiles
+from tests.processes import EMITTED_QUICKLY, OPTIMISED, kept_compiles
 
 pytestmark = pytest.mark.timeout(900)  # minutes, where others take the processor
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def runs(folder, scenarios, **more):
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     exact = runs(tmp_path_factory.mktemp("exact"), AS_COMPILED, **OPTIMISED)
-    others = runs(tmp_path_factory.mktemp("others"), UNOPTIMISED_RUNS)
+    others = runs(tmp_path_factory.mktemp("others"), UNOPTIMISED_RUNS, **EMITTED_QUICKLY)
     return {**exact, **others, "stderr": exact["stderr"] + others["stderr"]}
 
 

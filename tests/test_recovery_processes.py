@@ -16,7 +16,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import RecoveryWarning
 from jaxmem_callbacks.transforms.frameworks import checkpoints_in
 from tests import recovering
-from tests.processes import kept_compiles
+from tests.processes import EMITTED_QUICKLY, kept_compiles
 
 pytestmark = pytest.mark.timeout(900)  # minutes, where others take the processor
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ def started(folder, *scenarios):
         address = f"localhost:{free.getsockname()[1]}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     compiles = kept_compiles(folder / "compiles")
-    variables = {**os.environ, **compiles, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    variables = {**os.environ, **EMITTED_QUICKLY, **compiles, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.recovering_together", str(rank), address, str(folder), *scenarios],

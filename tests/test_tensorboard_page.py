@@ -22,7 +22,7 @@ import pytest
 
 from tests.browser import Browser, require
 from tests.page_run import ROWS, SHORT_AT, SHORT_ROWS, TAG
-from tests.processes import until
+from tests.processes import EMITTED_QUICKLY, until
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     require()
     folder = tmp_path_factory.mktemp("runs")
     said = subprocess.run(
-        [sys.executable, "-m", "tests.page_run", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.page_run", str(folder)],
+        cwd=ROOT,
+        env=os.environ | EMITTED_QUICKLY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert said.returncode == 0, said.stderr
     return Run(folder=folder, last_step=int(said.stdout.split()[-1]))
