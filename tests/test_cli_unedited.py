@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.cli.source import is_unedited
 from jaxmem_callbacks.records.errors import ScriptError
-from tests.pasting import run
+from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 from tests.unedited_scripts import SCRIPTS, TWO, written
 
@@ -369,7 +370,6 @@ for at in range(3):
 """
 
 
-@pytest.mark.filterwarnings("ignore:Donation of x", "ignore:Some donated buffers")
 def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: Path, capsys: Any) -> None:
     """Equinox hands the call on, so that its own frame lies between the script and the step."""
     script = written(tmp_path, METHOD)
@@ -380,11 +380,12 @@ def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: 
     ).groups()
     lines = METHOD.replace("eqx.filter_value_and_grad", "jm.eqx.value_and_grad").splitlines()
     lines[int(place) - 1 : int(place) - 1] = ["import jaxmem_callbacks as jm", line]
-    losses = []
-    for text in (METHOD, "\n".join(lines)):
-        run(text)
-        losses.append([float(each) for each in capsys.readouterr().out.split()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    both = "\n".join(f"exec({text!r}, {{'__name__': '__main__'}})" for text in (METHOD, "\n".join(lines)))
+    environment = os.environ | EMITTED_QUICKLY
+    done = subprocess.run([sys.executable, "-c", both], env=environment, capture_output=True, text=True, check=True)
+    losses = [float(each) for each in done.stdout.split()]
+    assert len(losses) == 6
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-4)
 
 
 DECORATED = """
