@@ -17,8 +17,9 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.records.terminal import printable, put, read_json
+from jaxmem_callbacks.records.terminal import put, read_json
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.jsonl import write_trace

@@ -33,12 +33,12 @@ from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.readers.runs import JSONL_NAME, process_name
 from jaxmem_callbacks.readers.traces import TRACE_NAME
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, changed_groups
+from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import CheckpointSave, Reading, Unavailable
 from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunStart, Said
 from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
-from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.records.traces import TraceHead, TracePart
 from jaxmem_callbacks.records.units import GIB
 from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot

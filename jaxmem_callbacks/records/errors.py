@@ -26,7 +26,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from jaxmem_callbacks.records.terminal import printable
+# What shows nothing: controls, changes of direction, ends of lines of Unicode, halves and tags.
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_LINES = (0x2028, 0x2029)
+_CONTROLS = (*range(0x09), 0x0B, 0x0C, *range(0x0D, 0x20), *range(0x7F, 0xA0))
+_INVISIBLE = (*_CONTROLS, *_DIRECTIONS, *_LINES, *range(0xD800, 0xE000), *range(0xE0000, 0xE0080))
+
+
+def _escape_of(code: int) -> str:
+    if code < 0x100:  # noqa: PLR2004 - as Python writes them
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
+
+
+_SHOWN = {code: _escape_of(code) for code in _INVISIBLE}
+
+
+def printable(text: str) -> str:
+    r"""The text with each character that shows nothing written out; ends of lines and tabs stay."""
+    return text if text.isascii() and text.isprintable() else text.replace("\r\n", "\n").translate(_SHOWN)
 
 
 class JaxmemError(Exception):

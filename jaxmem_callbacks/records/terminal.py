@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator
 from typing import Any, TextIO, cast
 
+from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 
 _WIDTH = 100  # where there is no console, as in a file or a notebook
@@ -21,26 +22,8 @@ def console_width() -> int:
     return max(shutil.get_terminal_size((_WIDTH, 0)).columns, _NARROWEST)
 
 
-_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_LINES = (0x2028, 0x2029)
-_CONTROLS = (*range(0x09), 0x0B, 0x0C, *range(0x0D, 0x20), *range(0x7F, 0xA0))
 # JSON that has nothing invisible in it: letters that show, and no escape that can stand for one that does not.
 _PLAIN_JSON = re.compile(r"(?:[\t\r\n\x20-\x5b\x5d-\x7e]++|\\[^bfru])*+", re.DOTALL)
-_INVISIBLE = (*_CONTROLS, *_DIRECTIONS, *_LINES, *range(0xD800, 0xE000), *range(0xE0000, 0xE0080))
-
-
-def _escape_of(code: int) -> str:
-    if code < 0x100:  # noqa: PLR2004 - as Python writes them
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004
-
-
-_SHOWN = {code: _escape_of(code) for code in _INVISIBLE}
-
-
-def printable(text: str) -> str:
-    r"""The text with each character that shows nothing written out; ends of lines and tabs stay."""
-    return text if text.isascii() and text.isprintable() else text.replace("\r\n", "\n").translate(_SHOWN)
 
 
 def shown(text: str) -> str:

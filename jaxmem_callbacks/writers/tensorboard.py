@@ -30,8 +30,8 @@ from jaxmem_callbacks.analysis.figures import (
     over_processes,
 )
 from jaxmem_callbacks.records.documents import Document, as_markdown
+from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.records.terminal import printable
 from jaxmem_callbacks.writers.events import event_document
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG, LoggedTable, Picture, Record, Writer
 
