@@ -30,7 +30,7 @@ import jaxlib
 import jaxmem_callbacks as jm
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.sources import RESULTS, is_cut_otherwise, planned_segments, row_hashes
-from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target

@@ -81,7 +81,7 @@ _WRITERS = ("benchmarks.sources", "benchmarks.code_hash")  # of results: no figu
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
 ROWS_BENCHMARK, PLANNING_ROOMS = "plan_bench", ("_compat", "integrations", "planning", "transforms")
 # What a row compiles of the library: the policies that a plan finds, or one that is given. Any other row compiles nothing of it.
-SEARCHED, GIVEN = f"benchmarks/{ROWS_BENCHMARK}.py", "jaxmem_callbacks/planning/compile_candidate.py"
+SEARCHED, GIVEN = f"benchmarks/{ROWS_BENCHMARK}.py", "jaxmem_callbacks/planning/compiles.py"
 
 
 def source_hash(benchmark: str, root: Path = ROOT) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileResults
+from jaxmem_callbacks.planning.compiles import Compiler, CompileResults
 from jaxmem_callbacks.records.plans import Candidate
 
 

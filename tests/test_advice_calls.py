@@ -20,8 +20,7 @@ from jaxmem_callbacks.analysis.limit_detectors import LOWER, NEED_LESS
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.recovery.failure import FailingProgram
-from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts
-from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.reports.remedies import Forecast, Forecasts, remedies
 from jaxmem_callbacks.recovery.texts.explain import tries
 from jaxmem_callbacks.recovery.texts.log import read_oom_log
 from tests.pasting import pasted, run, value

@@ -19,10 +19,8 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import (
     program_memory,
     read_allocations,
 )
-from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
-from jaxmem_callbacks.programs.reading.buffers import peak_attached, read_peak
-from jaxmem_callbacks.programs.reading.hlo import parse_module, without_export_prefix
-from jaxmem_callbacks.programs.reading.hlo_costs import recomputed
+from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments, peak_attached, read_peak
+from jaxmem_callbacks.programs.reading.hlo import parse_module, recomputed, without_export_prefix
 from jaxmem_callbacks.records.errors import CompileError
 
 pytestmark = pytest.mark.core

@@ -15,8 +15,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.candidate_policies import candidates_for
 from jaxmem_callbacks.planning.choice import choose
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileResults
+from jaxmem_callbacks.planning.compiles import Compiler, CompileResults
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch

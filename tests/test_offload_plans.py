@@ -14,8 +14,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, candidates_for, offloading_policies
 from jaxmem_callbacks.planning.choice import with_offload
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileBudget, CompileQueue, Compiler
 from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget

@@ -17,9 +17,8 @@ from jaxmem_callbacks.probes.device_memory import DriverProbe
 from jaxmem_callbacks.records.oom import Holder, OnTheCard
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.recovery.reporting import on_the_cards
-from jaxmem_callbacks.recovery.reports.forecasts import Forecasts
 from jaxmem_callbacks.recovery.reports.live_buffers import FAILED, find_live_buffers
-from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.reports.remedies import Forecasts, remedies
 from jaxmem_callbacks.writers.oom_report import oom_markdown
 from tests.oom_reports import hostile_report
 from tests.test_probes_driver import GPUS, Nvml

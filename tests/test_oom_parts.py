@@ -13,8 +13,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.environment.process import reported_environment
-from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import library_bytes, parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
@@ -24,9 +23,8 @@ from jaxmem_callbacks.records.readings import Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.failure import FailingProgram, OomFailure, host_limits
 from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_folder, summarize
-from jaxmem_callbacks.recovery.reports.forecasts import Forecast, Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
-from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.reports.remedies import Forecast, Forecasts, forecast, remedies
 from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
 from tests import sample_plans
 from tests.oom_reports import HOSTILE, hostile_report

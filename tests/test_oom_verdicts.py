@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import library_bytes, parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.recovery import failure

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.memory import buffer_table
 from jaxmem_callbacks.programs.reading.buffer_assignment import Value
-from jaxmem_callbacks.programs.reading.buffer_groups import (
+from jaxmem_callbacks.programs.reading.buffers import (
     Argument,
     Arguments,
     BufferClassifier,

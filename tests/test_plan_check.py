@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.analysis.run_summary import MetricAvailability
-from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.planning.sharding_candidates import spread

@@ -14,8 +14,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileBudget, CompileQueue, Compiler
 from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import OPTIONS, Problem
 from jaxmem_callbacks.planning.request import Budget

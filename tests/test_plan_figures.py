@@ -13,8 +13,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.planning.step_time import Speed, modelled_seconds, speed_of, speed_of_device
-from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of, recomputed, recomputed_flops
+from jaxmem_callbacks.programs.reading.hlo import collectives_of, parse_module, recomputed, recomputed_flops
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.target import nearest_target, resolve_target, target_names
 from jaxmem_callbacks.records.errors import PlanError

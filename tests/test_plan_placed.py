@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileBudget, CompileQueue, Compiler
 from jaxmem_callbacks.planning.orchestrate import explore
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for

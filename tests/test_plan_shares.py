@@ -15,8 +15,7 @@ import optax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileBudget, CompileQueue, Compiler
 from jaxmem_callbacks.planning.orchestrate import explore, offload, resume
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget

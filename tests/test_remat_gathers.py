@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.reading.hlo_costs import collectives_of
+from jaxmem_callbacks.programs.reading.hlo import collectives_of, parse_module
 from tests.comparisons import assert_close
 
 LAYERS, WIDTH, ROWS = 6, 64, 1024

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.transforms.costs import LINK_BYTE, collective_work

@@ -147,7 +147,7 @@ def test_a_row_is_stale_once_its_model_or_for_a_plan_the_library_changes(tree, t
         tree / "jaxmem_callbacks/planning/search.py"
     ):  # how policies are searched, not what one makes of a step
         assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 1 of 3 rows, ")
-    with changed(tree / "jaxmem_callbacks/planning/compile_candidate.py"):
+    with changed(tree / "jaxmem_callbacks/planning/compiles.py"):
         assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 2 of 3 rows, ")
         with changed(tree / "benchmarks/plan_models/vit.py"):
             assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 3 of 3 rows, ")

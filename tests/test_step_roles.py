@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.steps.roles import roles_of
-from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE, roles_of
 
 W = {"a": jnp.ones((8, 8)), "b": jnp.ones(8)}
 X = jnp.ones((4, 8))

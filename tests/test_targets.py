@@ -16,8 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileBudget, CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileBudget, CompileQueue, Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target

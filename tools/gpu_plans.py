@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.target import nearest_target, resolve_target

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.choice import pareto
-from jaxmem_callbacks.planning.compile_queue import Progress
+from jaxmem_callbacks.planning.compiles import Progress
 from jaxmem_callbacks.planning.plan import make_plan
 from jaxmem_callbacks.planning.request import PlanRequest
 from jaxmem_callbacks.planning.verdict import unfit_reason

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxmem_callbacks.planning.compile_candidate import Compiler
+from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.save_frontier import FrontierPoint

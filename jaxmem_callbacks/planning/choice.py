@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmem_callbacks.planning.compile_queue import Entry
+from jaxmem_callbacks.planning.compiles import Entry
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.units import format_extra
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.planning.compile_queue import CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileQueue
 from jaxmem_callbacks.planning.problem import Problem, traced_by_name
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.steps.donation import leaf_bytes

@@ -13,8 +13,7 @@ import jax
 from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_moved, offloading_policies
 from jaxmem_callbacks.planning.choice import chosen, rank
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import MOST_OF_REMAT, CompileQueue, Entry
+from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT, CompileQueue, Compiler, Entry
 from jaxmem_callbacks.planning.coresident import Program, Resident, compile_beside
 from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, traced_with_rows, with_rows
 from jaxmem_callbacks.planning.request import BatchSizes, Space

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.planning.choice import chosen
-from jaxmem_callbacks.planning.compile_queue import (
+from jaxmem_callbacks.planning.compiles import (
     MOST,
     MOST_OF_REMAT,
     CompileBudget,

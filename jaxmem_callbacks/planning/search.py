@@ -22,8 +22,7 @@ from jaxmem_callbacks.planning.candidate_policies import (
     unbeaten,
 )
 from jaxmem_callbacks.planning.choice import WORTH, bytes_or_inf
-from jaxmem_callbacks.planning.compile_candidate import Compiler
-from jaxmem_callbacks.planning.compile_queue import CompileQueue
+from jaxmem_callbacks.planning.compiles import CompileQueue, Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy

@@ -10,7 +10,7 @@ import jax
 
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.candidate_policies import cuts_moved
-from jaxmem_callbacks.planning.compile_queue import CompileQueue, CompileResults, Entry
+from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
 from jaxmem_callbacks.planning.orchestrate import ParsedRequest
 from jaxmem_callbacks.planning.problem import (
     find_rows,

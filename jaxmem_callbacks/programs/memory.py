@@ -14,10 +14,14 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.programs.causes import Again, causes_of
-from jaxmem_callbacks.programs.reading.buffer_groups import Arguments
-from jaxmem_callbacks.programs.reading.buffers import peak_attached
-from jaxmem_callbacks.programs.steps.argument_checks import replicated, require_unshared
-from jaxmem_callbacks.programs.steps.donation import LeafUse, lost_donations, worth_donating
+from jaxmem_callbacks.programs.reading.buffers import Arguments, peak_attached
+from jaxmem_callbacks.programs.steps.donation import (
+    LeafUse,
+    lost_donations,
+    replicated,
+    require_unshared,
+    worth_donating,
+)
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, abstract_call, require_arguments
 from jaxmem_callbacks.programs.steps.program import (
     Program,

@@ -20,25 +20,23 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from jaxmem_callbacks.records.secret_names import (
+from jaxmem_callbacks.records.secret_values import (
     HARMLESS,
     HIDDEN,
     LONGEST_NAME,
+    NAME,
     NO,
+    OPENERS,
+    QUOTED,
     SLASHES,
     STRONG,
     WEAK,
+    after_commands,
+    columns,
     is_folder,
     is_hidden,
     is_odd,
     level_of,
-)
-from jaxmem_callbacks.records.secret_values import (
-    NAME,
-    OPENERS,
-    QUOTED,
-    after_commands,
-    columns,
     passwords_among,
     values,
 )

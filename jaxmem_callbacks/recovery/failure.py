@@ -19,8 +19,7 @@ import jax
 from jaxmem_callbacks._compat.backends import backend_exists
 from jaxmem_callbacks._compat.executables import LiveProgram, programs_here
 from jaxmem_callbacks.programs.reading.buffer_assignment import figures_of
-from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.reading.hlo_costs import library_bytes
+from jaxmem_callbacks.programs.reading.hlo import library_bytes, parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, named_arguments, user_leaves
 from jaxmem_callbacks.programs.steps.step import JitStep

@@ -45,7 +45,6 @@ from jaxmem_callbacks.recovery.failure import (
     oom_failure,
 )
 from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts, Monitored, MonitorSnapshot
-from jaxmem_callbacks.recovery.reports.forecasts import Forecasts, forecast
 from jaxmem_callbacks.recovery.reports.live_buffers import (
     LiveBuffers,
     array_variables,
@@ -53,7 +52,7 @@ from jaxmem_callbacks.recovery.reports.live_buffers import (
     find_live_buffers,
     users_frames,
 )
-from jaxmem_callbacks.recovery.reports.remedies import remedies
+from jaxmem_callbacks.recovery.reports.remedies import Forecasts, forecast, remedies
 from jaxmem_callbacks.recovery.texts.explain import (
     AvailableMemory,
     available_memory,

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
-from jaxmem_callbacks.programs.reading.hlo_costs import constant_bytes, recomputed
+from jaxmem_callbacks.programs.reading.hlo import Module, constant_bytes, parse_module, recomputed
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.programs import ProgramMemory
 

@@ -18,7 +18,6 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
-from jaxmem_callbacks.programs.steps.roles import Role, dataflow_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.arg_roles import (
@@ -28,6 +27,8 @@ from jaxmem_callbacks.transforms.arg_roles import (
     PARAMETERS,
     STATE,
     NodeKind,
+    Role,
+    dataflow_of,
     is_named,
     kind_of_argument,
     kind_of_node,

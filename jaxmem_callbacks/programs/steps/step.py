@@ -22,7 +22,6 @@ from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardi
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.argument_checks import note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.build_jit import (
     JitOptions,
     build_jit,
@@ -31,7 +30,7 @@ from jaxmem_callbacks.programs.steps.build_jit import (
     with_passing,
     written_call,
 )
-from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations
+from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations, note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, has_real_arrays, named_arguments
 from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, require_returned
 from jaxmem_callbacks.programs.steps.program import (

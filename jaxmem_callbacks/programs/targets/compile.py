@@ -24,8 +24,7 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import (
     program_memory,
     user_dump_folder,
 )
-from jaxmem_callbacks.programs.reading.buffer_groups import Argument, Arguments
-from jaxmem_callbacks.programs.reading.buffers import past_the_cache, read_peak
+from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments, past_the_cache, read_peak
 from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.targets.cache import cache_entry
 from jaxmem_callbacks.programs.targets.compilers import (

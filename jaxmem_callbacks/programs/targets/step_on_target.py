@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from jaxmem_callbacks.programs.reading.buffer_groups import Argument
+from jaxmem_callbacks.programs.reading.buffers import Argument
 from jaxmem_callbacks.programs.reading.hlo import Module
 from jaxmem_callbacks.programs.steps.donation import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf, abstract, state_arguments
