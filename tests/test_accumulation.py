@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.transforms.accumulation.sampling import shared_key
+from jaxmem_callbacks.transforms.accumulation.batch import shared_key
 from tests.accumulated_losses import (
     FOUR,
     KEY,

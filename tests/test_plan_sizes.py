@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.coresident import parse_resident
+from jaxmem_callbacks.planning.problem import parse_resident
 from jaxmem_callbacks.planning.request import parse_budget
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
 

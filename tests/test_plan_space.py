@@ -13,7 +13,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.plan import search_of
 from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.choice import choose, pareto
-from jaxmem_callbacks.planning.coresident import parse_beside
+from jaxmem_callbacks.planning.problem import parse_beside
 from jaxmem_callbacks.planning.request import SHARDINGS, BatchSizes, Space, parse_search
 from jaxmem_callbacks.planning.sharding_candidates import default_axes
 from jaxmem_callbacks.records.errors import PlanError

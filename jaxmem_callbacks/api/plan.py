@@ -23,8 +23,8 @@ from jaxmem_callbacks.records.arguments import require, require_path
 from jaxmem_callbacks.records.documents import as_html, as_text
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.peaks import Peak
-from jaxmem_callbacks.records.plans import Candidate, PlanRecord, UnfitPolicy
-from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.policies import StepPolicy, UnfitPolicy, policy_words
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.units import format_bytes

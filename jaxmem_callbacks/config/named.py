@@ -8,11 +8,11 @@ from typing import TypeVar
 from jaxmem_callbacks.config.documents import shipped_names
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, PresetError, did_you_mean
-from jaxmem_callbacks.records.plans import UnfitPolicy
 from jaxmem_callbacks.records.policies import (
     REMAT_SYNONYMS,
     SHARDING_SYNONYMS,
     StepPolicy,
+    UnfitPolicy,
     canonical_remat,
     canonical_sharding,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import jax
@@ -14,13 +14,12 @@ from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_moved, offloading_policies
 from jaxmem_callbacks.planning.choice import chosen, rank
 from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT, CompileQueue, Compiler, Entry
-from jaxmem_callbacks.planning.coresident import Program, Resident, compile_beside
-from jaxmem_callbacks.planning.problem import Problem, Rows, find_rows, traced_with_rows, with_rows
+from jaxmem_callbacks.planning.coresident import compile_beside
+from jaxmem_callbacks.planning.problem import ParsedRequest, Problem, Rows, find_rows, traced_with_rows, with_rows
 from jaxmem_callbacks.planning.request import BatchSizes, Space
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.planning.sharding_candidates import layouts
 from jaxmem_callbacks.programs.steps.leaves import named_arguments
-from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -322,31 +321,6 @@ def _parts(problem: Problem, rows: Rows) -> int:
 def _parts_of(leaf: Any) -> int:
     place, shape = getattr(leaf, "sharding", None), tuple(getattr(leaf, "shape", ()))
     return 1 if place is None or not shape else shape[0] // place.shard_shape(shape)[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParsedRequest:
-    """A plan's request as it is understood.
-
-    Attributes:
-        problem: The step, its arguments, the target and the budget.
-        traced: The plain step.
-        space: What may be varied.
-        resident: What else stays in memory.
-        programs: Other programs that must fit.
-        mesh: Axes of the target's devices, as the user gave them.
-        is_divided: Whether the plan places the state.
-        is_open: Whether no budget was given, so that the whole frontier is wanted.
-    """
-
-    problem: Problem
-    traced: Traced
-    space: Space
-    resident: Resident
-    programs: tuple[Program, ...]
-    mesh: Any
-    is_divided: bool
-    is_open: bool
 
 
 def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue) -> None:

@@ -19,16 +19,18 @@ from jaxmem_callbacks.planning.compiles import (
     Entry,
     Progress,
 )
-from jaxmem_callbacks.planning.coresident import parse_beside, parse_resident
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
-from jaxmem_callbacks.planning.orchestrate import ParsedRequest, compile_as_written, run_search
+from jaxmem_callbacks.planning.orchestrate import compile_as_written, run_search
 from jaxmem_callbacks.planning.problem import (
+    ParsedRequest,
     Problem,
     Rows,
     donation_of,
     find_rows,
     mesh_sizes,
     own_step,
+    parse_beside,
+    parse_resident,
     traced_plainly,
     traced_with_rows,
     without_own_checkpoints,

@@ -1,15 +1,16 @@
-"""The problem: a user's step as it is planned, its arguments and their batch, a target and a budget."""
+"""The problem: a user's step as it is planned, its arguments and their batch, what stays beside it, a target and a budget."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import inspect
+import numbers
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -29,7 +30,9 @@ from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanE
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, gradient_words
 from jaxmem_callbacks.records.source_files import Owner, owner_of
+from jaxmem_callbacks.records.units import is_whole, parse_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, is_raw_key, kind_of_argument
+from jaxmem_callbacks.transforms.costs import array_bytes
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.tracing import traced_dtype
@@ -488,3 +491,115 @@ def worth_a_word(traced: Traced) -> tuple[str, ...]:
 def own_jit(train_step: Callable[..., Any]) -> Jitted | None:
     """The jit that the user made, also of a step that was taken out of it to be planned."""
     return train_step.jit if isinstance(train_step, OfArrays) else already_jitted(train_step)
+
+
+Program: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # that runs beside the step, and its arguments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """An array that stays on the device between steps; ``value`` is the user's own."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    sharding: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resident:
+    """What stays in memory beside the step: plain sizes, and arrays."""
+
+    sizes: int = 0
+    arrays: tuple[Held, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """All of it on one device."""
+        return self.sizes + sum(array.bytes for array in self.arrays)
+
+
+def parse_resident(resident: Any) -> Resident:
+    """Sizes and arrays of ``resident=``: a size, a tree of arrays, or several of either.
+
+    Raises:
+        PlanError: something that has no bytes.
+    """
+    several = type(resident) in (list, tuple) or isinstance(resident, Iterator)
+    items: list[Any] = list(resident) if several else [resident]
+    sizes, arrays = 0, list[Held]()
+    for item in items:
+        if isinstance(item, str) or is_whole(item):
+            sizes += _resident_bytes(item)
+        else:
+            arrays += _resident_arrays(item)
+    return Resident(sizes=sizes, arrays=tuple(arrays))
+
+
+def _resident_bytes(size: int | str) -> int:
+    try:
+        return parse_bytes(size, unit_needed=True)
+    except ValueError as error:
+        msg = f"resident={size!r}: {error}"
+        raise PlanError(msg) from None
+
+
+def _resident_arrays(tree: Any) -> Iterator[Held]:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if not leaves or isinstance(tree, numbers.Number):  # one of NumPy's has a shape
+        msg = f"resident holds {type(tree).__name__}, which has no arrays. Give bytes as an int, '2GiB', or trees of arrays."
+        raise PlanError(msg)
+    for leaf in leaves:
+        place = getattr(leaf, "sharding", None)
+        shape = leaf.shape if place is None else place.shard_shape(tuple(leaf.shape))
+        yield Held(leaf, tuple(leaf.shape), leaf.dtype, array_bytes(shape, leaf.dtype), place)
+
+
+def parse_beside(programs: Any) -> tuple[Program, ...]:
+    """The programs of ``beside=``, each a function with its arguments.
+
+    Raises:
+        PlanError: something that is no such pair.
+    """
+    items = list(programs) if isinstance(programs, list | tuple) else [programs]
+    if len(items) == 2 and callable(items[0]) and isinstance(items[1], list | tuple):  # noqa: PLR2004 - one pair alone
+        items = [tuple(items)]
+    for item in items:
+        pair = cast("Sequence[Any]", item) if isinstance(item, list | tuple) else ()
+        if len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], list | tuple):  # noqa: PLR2004 - a pair
+            msg = (
+                f"beside holds {' '.join([type(item).__name__, *_named(item)])}: expected pairs of a function and a tuple of its "
+                "arguments. Type beside=[(eval_step, (state, batch))]."
+            )
+            raise PlanError(msg)
+    return tuple((function, tuple(args)) for function, args in items)
+
+
+def _named(item: Any) -> list[str]:
+    return [str(item.__name__)] if hasattr(item, "__name__") else []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedRequest:
+    """A plan's request as it is understood.
+
+    Attributes:
+        problem: The step, its arguments, the target and the budget.
+        traced: The plain step.
+        space: What may be varied.
+        resident: What else stays in memory.
+        programs: Other programs that must fit.
+        mesh: Axes of the target's devices, as the user gave them.
+        is_divided: Whether the plan places the state.
+        is_open: Whether no budget was given, so that the whole frontier is wanted.
+    """
+
+    problem: Problem
+    traced: Traced
+    space: Space
+    resident: Resident
+    programs: tuple[Program, ...]
+    mesh: Any
+    is_divided: bool
+    is_open: bool

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import jax
+
 from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_given
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
@@ -170,7 +172,6 @@ def _gpu_share() -> tuple[float, str]:
 
 
 def _attached() -> tuple[int | None, str]:
-    import jax  # here, so that a command line judges what was typed without it
 
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}

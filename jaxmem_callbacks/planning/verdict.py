@@ -11,8 +11,8 @@ import jax
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.candidate_policies import cuts_moved
 from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
-from jaxmem_callbacks.planning.orchestrate import ParsedRequest
 from jaxmem_callbacks.planning.problem import (
+    ParsedRequest,
     find_rows,
     own_jit,
     traced_with_rows,

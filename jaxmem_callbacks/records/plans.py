@@ -120,17 +120,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnfitPolicy(StepPolicy):
-    """The policy that came nearest in a plan in which nothing fits. Whoever is to run it refuses it.
-
-    Attributes:
-        reason: What did not fit, and by how much.
-    """
-
-    reason: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRecord:
     """Everything a plan found.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
@@ -49,6 +49,10 @@ _OWN_CHECKPOINTS = ("keep", "replace")
 _NEEDS_NAMES = {"save_only_these_names", "save_and_offload_only_these_names"}
 # Words of `StepPolicy.offload` that are no names of the model: what the library itself stores between the passes of a loop.
 OFFLOAD_CUTS, OFFLOAD_KEPT = "cuts", "kept"
+# Given to what the library itself chose to keep.
+KEPT = "jaxmem_kept"
+# The same for what waits in host memory, by the policy's own words for it.
+ON_HOST = {OFFLOAD_CUTS: "jaxmem_cut_on_host", OFFLOAD_KEPT: "jaxmem_kept_on_host"}
 
 # Where the state lies on a mesh: canonical spelling -> other words for it.
 SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
@@ -160,12 +164,12 @@ class StepPolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", canonical_remat(self.remat))
-        for field in ("save", "offload"):
-            value = getattr(self, field)
+        for name in ("save", "offload"):
+            value = getattr(self, name)
             if isinstance(value, str):
-                msg = f"{field}={value!r} is one text, expected a tuple of names: {field}=({value!r},)."
+                msg = f"{name}={value!r} is one text, expected a tuple of names: {name}=({value!r},)."
                 raise PolicyError(msg)
-            object.__setattr__(self, field, _names(value, f"{field}={value!r}: expected a tuple of names, or ()."))
+            object.__setattr__(self, name, _names(value, f"{name}={value!r}: expected a tuple of names, or ()."))
         if self.donate is not None and self.donate != "auto":
             example = repr(self.donate) if isinstance(self.donate, str) else "'state'"
             msg = f"donate={self.donate!r}: expected 'auto', a tuple of argument names such as ({example},), or ()."
@@ -308,3 +312,14 @@ def policy_words(policy: StepPolicy) -> str:
     if isinstance(placed, tuple):
         placed = " ".join(f"{name}={axes}" for name, axes in placed)
     return (f"{placed}: " if placed else "") + ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnfitPolicy(StepPolicy):
+    """The policy that came nearest in a plan in which nothing fits. Whoever is to run it refuses it.
+
+    Attributes:
+        reason: What did not fit, and by how much.
+    """
+
+    reason: str = field(default="", compare=False)

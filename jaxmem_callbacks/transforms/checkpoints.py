@@ -24,7 +24,15 @@ from jaxmem_callbacks._compat.jaxprs import (
 )
 from jaxmem_callbacks._compat.newer_checkpoints import first_checkpoints
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
-from jaxmem_callbacks.records.policies import MAXTEXT_REMAT, OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy, canonical_remat
+from jaxmem_callbacks.records.policies import (
+    KEPT,
+    MAXTEXT_REMAT,
+    OFFLOAD_CUTS,
+    OFFLOAD_KEPT,
+    ON_HOST,
+    StepPolicy,
+    canonical_remat,
+)
 from jaxmem_callbacks.transforms.costs import is_complex, view_roots
 from jaxmem_callbacks.transforms.cuts import Choice, Loop, Segment, offloads_by_kind, results_by_segment, sizes
 from jaxmem_callbacks.transforms.loss_profile import CheapValues, LossProfile
@@ -43,10 +51,6 @@ from jaxmem_callbacks.transforms.tracing import (
     variables,
 )
 
-# Given to what the library itself chose to keep.
-KEPT = "jaxmem_kept"
-# The same for what waits in host memory, by the policy's own words for it.
-ON_HOST = {OFFLOAD_CUTS: "jaxmem_cut_on_host", OFFLOAD_KEPT: "jaxmem_kept_on_host"}
 # Complex of real operands.
 _FROM_REAL = {"complex", "fft"}
 _POLICIES = jax.checkpoint_policies

@@ -19,8 +19,8 @@ from jaxmem_callbacks.records.arguments import require_wholes
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch, split_call
-from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, find_batch
+from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch
+from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, find_batch, split_call
 from jaxmem_callbacks.transforms.accumulation.microbatch import (
     accumulated,
     refuse_second_accumulation,

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs, with_equations, with_subjaxprs
-from jaxmem_callbacks.records.policies import OwnCheckpoint
+from jaxmem_callbacks.records.policies import KEPT, ON_HOST, OwnCheckpoint
 from jaxmem_callbacks.records.source_files import short_path
-from jaxmem_callbacks.transforms.checkpoints import KEPT, ON_HOST
 from jaxmem_callbacks.transforms.tracing import has_own_checkpoint, inlined, is_checkpoint, is_variable
 
 # `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or chooses which are kept.

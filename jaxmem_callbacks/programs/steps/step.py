@@ -12,7 +12,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import jax
@@ -434,14 +434,19 @@ class JitStep(Generic[_Arguments, _Results]):
         """Compare full and accumulated gradients on a few of these arguments' rows, where microbatches are asked for."""
         if self.policy.microbatches == 1:
             return
-        under = functools.partial(ActivePolicy, self.policy, gradients=self.gradients)
         with self._tracing():
             if self._own_jit is None:
-                require_accumulable(self.__wrapped__, args, kwargs, under)
+                require_accumulable(self.__wrapped__, args, kwargs, self._compared_under)
             else:
                 # JAX refuses a jit with compiler options inside another trace, which the comparison is.
                 function = jitted.lowering.__wrapped__ if self.compiler_options else jitted.lowering
-                require_accumulable(function, *jitted.full(args, kwargs), under)
+                require_accumulable(function, *jitted.full(args, kwargs), self._compared_under)
+
+    def _compared_under(self, compared: Callable[..., None]) -> AbstractContextManager[None]:
+        """The step's policy anew, under which each gradient that is accumulated is handed to ``compared``."""
+        active = ActivePolicy(self.policy, gradients=self.gradients)
+        active.compared = compared
+        return applied(active)
 
     @functools.cached_property
     def _traced_step(self) -> Callable[..., Any]:

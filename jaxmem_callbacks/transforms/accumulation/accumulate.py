@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 from jax.tree_util import register_dataclass
 
 from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
-from jaxmem_callbacks.transforms.accumulation.batch import KEY, ROWS, WHOLE, BatchPlaces, is_key
+from jaxmem_callbacks.transforms.accumulation.batch import KeyOf, SplitCall, folded
 from jaxmem_callbacks.transforms.tracing import TracedResult, is_weak, split_arrays, typed
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
@@ -138,8 +137,6 @@ MOVES = {
     "stop_gradient", "transpose",
 }  # fmt: skip
 
-KeyOf = Callable[[jax.Array, Any], jax.Array]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientCall:
@@ -156,89 +153,11 @@ class GradientCall:
     evaluate: Callable[[Any, Any], Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitCall:
-    """The arguments of a call, taken apart.
-
-    Attributes:
-        arrays: Its arrays, in flattening order.
-        roles: Of each array: sliced by ``rows``, a random ``key``, or passed ``whole``.
-        join: Puts other arrays in their place; gives ``(args, kwargs)``.
-        rows: Rows of the batch.
-    """
-
-    arrays: Sequence[jax.Array]
-    roles: Sequence[str]
-    join: Callable[[Sequence[Any]], Any]
-    rows: int
-
-    def microbatch(self, arrays: Sequence[Any], number: Any, count: int, key_of: KeyOf) -> Any:
-        """The arguments of microbatch ``number`` of ``count``, which may be a tracer."""
-        taken = [
-            _slice(array, number, count) if role == ROWS else key_of(array, number) if role == KEY else array
-            for array, role in zip(arrays, self.roles, strict=True)
-        ]
-        return self.join(taken)
-
-    def replaced(self, arrays: Sequence[Any], rows: int | None = None) -> SplitCall:
-        """The same call with other arrays."""
-        return replace(self, arrays=arrays, rows=self.rows if rows is None else rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where array ``index`` of a result belongs."""
 
     index: int
-
-
-def split_call(args: Sequence[Any], kwargs: Mapping[str, Any], found: BatchPlaces) -> SplitCall:
-    """The arguments of a call, its batch being known."""
-
-    def as_array(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-    def roles_of(place: int | str, value: Any) -> list[str]:
-        kinds = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array)]
-        return [_role(leaf, place, found) for leaf in kinds]
-
-    args = tuple(jax.tree.map(as_array, value) if i in found.places else value for i, value in enumerate(args))
-    kwargs = {k: jax.tree.map(as_array, value) if k in found.places else value for k, value in sorted(kwargs.items())}
-    arrays, join = split_arrays((args, kwargs))
-    roles = [role for place, value in [*enumerate(args), *kwargs.items()] for role in roles_of(place, value)]
-    return SplitCall(arrays=arrays, roles=roles, join=join, rows=found.rows)
-
-
-def _role(leaf: jax.Array, place: int | str, found: BatchPlaces) -> str:
-    if place in found.places and leaf.ndim:
-        return ROWS
-    return KEY if is_key(leaf) or place in found.keys else WHOLE
-
-
-def folded(key: jax.Array, number: Any) -> jax.Array:
-    """A key of its own for each microbatch; typed or ``uint32``, one or several."""
-    one = key.ndim == (0 if is_key(key) else 1)
-    return jax.random.fold_in(key, number) if one else jax.vmap(lambda each: folded(each, number))(key)
-
-
-def _slice(array: jax.Array, number: Any, count: int) -> jax.Array:
-    """Rows ``number, number + count, ...``."""
-    shape = (array.shape[0] // count, count, *array.shape[1:])
-    place = explicit_place(array)
-    if place is None:
-        return jax.lax.dynamic_index_in_dim(array.reshape(shape), number, axis=1, keepdims=False)
-    spec = P(place.spec[0], None, *place.spec[1:])
-    split = jax.lax.reshape(array, shape, out_sharding=NamedSharding(place.mesh, spec))
-    return jax.lax.dynamic_index_in_dim(split, number, axis=1, keepdims=False)
-
-
-def explicit_place(array: Any) -> Any:
-    """The sharding in the array's type, where its mesh has explicit axes; None elsewhere."""
-    place = getattr(jax.typeof(array), "sharding", None)
-    mesh = getattr(place, "mesh", None)
-    if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
-        return None
-    return place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

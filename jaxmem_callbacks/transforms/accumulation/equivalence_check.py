@@ -19,7 +19,6 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
     MOVES,
     Accumulated,
     GradientCall,
-    SplitCall,
     accumulate,
     coarsest,
     in_order,
@@ -27,8 +26,7 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
     wide,
     zeros_like,
 )
-from jaxmem_callbacks.transforms.accumulation.batch import WHOLE
-from jaxmem_callbacks.transforms.accumulation.sampling import sample
+from jaxmem_callbacks.transforms.accumulation.batch import WHOLE, SplitCall, sample
 from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
     Equations,

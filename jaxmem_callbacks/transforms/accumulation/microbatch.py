@@ -19,13 +19,11 @@ from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
     Accumulated,
     GradientCall,
-    SplitCall,
     accumulate,
     is_weighted,
     joined,
-    split_call,
 )
-from jaxmem_callbacks.transforms.accumulation.batch import ROWS, BatchPlaces
+from jaxmem_callbacks.transforms.accumulation.batch import ROWS, BatchPlaces, SplitCall, split_call
 from jaxmem_callbacks.transforms.accumulation.equivalence_check import (
     compare,
     require_equal,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +17,21 @@ from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall
+from jaxmem_callbacks.transforms.accumulation.batch import SplitCall
 from jaxmem_callbacks.transforms.accumulation.equivalence_check import Comparison, compare, require_equal, rounding
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.gradients import applied
-from jaxmem_callbacks.transforms.policy import ActivePolicy
 from jaxmem_callbacks.transforms.tracing import inlined, is_jit, needed_equations
 
+# The context in which a step is traced under its policy; each gradient that is accumulated is handed to a function.
+Under = Callable[[Callable[..., None]], AbstractContextManager[None]]
 _MARK = "jaxmem_comparison_"
 
 
 def require_accumulable(
-    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], under: Callable[[], ActivePolicy]
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    under: Under,
 ) -> None:
     """Compare the gradients of a step with their accumulation; compiles and runs one small program, or two.
 
@@ -34,7 +39,7 @@ def require_accumulable(
         step: The step as it will be called, jitted or not.
         args: Its arguments with real arrays; they are read only.
         kwargs: Likewise.
-        under: Makes the policy that it is under, which has microbatches.
+        under: Its policy, which has microbatches.
 
     Raises:
         PolicyError: a loss of the step would have another gradient, or could not be checked.
@@ -55,29 +60,28 @@ def require_accumulable(
 
     @functools.cache
     def moved() -> list[Any]:
-        return _at_gradients(called, arrays, under(), lambda *gradient: rounding(*gradient, shards=shards))
+        return _at_gradients(called, arrays, under, lambda *gradient: rounding(*gradient, shards=shards))
 
     # What looks for the user's transfers and NaNs would find ours: a row that is masked may divide by nothing.
     with jax.transfer_guard("allow"), jax.debug_nans(False):
-        found = _at_gradients(called, arrays, under(), compared)
+        found = _at_gradients(called, arrays, under, compared)
         for index, (comparison, differences) in enumerate(zip(comparisons, found, strict=True)):
             require_equal(comparison, differences, lambda index=index: moved()[index])
 
 
 def _at_gradients(
-    called: Callable[..., None], arrays: Sequence[Any], active: ActivePolicy, computed: Callable[..., Any]
+    called: Callable[..., None], arrays: Sequence[Any], under: Under, computed: Callable[..., Any]
 ) -> list[Any]:
     """What a function of each gradient call computes, as the step reaches them; of the step only what that needs is run."""
-    names: list[str] = []
+    met: list[tuple[str, int]] = []  # the loss, and its microbatches
 
-    def mark(call: GradientCall, *rest: Any) -> None:
-        checkpoint_name(computed(call, *rest), f"{_MARK}{len(names)}")  # so that it is found again from outside
-        names.append(call.name)
-
-    active.compared = mark
+    def mark(call: GradientCall, batch: SplitCall, count: int, program: Any) -> None:
+        gradient = computed(call, batch, count, program)
+        checkpoint_name(gradient, f"{_MARK}{len(met)}")  # so that it is found again from outside
+        met.append((call.name, count))
 
     def traced(*values: Any) -> None:
-        with applied(active):
+        with under(mark):
             called(*values)
 
     flat = inlined(jax.make_jaxpr(traced)(*arrays), is_inlined=is_jit)
@@ -86,17 +90,17 @@ def _at_gradients(
         for eqn in flat.eqns
         if eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(_MARK)
     }
-    for index, name in enumerate(names):
+    for index, (name, count) in enumerate(met):
         if index not in places:
             msg = (
-                f"microbatches={active.policy.microbatches}: the gradient of {name} is taken inside a loop, a branch or a "
+                f"microbatches={count}: the gradient of {name} is taken inside a loop, a branch or a "
                 "shard_map, where it can't be compared with a full one. Expected it directly in the step. Return "
                 f"{advise('loss.weighted', arguments='loss_sum, weight_sum')} in {name}, which needs no check."
             )
             raise PolicyError(msg)
-    if not names:
+    if not met:
         return []
-    outvars = [places[index] for index in range(len(names))]
+    outvars = [places[index] for index in range(len(met))]
     # What the step reports besides is reported when it runs.
     needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=needed_equations(outvars, flat.eqns))
 
