@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from pathlib import Path
 
 from jaxmem_callbacks.cli.exit_codes import OK, REFUSED
 from jaxmem_callbacks.config.documents import is_path, read_text, require_shipped, shipped_names
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Document, Section, Table, as_text
 from jaxmem_callbacks.records.errors import PresetError
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import console_width, put
 
+_COLUMNS = 80  # prose in wider lines is hard to read
 _BOTH = '"donate", "full_remat"'
 
 
@@ -48,22 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from jaxmem_callbacks.config.presets import load_preset
 
-    table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for name in shipped_names():
-        table.add_row(name, load_preset(name).description)
-    captured = io.StringIO()
-    console = Console(
-        color_system=None, file=captured
-    )  # what is printed passes through `put`, which shows no control sequence
-    console.print(table)
-    put("".join(f"{line.rstrip()}\n" for line in captured.getvalue().splitlines()))
+    presets = [Section(name, [Table((), [[load_preset(name).description]], folded=True)]) for name in shipped_names()]
+    put(as_text(Document(presets), width=min(console_width(), _COLUMNS)) + "\n")
     put(f"\nThey compose, later keys win: `{advise('command.typed', typed='presets donate full_remat')}` shows how,\n")
     put(f"and {advise('preset.load', names=_BOTH)} loads it.\n")
 
