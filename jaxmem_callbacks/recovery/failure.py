@@ -33,7 +33,7 @@ from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts
 from jaxmem_callbacks.recovery.texts.parsing import read_failure
 
 _CALLS = {JitStep.__call__.__code__, JitStep.compile_call.__code__, JitStep.lower.__code__}
-_COMPILING = "JitStep._compile_call"  # where a step is lowered and compiled, and never run
+_COMPILING = JitStep.compile_call.__code__  # where a step is lowered and compiled, and never run
 _ALONE = "probably this one: of the programs here it takes most, and more than is left"
 _AS_LARGE = "probably this one: what it takes is as large as what was asked for"
 _LARGEST = "; its figures are those of its largest compile, since none for these arguments is known"
@@ -95,7 +95,7 @@ def in_traceback(error: BaseException) -> FailingProgram | None:
         return None
     inside = found[-1].f_locals
     step, args, kwargs = inside["self"], inside["args"], inside["kwargs"]
-    compiling = any(frame.f_code.co_qualname == _COMPILING for frame in frames_of(error))
+    compiling = any(frame.f_code is _COMPILING for frame in frames_of(error))
     how = "the exception passed through its " + ("compile" if compiling else "call")
     call = abstract_call(args, kwargs)
     return _of_step(step, how, call=call, arguments=(args, kwargs), compiling=compiling)

@@ -278,9 +278,37 @@ class JitStep(Generic[_Arguments, _Results]):
             return jitted.lowering.trace(*full_args, **full_kwargs)
 
     def compile_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
-        """Lower and compile for these arguments without running; the first call then needs no further compile."""
+        """Lower, compile, read and register without running; the first call then needs no further compile.
+
+        JAX's caches make it the same compile that the call uses.
+        """
         with self._lock:
-            return self._compile_call(args, kwargs)
+            jitted = self._get_or_build_jit(args, kwargs)
+            self.latest_call = abstract_call(args, kwargs)
+            with self._tracing():
+                lowered, jaxpr = jitted.lowered(args, kwargs)
+                require_used(self._active, self.__wrapped__)
+                arguments, count = self._arguments(jitted, args, kwargs)
+                if self._own_jit is not None:
+                    self._jit_options.require_placed(jitted.function, arguments, lowered.out_info)
+                compiled = lowered.compile()
+                require_returned(self._jit_options.pins, lowered.out_info, compiled.output_shardings, jitted)
+            leaves = with_passing(arguments, jitted.leaves(arguments, count, lowered, jaxpr), lowered.out_info)
+            program = read_program(
+                self.name,
+                leaves,
+                lowered,
+                compiled,
+                static={name: value for name, value in arguments if name in self._jit_options.static},
+                requested_names=self._jit_options.donated,
+                undonated=self._undonated(jaxpr, arguments, leaves, lowered.out_info, (args, kwargs)),
+                operations="" if jaxpr is None else operations_of(jaxpr),
+                written=written_call(
+                    jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None
+                ),
+            )
+            self._register(program)
+            return CompiledCall(program, leaves, lowered, jitted.function)
 
     def of_arrays(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -390,7 +418,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 with self._tracing(), applied(own):
                     return jitted.call(*args, **kwargs)
             self._require_accumulable(jitted, args, kwargs)
-            compiled = self._compile_call(args, kwargs)
+            compiled = self.compile_call(args, kwargs)
             self.unchecked = False
             self._refuse_or_warn(compiled.program, executed=False)
             require_unshared(compiled.leaves, jitted.function)
@@ -488,33 +516,6 @@ class JitStep(Generic[_Arguments, _Results]):
         taken_args, taken_kwargs = self._parts(args, kwargs) if self._splits else jitted.taken(args, kwargs)
         return named_arguments(jitted.function, taken_args, taken_kwargs), len(taken_args)
 
-    def _compile_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
-        """Lower, compile, read and register. JAX's caches make the compile the same one that the call uses."""
-        jitted = self._get_or_build_jit(args, kwargs)
-        self.latest_call = abstract_call(args, kwargs)
-        with self._tracing():
-            lowered, jaxpr = jitted.lowered(args, kwargs)
-            require_used(self._active, self.__wrapped__)
-            arguments, count = self._arguments(jitted, args, kwargs)
-            if self._own_jit is not None:
-                self._jit_options.require_placed(jitted.function, arguments, lowered.out_info)
-            compiled = lowered.compile()
-            require_returned(self._jit_options.pins, lowered.out_info, compiled.output_shardings, jitted)
-        leaves = with_passing(arguments, jitted.leaves(arguments, count, lowered, jaxpr), lowered.out_info)
-        program = read_program(
-            self.name,
-            leaves,
-            lowered,
-            compiled,
-            static={name: value for name, value in arguments if name in self._jit_options.static},
-            requested_names=self._jit_options.donated,
-            undonated=self._undonated(jaxpr, arguments, leaves, lowered.out_info, (args, kwargs)),
-            operations="" if jaxpr is None else operations_of(jaxpr),
-            written=written_call(jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None),
-        )
-        self._register(program)
-        return CompiledCall(program, leaves, lowered, jitted.function)
-
     def _undonated(
         self,
         jaxpr: Any,
@@ -566,7 +567,7 @@ class JitStep(Generic[_Arguments, _Results]):
         """
         with self._lock:
             try:
-                program = self._compile_call(args, dict(kwargs)).program
+                program = self.compile_call(args, dict(kwargs)).program
             except Exception as error:  # noqa: BLE001 - what only reports must not stop a run that works
                 unknown = f"unknown, because the arguments could not be read again after the call: {error}"
                 registry.record(Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown))
