@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxmem_callbacks.config import json_schema, schema
+from jaxmem_callbacks.config import schema
 from jaxmem_callbacks.config.documents import shipped_folder
 from jaxmem_callbacks.config.presets import list_presets, load_preset, parse_preset
 from jaxmem_callbacks.records.errors import PresetError
@@ -42,8 +42,8 @@ def test_the_tables_name_fields_that_exist():
 
 def test_the_shipped_json_schema_is_up_to_date(tmp_path, capsys):
     shipped = (shipped_folder() / "preset.schema.json").read_text()
-    assert shipped == json_schema.schema_text(), "stale: python -m jaxmem_callbacks.config.json_schema"
-    assert json_schema.main([str(tmp_path / "new.json")]) == 0
+    assert shipped == schema.schema_text(), "stale: python -m jaxmem_callbacks.config.schema"
+    assert schema.main([str(tmp_path / "new.json")]) == 0
     assert (tmp_path / "new.json").read_text() == shipped
     assert capsys.readouterr().out == f"wrote {tmp_path / 'new.json'}\n"
 

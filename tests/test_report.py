@@ -23,11 +23,11 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.run_summary import RunSummary
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import stories_of
+from jaxmem_callbacks.records.documents import STYLE
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.writers.figures import DEVICE_LINES
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
-from jaxmem_callbacks.writers.page import STYLE
 from jaxmem_callbacks.writers.protocol import LoggedTable
 from jaxmem_callbacks.writers.report import chart_html, duration_words, happened, nice_ticks
 from tests import sample_plans

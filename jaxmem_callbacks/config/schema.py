@@ -2,14 +2,18 @@
 
 Keys are the fields of ``StepPolicy``, ``MonitorSettings``, ``EnvironmentSettings`` and ``RecoverySettings``. A size is written
 ``limit: 700MiB``: the ending ``_bytes`` of the record's name may be left out, because the value carries its unit.
+``python -m jaxmem_callbacks.config.schema`` rewrites the shipped JSON Schema, which editors read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from pydantic import (
@@ -23,8 +27,9 @@ from pydantic import (
     create_model,
 )
 
-from jaxmem_callbacks.config.documents import KeyPath, Place, Problem, describe, shorten
+from jaxmem_callbacks.config.documents import SCHEMA_NAME, KeyPath, Place, Problem, describe, shipped_folder, shorten
 from jaxmem_callbacks.records.errors import did_you_mean
+from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.policies import (
     MAXTEXT_REMAT,
     REMAT_SYNONYMS,
@@ -40,6 +45,7 @@ from jaxmem_callbacks.records.presets import (
     RecoverySettings,
     Rung,
 )
+from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import KIB, MIB, parse_bytes
 
 SECTIONS: dict[str, type] = {
@@ -305,3 +311,36 @@ def _type_words(hint: Any, *, is_size: bool) -> str:
     plain = next((part for part in inner if part is int), hint)
     words = {int: "a whole number", float: "a number", bool: "true or false"}
     return words.get(plain, "a list of names such as [context, out_proj]")
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of one YAML part; both spellings of a size are allowed, ``limit`` and ``limit_bytes``."""
+    schema = PresetFile.model_json_schema()
+    for section in schema["$defs"].values():
+        fields: dict[str, Any] = section["properties"]
+        section["properties"] = {
+            key: value | {"title": short_key(name)} for name, value in fields.items() for key in (short_key(name), name)
+        }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "jaxmem_callbacks preset"}
+
+
+def schema_text() -> str:
+    """The schema as the shipped file has it."""
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the schema to the file given, or to the shipped one.
+
+    Returns:
+        0.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    path = Path(given[0]) if given else shipped_folder() / SCHEMA_NAME
+    write_file(path, schema_text())
+    put(f"wrote {path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,12 +7,21 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxmem_callbacks.records.documents import Code, Document, Figure, Link, Paragraph, Section, Table, as_markdown
+from jaxmem_callbacks.records.documents import (
+    Code,
+    Document,
+    Figure,
+    Link,
+    Paragraph,
+    Section,
+    Table,
+    as_markdown,
+    page_html,
+)
 from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
 from jaxmem_callbacks.records.readings import Reading
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.page import page_html
 
 _EVENTS, _BUFFERS = 12, 6
 # Where a cell may end a line: behind a slash of a module's path and before a key of an array's; in no size, type or kind.

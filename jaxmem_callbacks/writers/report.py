@@ -20,6 +20,7 @@ from jaxmem_callbacks.records.documents import (
     Section,
     Table,
     escape,
+    page_html,
 )
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.readings import CheckpointSave
@@ -27,7 +28,6 @@ from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.events import event_details, event_title
 from jaxmem_callbacks.writers.figures import DEVICE_LINES, HOST
-from jaxmem_callbacks.writers.page import page_html
 from jaxmem_callbacks.writers.plan_page import SOURCES_TAG, plan_page
 from jaxmem_callbacks.writers.plan_table import plan_document
 from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
