@@ -24,13 +24,13 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.analysis.run_summary import HEAP_MAP
 from jaxmem_callbacks.analysis.timeseries import Trend
 from jaxmem_callbacks.callbacks.recorder import KNOWN_TAG
+from jaxmem_callbacks.callbacks.recorder import SAVES_TAG as SAVES
 from jaxmem_callbacks.config.schema import short_key
 from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, RecoverySettings
 from jaxmem_callbacks.writers.figures import TAG as OVER_TIME
 from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
 from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG
-from jaxmem_callbacks.writers.tables import TAG as SAVES
 from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 

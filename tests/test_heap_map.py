@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat import array_parts
-from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks._compat import arrays
+from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
 from jaxmem_callbacks.analysis.run_summary import HEAP_MAP
 from jaxmem_callbacks.probes.live_arrays import HeapProbe, LiveArraysProbe
@@ -141,10 +141,10 @@ def test_parts_of_arrays_are_found_and_leave_no_array_behind():
 def test_who_asks_while_it_is_asked_already_does_not_wait_for_itself():
     """A handler of a signal runs on the thread that it interrupts."""
     held = jax.block_until_ready(jnp.ones((5, 533)))
-    with array_parts._listing:
+    with arrays._listing:
         began_s = time.monotonic()
-        assert len(array_parts.parts_of(held)) == 1
-        assert any(each is held for each in array_parts.live_arrays())
+        assert len(arrays.parts_of(held)) == 1
+        assert any(each is held for each in arrays.live_arrays())
         assert time.monotonic() - began_s < 0.5
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.creation import creation_site
+from jaxmem_callbacks._compat.arrays import creation_site
 from jaxmem_callbacks._compat.executables import NewExecutables
 from jaxmem_callbacks.analysis.figures import Fragmentation, fragmentation_of
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, reading_of

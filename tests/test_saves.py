@@ -21,6 +21,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.run_summary import DURING, Saves
+from jaxmem_callbacks.callbacks.recorder import SAVES_SHOWN, saves_table
 from jaxmem_callbacks.probes.jax_events import SavesProbe
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
@@ -29,7 +30,6 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.figures import draw_over_time
 from jaxmem_callbacks.writers.protocol import LoggedTable
 from jaxmem_callbacks.writers.report import chart_html
-from jaxmem_callbacks.writers.tables import SHOWN, saves_table
 from tests.sample_records import points
 from tests.watching import NotingMonitor, assert_written
 
@@ -271,8 +271,8 @@ def save_at(step: int, **values: Any) -> CheckpointSave:
 
 
 def test_the_table_says_what_was_not_read() -> None:
-    table = saves_table([save_at(step, highs={"resident_bytes": MIB}) for step in range(SHOWN + 5)])
-    assert len(table.rows) == SHOWN
+    table = saves_table([save_at(step, highs={"resident_bytes": MIB}) for step in range(SAVES_SHOWN + 5)])
+    assert len(table.rows) == SAVES_SHOWN
     unknown = "unknown, because nothing was read meanwhile"
     assert table.rows[0] == ("after step 24 to 25, while the training waited", "1.50", unknown, unknown, "1.0 MiB")
 

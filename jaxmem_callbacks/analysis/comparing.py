@@ -1,14 +1,19 @@
-"""What grew between two accounts, or why they are not two accounts of one thing. Pure functions."""
+"""What grew between two accounts, as a document too, or why they are not two accounts of one thing. Pure functions."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxmem_callbacks.records.accounts import Account, Change
+from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.documents import Block, Bullets, Document, Side, Table
 from jaxmem_callbacks.records.errors import ComparisonError
+from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN = 3  # entries that differ, in one message
 # With an exponent of a hundred it is no share of a memory.
@@ -115,3 +120,71 @@ def _notes(before: Account, after: Account) -> Sequence[str]:
     alone = [name for name in {**before.judged, **after.judged} if (name in before.judged) != (name in after.judged)]
     notes += [f"{name}: in one of the two only, so it is not judged." for name in alone]
     return [*notes, *before.remarks, *(remark for remark in after.remarks if remark not in before.remarks)]
+
+
+_HEAD = ("", "before", "after", "change", "share", "")
+_WORTH = 0.001  # of the largest judged figure: alignment is no explanation
+_SIDES: tuple[Side, ...] = ("left", "right", "right", "right", "right", "left")
+
+
+def growth_document(found: Growth, after: Account) -> Document:
+    """What grew, what explains it, notes, and one sentence on whether it is too much."""
+    judged = [change for change in found.changes if change.judged]
+    least = max((max(each.before or 0, each.after or 0) for each in judged), default=0) * _WORTH
+    parts = [each for each in found.changes if not each.judged and (each.bytes is None or abs(each.bytes) > least)]
+    blocks: list[Block] = [f"Bytes of {_what(after)}", _table(judged, found)]
+    if parts:
+        blocks += ["What it is made of, where that differs by more than a thousandth", _table(parts, found)]
+    if found.notes:
+        blocks.append(Bullets(found.notes, mark="!"))
+    return Document([*blocks, verdict(found)])
+
+
+def _table(changes: Sequence[Change], found: Growth) -> Table:
+    return Table(_HEAD, [_row(each, found) for each in changes], _SIDES)
+
+
+def verdict(found: Growth) -> str:
+    """One sentence: what grew too much, that nothing did, or that nothing was judged."""
+    if found.most is None:
+        return f"Nothing was judged. Pass {advise('option.typed', option='max-regress', value='2%')} to fail on growth."
+    most = f"{float(found.most):.3%}".rstrip("%").rstrip("0").rstrip(".") + "%"
+    grown = [f"{change.name} by {format_bytes(change.bytes)} ({_share(change)})" for change in found.too_much]
+    return f"Grew more than {most}: {'; '.join(grown)}." if grown else f"Nothing that is judged grew more than {most}."
+
+
+def growth_json(found: Growth) -> str:
+    """Every figure, bytes as integers."""
+    content = {
+        "changes": [{**dataclasses.asdict(change), "bytes": change.bytes} for change in found.changes],
+        "notes": list(found.notes),
+        "max_regress": None if found.most is None else float(found.most),
+        "too_much": [change.name for change in found.too_much],
+    }
+    return json.dumps(content, indent=1)
+
+
+def _what(account: Account) -> str:
+    if account.form == "run":
+        return f"a run on {account.hardware}; compiled needs and measured highs, of one device"
+    return f"{account.name} on one device of {account.hardware}, by its compiler"
+
+
+def _row(change: Change, found: Growth) -> Sequence[str]:
+    grown = change.bytes
+    sign = "" if grown is None else "-" if grown < 0 else "+"
+    difference = "unknown" if grown is None else f"{sign}{format_bytes(abs(grown))}"
+    mark = "too much" if change.too_much else "" if found.most is None or not change.judged or grown is None else "ok"
+    return change.name, _size(change.before), _size(change.after), difference, _share(change), mark
+
+
+def _size(count: int | None) -> str:
+    return "none" if count is None else format_bytes(count)
+
+
+def _share(change: Change) -> str:
+    if change.bytes is None:
+        return ""
+    if not change.before:
+        return "0.0%" if not change.after else "from nothing"
+    return f"{change.bytes / change.before:+.1%}"

@@ -23,7 +23,7 @@ import jax
 import jaxmem_callbacks
 from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, History, Windows, across_scalars, values_of
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
-from jaxmem_callbacks.analysis.run_summary import COLUMNS, MetricAvailability, Saves
+from jaxmem_callbacks.analysis.run_summary import COLUMNS, DURING, MetricAvailability, Saves
 from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.callbacks.config import versions_now
@@ -40,13 +40,12 @@ from jaxmem_callbacks.records.readings import CheckpointSave, Reading, Unavailab
 from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunStart, Said
 from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
 from jaxmem_callbacks.records.traces import TraceHead, TracePart
-from jaxmem_callbacks.records.units import GIB
+from jaxmem_callbacks.records.units import GIB, format_bytes
 from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot
 from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
 from jaxmem_callbacks.writers.jsonl import OwnEventsWriter
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record, Writer
-from jaxmem_callbacks.writers.tables import saves_table
 
 _Record = TypeVar("_Record")
 KNOWN_TAG = "memory/known_here"
@@ -291,6 +290,37 @@ class Recorder:
         self._unflushed |= not isinstance(record, Reading | Metrics)
         record = _clean(record)
         self._outputs.each(lambda writer: writer.write(record))
+
+
+SAVES_TAG = "memory/checkpoint_saves"
+SAVES_SHOWN = 20
+_SAVED = {"in_use_bytes": "held by the allocator", "live_array_bytes": "live arrays", "resident_bytes": "host"}
+
+
+def saves_table(saves: Sequence[CheckpointSave]) -> LoggedTable:
+    """The latest saves, newest first: when, how long, and the highest values that were read during each.
+
+    Args:
+        saves: At least one, oldest first.
+    """
+    rows = [
+        (_when(save), f"{save.time_s - save.began_s:.2f}", *(_high(save, name) for name in _SAVED))
+        for save in reversed(saves[-SAVES_SHOWN:])
+    ]
+    columns = (DURING, "seconds", *(f"{what}, highest" for what in _SAVED.values()))
+    return LoggedTable(tag=SAVES_TAG, step=saves[-1].step, time_s=saves[-1].time_s, columns=columns, rows=rows)
+
+
+def _when(save: CheckpointSave) -> str:
+    how = "in the background" if save.background else "while the training waited"
+    return f"after step {save.first_step} to {save.step}, {how}"
+
+
+def _high(save: CheckpointSave, name: str) -> str:
+    high, before = save.highs.get(name), save.before.get(name)
+    if high is None:
+        return "unknown, because nothing was read meanwhile"
+    return format_bytes(high) + ("" if before is None else f" ({format_bytes(before)} before)")
 
 
 _CLOSING_S = 2.0  # one that is being closed, as when a notebook's cell runs again, draws its last figure meanwhile

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from jaxmem_callbacks.analysis.comparing import growth, parse_share
+from jaxmem_callbacks.analysis.comparing import growth, growth_document, growth_json, parse_share
 from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.typed import place
 from jaxmem_callbacks.readers.accounts import read_account
 from jaxmem_callbacks.records.documents import as_text
 from jaxmem_callbacks.records.terminal import put
-from jaxmem_callbacks.writers.tables import growth_document, growth_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

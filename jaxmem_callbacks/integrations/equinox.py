@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
-from jaxmem_callbacks.records.errors import require_function
+from jaxmem_callbacks.records.arguments import require_function
 from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice
 from jaxmem_callbacks.transforms.gradients import gradient_function
 

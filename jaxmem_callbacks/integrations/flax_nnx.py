@@ -16,8 +16,7 @@ from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmem_callbacks.integrations.nnx_modules import remat
-from jaxmem_callbacks.records.arguments import require_wholes
-from jaxmem_callbacks.records.errors import require_function
+from jaxmem_callbacks.records.arguments import require_function, require_wholes
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch
 from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, BatchPlaces, find_batch, split_call
 from jaxmem_callbacks.transforms.accumulation.microbatch import accumulated, state_after, unseen

@@ -98,11 +98,10 @@ class StepGate:
         self._node.user_properties.append((_PROPERTY, f"wrote {self._near(path)}"))
 
     def _hold(self, path: Path, memory: StepMemory, policy: Any, most: Any) -> None:
-        from jaxmem_callbacks.analysis.comparing import growth
+        from jaxmem_callbacks.analysis.comparing import growth, growth_document
         from jaxmem_callbacks.readers.accounts import read_account
         from jaxmem_callbacks.records.documents import as_text
         from jaxmem_callbacks.records.errors import ComparisonError
-        from jaxmem_callbacks.writers.tables import growth_document
 
         remedy = f"If that is meant, write the baseline again and commit it: pytest {_OPTION} '{self._node.nodeid}'"
         if not path.exists():

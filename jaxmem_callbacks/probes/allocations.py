@@ -15,7 +15,7 @@ from typing import Any, final
 
 import jax
 
-from jaxmem_callbacks._compat.array_parts import live_arrays
+from jaxmem_callbacks._compat.arrays import live_arrays
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation

@@ -21,8 +21,7 @@ from typing import Any, final
 
 import jax
 
-from jaxmem_callbacks._compat.array_parts import live_arrays, parts_of
-from jaxmem_callbacks._compat.creation import creation_call, creation_site
+from jaxmem_callbacks._compat.arrays import creation_call, creation_site, live_arrays, parts_of
 from jaxmem_callbacks.probes.protocol import Device, Seen, device_label
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, HeapMap, LiveBuffer
 from jaxmem_callbacks.records.readings import Reading, Unavailable

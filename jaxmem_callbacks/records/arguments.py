@@ -123,3 +123,18 @@ def _words(given: object) -> str:
 
 def _kind(given: object) -> str:
     return "None" if given is None else f"of type {type(given).__name__}"
+
+
+def require_function(given: object, call: str) -> None:
+    """Refuse what is no function where one belongs, such as what a function returns.
+
+    Args:
+        given: What was passed.
+        call: What it was passed to first, such as ``jm.jit_step``.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not callable(given):
+        msg = f"{call} got {type(given).__name__} first. Expected a function itself, not what it returns."
+        raise TypeError(msg)

@@ -146,18 +146,3 @@ def did_you_mean(given: str, allowed: Iterable[str], *, cutoff: float = 0.5) -> 
     """
     near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=cutoff)
     return f" Did you mean `{near[0]}`?" if near else ""
-
-
-def require_function(given: object, call: str) -> None:
-    """Refuse what is no function where one belongs, such as what a function returns.
-
-    Args:
-        given: What was passed.
-        call: What it was passed to first, such as ``jm.jit_step``.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not callable(given):
-        msg = f"{call} got {type(given).__name__} first. Expected a function itself, not what it returns."
-        raise TypeError(msg)

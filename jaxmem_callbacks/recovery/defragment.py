@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 
 import jax
 
-from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.probes.protocol import Device, device_label

@@ -13,8 +13,14 @@ from typing import Any, TypeVar, final
 
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.apply import require_applied
-from jaxmem_callbacks.records.arguments import require_callable, require_names, require_path, require_whole
-from jaxmem_callbacks.records.errors import JaxmemError, require_function
+from jaxmem_callbacks.records.arguments import (
+    require_callable,
+    require_function,
+    require_names,
+    require_path,
+    require_whole,
+)
+from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport, RecoverySettings

@@ -18,7 +18,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxmem_callbacks._compat.array_parts import clone_of
+from jaxmem_callbacks._compat.arrays import clone_of
 from jaxmem_callbacks.records.errors import RecoveryError
 from jaxmem_callbacks.records.presets import SnapshotCost
 from jaxmem_callbacks.records.units import format_bytes

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import jax
 
+from jaxmem_callbacks.records.errors import LossRefusedError
 from jaxmem_callbacks.records.policies import ShardingRules
 
 
@@ -180,3 +181,18 @@ def _place_of(kind: type, known: tuple[tuple[str, str], ...]) -> str | None:
             if base.__module__ == root or base.__module__.startswith(root + "."):
                 return place
     return None
+
+
+def refuse_framework_objects(*trees: Any) -> None:
+    """Refuse stateful objects, whose state a plain function would silently leave behind.
+
+    Raises:
+        LossRefusedError: which is a ValueError; names the function that keeps their state.
+    """
+    framework = framework_of(*trees)
+    if framework is not None:
+        msg = (
+            f"The arguments hold {framework.NAME} objects, whose state (BatchNorm statistics, dropout counters) a plain "
+            f"gradient would leave behind. Use {framework.VALUE_AND_GRAD} instead."
+        )
+        raise LossRefusedError(msg)

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxmem_callbacks._compat.gradient_calls import TakenGradient, handled_by
 from jaxmem_callbacks.config.named import Name, policy_of
-from jaxmem_callbacks.records.arguments import require_wholes
-from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
+from jaxmem_callbacks.records.arguments import require_function, require_wholes
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch
@@ -27,7 +27,13 @@ from jaxmem_callbacks.transforms.accumulation.microbatch import (
     state_after,
     unseen,
 )
-from jaxmem_callbacks.transforms.frameworks import LossWithState, framework_of, is_equinox_module, loss_with_state
+from jaxmem_callbacks.transforms.frameworks import (
+    LossWithState,
+    framework_of,
+    is_equinox_module,
+    loss_with_state,
+    refuse_framework_objects,
+)
 from jaxmem_callbacks.transforms.policy import (
     ActivePolicy,
     Gradients,
@@ -37,7 +43,7 @@ from jaxmem_callbacks.transforms.policy import (
     require_used,
     taking,
 )
-from jaxmem_callbacks.transforms.remat import refuse_framework_objects, rematerialised
+from jaxmem_callbacks.transforms.remat import rematerialised
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
 

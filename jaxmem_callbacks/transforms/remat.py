@@ -14,7 +14,8 @@ from typing import Any, Literal, NoReturn, cast
 import jax
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed, with_first_checkpoints
-from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError, require_function
+from jaxmem_callbacks.records.arguments import require_function
+from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import GATHERED, OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.checkpoints import (
@@ -26,7 +27,7 @@ from jaxmem_callbacks.transforms.checkpoints import (
 )
 from jaxmem_callbacks.transforms.costs import copies, residual_bytes
 from jaxmem_callbacks.transforms.cuts import choose
-from jaxmem_callbacks.transforms.frameworks import framework_of
+from jaxmem_callbacks.transforms.frameworks import framework_of, refuse_framework_objects
 from jaxmem_callbacks.transforms.fsdp_all_gather import Gathers, gathered_places, gathering_loops, gathering_mesh
 from jaxmem_callbacks.transforms.loss_profile import (
     CheapValues,
@@ -173,21 +174,6 @@ def _note_replaced(loss: Callable[..., Any], *, was_replaced: bool) -> None:
         name = getattr(loss, "__name__", type(loss).__name__)
         msg = f"own_checkpoints='replace' would do nothing: {name} has no checkpoints of its own. Leave it out."
         raise PolicyError(msg)
-
-
-def refuse_framework_objects(*trees: Any) -> None:
-    """Refuse stateful objects, whose state a plain function would silently leave behind.
-
-    Raises:
-        LossRefusedError: which is a ValueError; names the function that keeps their state.
-    """
-    framework = framework_of(*trees)
-    if framework is not None:
-        msg = (
-            f"The arguments hold {framework.NAME} objects, whose state (BatchNorm statistics, dropout counters) a plain "
-            f"gradient would leave behind. Use {framework.VALUE_AND_GRAD} instead."
-        )
-        raise LossRefusedError(msg)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

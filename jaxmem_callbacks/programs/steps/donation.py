@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.programs.reading.hlo import Module
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments
 from jaxmem_callbacks.records.advice import advise

@@ -59,8 +59,8 @@ from jaxmem_callbacks.programs.steps.user_jit import (
     static_arguments,
     without_undonating_jit,
 )
-from jaxmem_callbacks.records.arguments import require_names
-from jaxmem_callbacks.records.errors import DonationError, DonationWarning, require_function
+from jaxmem_callbacks.records.arguments import require_function, require_names
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, final
 
 import jax
 
-from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.programs.steps.program import Program
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
 from jaxmem_callbacks.records.advice import advise

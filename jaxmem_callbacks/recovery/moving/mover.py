@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
-from jaxmem_callbacks._compat.array_parts import parts_of
+from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.defragment import MovedArray, MoveKind, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError

@@ -14,8 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxmem_callbacks._compat.array_parts import live_arrays
-from jaxmem_callbacks._compat.creation import creation_site
+from jaxmem_callbacks._compat.arrays import creation_site, live_arrays
 from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.records.oom import Holder, ModuleHolder
