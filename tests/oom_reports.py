@@ -14,8 +14,7 @@ from jaxmem_callbacks.records.oom import (
 )
 from jaxmem_callbacks.records.peaks import peak_of
 from jaxmem_callbacks.records.programs import Buffer, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading, Unavailable
 from tests.sample_runs import HOSTILE
 
 GIB = 2**30

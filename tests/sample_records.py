@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from jaxmem_callbacks.analysis.figures import Point, Spread, Window
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 from jaxmem_callbacks.writers.protocol import LoggedTable
 
 MIB = 2**20

@@ -11,8 +11,7 @@ from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import MemoryEvent, RunStart
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading, RunStart, Unavailable
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from tests import sample_plans
 

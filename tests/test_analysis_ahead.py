@@ -10,8 +10,7 @@ from jaxmem_callbacks.analysis.limit_detectors import NearOomDetector
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 
 MIB = 2**20
 

@@ -17,8 +17,7 @@ from jaxmem_callbacks.analysis.timeseries import Debounce, Trend
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, changed_groups, with_changes
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 from jaxmem_callbacks.transforms.sharding.infer import would_split
 
 MIB = 2**20

@@ -17,8 +17,7 @@ from jaxmem_callbacks.analysis.timeseries import HysteresisTrigger
 from jaxmem_callbacks.probes.jax_events import NOT_REGISTERED
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading, Unavailable
 
 MIB = 2**20
 LIMIT = 1000 * MIB

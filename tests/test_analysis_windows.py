@@ -27,7 +27,7 @@ from jaxmem_callbacks.analysis.run_summary import MetricAvailability
 from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable
+from jaxmem_callbacks.records.runs import AcrossProcesses, Reading, SaveSpan, Unavailable
 from jaxmem_callbacks.records.traces import StepMark
 
 GIB = 2**30

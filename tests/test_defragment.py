@@ -22,7 +22,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MovedArray, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.recovery.defragment import (
     DeviceMover,
     _free_blocks,

@@ -26,7 +26,7 @@ from jaxmem_callbacks.analysis.run_summary import HEAP_MAP
 from jaxmem_callbacks.probes.live_arrays import HeapProbe, LiveArraysProbe
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 from jaxmem_callbacks.writers.figures import draw_heap
 from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 from tests.processes import until

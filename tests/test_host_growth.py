@@ -19,7 +19,7 @@ from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.probes.host import largest_containers
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.units import GIB, MIB, parse_bytes
 
 STEPS = 40

@@ -24,7 +24,7 @@ from jaxmem_callbacks.callbacks.config import preset_given, split_of
 from jaxmem_callbacks.callbacks.sampler import Sampler
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 from tests.processes import bytes_of_others, until
 from tests.sample_devices import GIB, GPU

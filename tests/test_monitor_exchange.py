@@ -15,7 +15,7 @@ from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.run_summary import MetricAvailability
 from jaxmem_callbacks.callbacks.cross_process import ProcessReport, ProcessReports
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 from jaxmem_callbacks.writers.tensorboard import layout_of
 from tests.processes import until
 from tests.test_monitor_processes import address, finished, start

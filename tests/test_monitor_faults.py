@@ -19,7 +19,7 @@ from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.errors import EnvironmentSettingError
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record, Writer
 from jaxmem_callbacks.writers.report import happened
 from tests.watching import told

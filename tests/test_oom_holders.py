@@ -15,7 +15,7 @@ import pytest
 
 from jaxmem_callbacks.probes.device_memory import DriverProbe
 from jaxmem_callbacks.records.oom import Holder, OnTheCard
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.recovery.reporting import on_the_cards
 from jaxmem_callbacks.recovery.reports.live_buffers import FAILED, find_live_buffers
 from jaxmem_callbacks.recovery.reports.remedies import Forecasts, remedies

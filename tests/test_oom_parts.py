@@ -19,7 +19,7 @@ from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.oom import Holder, Hole, MemoryLimit, OomFacts
-from jaxmem_callbacks.records.readings import Unavailable
+from jaxmem_callbacks.records.runs import Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.failure import FailingProgram, OomFailure, host_limits
 from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_folder, summarize

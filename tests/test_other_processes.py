@@ -6,8 +6,7 @@ from pathlib import Path
 
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import process_files, process_name, stories_of
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent, RunStart
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading, RunStart
 from jaxmem_callbacks.writers.jsonl import JsonlWriter, OwnEventsWriter
 from tests.sample_runs import BEGAN, HOSTILE, event, write_run
 

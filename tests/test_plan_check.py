@@ -22,7 +22,7 @@ from jaxmem_callbacks.programs.steps.program import flags_now
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.protocol import LoggedTable
 

@@ -28,7 +28,7 @@ from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.protocol import ScriptedProbe
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 from tests.processes import bytes_of_others
 from tests.sample_devices import GIB, GPU, Card
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from jaxmem_callbacks.probes.device_memory import DriverProbe
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 from tests.sample_devices import GPU, Card
 
 

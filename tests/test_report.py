@@ -25,7 +25,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.documents import STYLE
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.writers.figures import DEVICE_LINES
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from jaxmem_callbacks.writers.protocol import LoggedTable

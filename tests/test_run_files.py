@@ -23,8 +23,17 @@ from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunEnd, RunStart, Said
+from jaxmem_callbacks.records.runs import (
+    AcrossFigure,
+    AcrossProcesses,
+    Dropped,
+    MemoryEvent,
+    Reading,
+    RunEnd,
+    RunStart,
+    Said,
+    Unavailable,
+)
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 from tests import sample_plans
 from tests.sample_records import COMPILED, EVENT, READING, TABLE, WINDOW
@@ -199,7 +208,7 @@ def test_a_full_file_is_a_part_and_the_newest_keeps_its_name(tmp_path: Path):
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
 writer = JsonlWriter(Path(sys.argv[1]), "killed", part_bytes=4096)
 step = 0

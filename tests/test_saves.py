@@ -25,7 +25,7 @@ from jaxmem_callbacks.callbacks.recorder import SAVES_SHOWN, saves_table
 from jaxmem_callbacks.probes.jax_events import SavesProbe
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import CheckpointSave, Reading, SaveSpan
+from jaxmem_callbacks.records.runs import CheckpointSave, Reading, SaveSpan
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.figures import draw_over_time
 from jaxmem_callbacks.writers.protocol import LoggedTable

@@ -19,8 +19,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from jaxmem_callbacks.analysis.figures import Spread, Window
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.records.documents import Document, as_markdown
-from jaxmem_callbacks.records.readings import Unavailable
-from jaxmem_callbacks.records.runs import EventKind
+from jaxmem_callbacks.records.runs import EventKind, Unavailable
 from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.events import event_document, event_title
 from jaxmem_callbacks.writers.figures import EVENT_COLOURS, draw_over_time

@@ -15,7 +15,7 @@ from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.probes.protocol import ScriptedProbe
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 
 STEPS, LOOKS, MIB = 130, 400, 2**20
 

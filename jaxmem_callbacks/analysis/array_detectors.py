@@ -11,8 +11,7 @@ from jaxmem_callbacks.analysis.timeseries import Debounce, HysteresisTrigger, Ri
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 from jaxmem_callbacks.records.units import KIB, MIB, format_bytes
 
 _BEGIN, _RELEASE = 0.5, 0.0  # of a rise's order

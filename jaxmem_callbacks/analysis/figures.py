@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
 from jaxmem_callbacks.analysis.timeseries import RateLimiter
-from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, Source, Unavailable
+from jaxmem_callbacks.records.runs import AcrossProcesses, Reading, Source, Unavailable
 from jaxmem_callbacks.records.units import GIB
 
 

@@ -13,8 +13,7 @@ from jaxmem_callbacks.analysis.timeseries import HysteresisTrigger, Rise, Trend
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 from jaxmem_callbacks.records.units import format_bytes
 
 _SMALLER = advise("preset.load", names="'donate', 'full_remat'")

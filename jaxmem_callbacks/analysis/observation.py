@@ -8,8 +8,7 @@ from typing import Protocol
 
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import AcrossProcesses, Reading, SaveSpan, Unavailable
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import AcrossProcesses, MemoryEvent, Reading, SaveSpan, Unavailable
 from jaxmem_callbacks.records.traces import TraceEvent
 
 

@@ -27,15 +27,19 @@ from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import (
+from jaxmem_callbacks.records.runs import (
     AcrossFigure,
     AcrossProcesses,
     CheckpointSave,
+    Dropped,
+    MemoryEvent,
     Reading,
+    RunEnd,
+    RunStart,
+    Said,
     SaveSpan,
     Unavailable,
 )
-from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunEnd, RunStart, Said
 from jaxmem_callbacks.records.units import format_bytes
 
 

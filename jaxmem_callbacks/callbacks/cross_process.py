@@ -25,7 +25,7 @@ from jaxmem_callbacks.analysis.figures import (
 )
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.callbacks.background import Faults
-from jaxmem_callbacks.records.readings import AcrossFigure, AcrossProcesses, Reading, Unavailable
+from jaxmem_callbacks.records.runs import AcrossFigure, AcrossProcesses, Reading, Unavailable
 
 _MISSED = 3  # rounds without a word
 _OF_TAG = {figure.tag: name for name, figure in NAMES.items()}

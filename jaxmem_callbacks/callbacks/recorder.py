@@ -36,8 +36,7 @@ from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, changed_groups
 from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.readings import CheckpointSave, Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunStart, Said
+from jaxmem_callbacks.records.runs import CheckpointSave, Dropped, MemoryEvent, Reading, RunStart, Said, Unavailable
 from jaxmem_callbacks.records.secrets import recent_secrets, scrubbed
 from jaxmem_callbacks.records.traces import TraceHead, TracePart
 from jaxmem_callbacks.records.units import GIB, format_bytes

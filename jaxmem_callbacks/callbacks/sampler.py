@@ -25,7 +25,7 @@ from jaxmem_callbacks.probes.protocol import Probe, Seen
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import Reading, SaveSpan, Unavailable
+from jaxmem_callbacks.records.runs import Reading, SaveSpan, Unavailable
 from jaxmem_callbacks.records.traces import TraceEvent
 
 ONLY = "metric"  # the name of a metric that was handed over without one

@@ -22,7 +22,7 @@ from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.records.documents import Block, Code, Document, Section, Table, as_text
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, ProcessFacts
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 

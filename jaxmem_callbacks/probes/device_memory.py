@@ -19,7 +19,7 @@ import jax
 from jaxmem_callbacks.probes.protocol import Device, device_label
 from jaxmem_callbacks.programs.targets.target import memory_of_kind
 from jaxmem_callbacks.records.environment import DeviceFacts, Platform
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 
 Stats = Mapping[str, int]
 Snapshot = tuple[Stats | None, ...]

@@ -23,7 +23,7 @@ from typing import Any, final
 
 import psutil
 
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.records.units import format_bytes
 

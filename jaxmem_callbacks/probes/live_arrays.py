@@ -24,7 +24,7 @@ import jax
 from jaxmem_callbacks._compat.arrays import creation_call, creation_site, live_arrays, parts_of
 from jaxmem_callbacks.probes.protocol import Device, Seen, device_label
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, HeapMap, LiveBuffer
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 
 _LARGEST, _NUMEROUS = 32, 16  # groups in one census
 _NEWEST, _EVERY = 8, 64  # of a group, the newest and every so many-th of the others are asked where they were made

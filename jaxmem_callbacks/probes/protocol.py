@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 
 from jaxmem_callbacks.records.arguments import refuse, require
 from jaxmem_callbacks.records.arrays import ArrayCensus
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 
 Seen = Reading | Unavailable | ArrayCensus
 
@@ -63,7 +63,7 @@ class ScriptedProbe:
         script: One entry a read, each a reading, a census or a sequence of these.
 
     Example:
-        >>> from jaxmem_callbacks.records.readings import Reading
+        >>> from jaxmem_callbacks.records.runs import Reading
         >>> reading = Reading(source="host", device="host", step=0, time_s=0.0, resident_bytes=1024)
         >>> probe = ScriptedProbe([reading])
         >>> probe.read(0)[0].resident_bytes, probe.read(1)

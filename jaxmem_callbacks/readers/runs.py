@@ -18,8 +18,17 @@ from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import AcrossProcesses, CheckpointSave, Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, RunEnd, RunStart, Said
+from jaxmem_callbacks.records.runs import (
+    AcrossProcesses,
+    CheckpointSave,
+    Dropped,
+    MemoryEvent,
+    Reading,
+    RunEnd,
+    RunStart,
+    Said,
+    Unavailable,
+)
 from jaxmem_callbacks.records.secrets import without_secrets
 
 JSONL_NAME = "memory.jsonl"

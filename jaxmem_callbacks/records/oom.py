@@ -8,8 +8,7 @@ from typing import Literal
 
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.programs import ProgramMemory
-from jaxmem_callbacks.records.readings import Reading, Unavailable
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading, Unavailable
 
 Phase = Literal["compile", "run"]
 OomPlatform = Literal["gpu", "tpu", "cpu", "host"]

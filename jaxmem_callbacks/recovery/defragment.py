@@ -20,7 +20,7 @@ from jaxmem_callbacks.probes.protocol import Device, device_label
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.defragment import DefragmentReport, FreeBlocks, MoveStep, PlacedBuffer
 from jaxmem_callbacks.records.errors import DefragmentError
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.recovery.moving.compaction import compact, keep_copy
 from jaxmem_callbacks.recovery.moving.mover import (

@@ -27,7 +27,7 @@ from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.oom import MemoryLimit, OomFacts
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.units import KIB, format_bytes
 from jaxmem_callbacks.recovery.monitor_snapshot import CallCounts
 from jaxmem_callbacks.recovery.texts.parsing import read_failure

@@ -12,8 +12,7 @@ from typing import Protocol, final
 from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.registry import Step
-from jaxmem_callbacks.records.readings import Reading
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 
 BALLAST_BYTES = 48 * 2**20
 

@@ -31,7 +31,7 @@ from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
 from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport
-from jaxmem_callbacks.records.readings import Reading, Unavailable
+from jaxmem_callbacks.records.runs import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.records.terminal import print_line
 from jaxmem_callbacks.records.units import format_bytes

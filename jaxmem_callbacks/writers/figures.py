@@ -11,8 +11,7 @@ from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, HeapLayout, cells_of, layout_of
 from jaxmem_callbacks.analysis.run_summary import DURING, HEAP_MAP
 from jaxmem_callbacks.records.arrays import HeapMap
-from jaxmem_callbacks.records.readings import CheckpointSave
-from jaxmem_callbacks.records.runs import EventKind, MemoryEvent
+from jaxmem_callbacks.records.runs import CheckpointSave, EventKind, MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.events import event_title
 from jaxmem_callbacks.writers.protocol import Picture

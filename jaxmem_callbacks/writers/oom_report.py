@@ -20,7 +20,7 @@ from jaxmem_callbacks.records.documents import (
 )
 from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
-from jaxmem_callbacks.records.readings import Reading
+from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.units import format_bytes
 
 _EVENTS, _BUFFERS = 12, 6

@@ -12,8 +12,15 @@ from jaxmem_callbacks.records import documents
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation
-from jaxmem_callbacks.records.readings import AcrossProcesses, CheckpointSave, Reading, Unavailable
-from jaxmem_callbacks.records.runs import Dropped, MemoryEvent, Said
+from jaxmem_callbacks.records.runs import (
+    AcrossProcesses,
+    CheckpointSave,
+    Dropped,
+    MemoryEvent,
+    Reading,
+    Said,
+    Unavailable,
+)
 from jaxmem_callbacks.records.traces import TracePart
 
 EVENTS_TAG = "memory/events"

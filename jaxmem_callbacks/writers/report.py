@@ -23,8 +23,7 @@ from jaxmem_callbacks.records.documents import (
     page_html,
 )
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.readings import CheckpointSave
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import CheckpointSave, MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.events import event_details, event_title
 from jaxmem_callbacks.writers.figures import DEVICE_LINES, HOST
