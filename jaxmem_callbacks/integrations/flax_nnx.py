@@ -16,7 +16,7 @@ from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmem_callbacks.integrations.nnx_modules import remat
-from jaxmem_callbacks.records.arguments import require_function, require_wholes
+from jaxmem_callbacks.records.arguments import name_of, require_function, require_wholes
 from jaxmem_callbacks.transforms.accumulation.accumulate import GradientCall, in_parts, of_whole_batch
 from jaxmem_callbacks.transforms.accumulation.batch import BatchChoice, BatchPlaces, find_batch, split_call
 from jaxmem_callbacks.transforms.accumulation.microbatch import accumulated, state_after, unseen
@@ -184,7 +184,7 @@ def _over_microbatches(
         return parts, state
 
     call = GradientCall(
-        name=getattr(loss, "__name__", type(loss).__name__),
+        name=name_of(loss),
         differentiate=lambda args, kwargs: pure_gradients(args, kwargs)[1],
         evaluate=evaluate,
     )

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem_callbacks.planning.compiles import CompileQueue
 from jaxmem_callbacks.planning.problem import Held, Problem, Program, Resident, traced_by_name
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
-from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compile_traced_here, lower_traced_for
+from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
@@ -49,7 +49,7 @@ def compile_beside(
     # By path, since a call by keyword is made one by position where its state is placed.
     by_path = {leaf.path: leaf for leaf in placed.leaves}
     pairs = [(own.value, by_path.get(own.path, own)) for own in given.leaves]
-    every = [Held(value, leaf.shape, leaf.dtype, leaf_bytes(leaf, _place(leaf)), _place(leaf)) for value, leaf in pairs]
+    every = [Held(value, leaf.shape, leaf.dtype, leaf.bytes_here, _place(leaf)) for value, leaf in pairs]
     updated = state_arguments(given.leaves, given.undonated)
     stays = [
         held for held, leaf in zip(every, given.leaves, strict=True) if leaf.argument in updated or leaf.kind in _KEPT
@@ -58,7 +58,7 @@ def compile_beside(
     passing = [held for held in every if held not in stays]
     compiled: list[BesideProgram] = []
     for function, args in programs:
-        name = getattr(function, "__name__", type(function).__name__)
+        name = name_of(function)
         queue.report(f"{name} beside the step")
         with problem.in_mesh():
             with traced_by_name(f"{name}, a program beside the step,", name):

@@ -39,7 +39,6 @@ from jaxmem_callbacks.planning.problem import (
 from jaxmem_callbacks.planning.request import PlanRequest, Space, budget_for, parse_search
 from jaxmem_callbacks.planning.sharding_candidates import is_divided, with_donation
 from jaxmem_callbacks.planning.verdict import needed_share, note_choice, note_donation, remedies, searches
-from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import flags_now, kind_here, unguarded
 from jaxmem_callbacks.programs.targets.compile import TargetCompilation
@@ -304,7 +303,7 @@ def _state_bytes(leaves: Sequence[Leaf], batch: Rows | None) -> int:
         is_frozen = batch is not None and leaf.argument not in batch.arguments and sizes[leaf.argument] - {batch.count}
         return leaf.kind == OTHER and bool(is_frozen)
 
-    return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in leaves if stays(leaf))
+    return sum(leaf.bytes_here for leaf in leaves if stays(leaf))
 
 
 def _devices_of(leaf: Leaf) -> int:

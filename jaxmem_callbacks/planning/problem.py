@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxmem_callbacks.planning.request import Budget, Space
 from jaxmem_callbacks.planning.step_time import Speed, speed_of, speed_of_device
-from jaxmem_callbacks.programs.steps.donation import leaf_bytes, worth_donating
+from jaxmem_callbacks.programs.steps.donation import worth_donating
 from jaxmem_callbacks.programs.steps.leaves import named_arguments, require_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.placement import ambient_mesh, mesh_of
 from jaxmem_callbacks.programs.steps.program import kind_here
@@ -26,6 +26,7 @@ from jaxmem_callbacks.programs.steps.user_jit import Jitted, OfArrays, already_j
 from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, gradient_words
@@ -162,7 +163,7 @@ class Problem:
     @property
     def name(self) -> str:
         """The train step's own name."""
-        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+        return name_of(self.train_step)
 
     @property
     def platform(self) -> str:
@@ -247,7 +248,7 @@ class OwnStep:
             own = f"sharding={self.sharding!r}"
             msg = (
                 f"The step is already under {own}, and search asks for {list(space.sharding or ())!r}. Leave sharding out of "
-                f"search to keep {own}, or plan {_name(self.function)}, the function that you wrote, not what jm.jit_step "
+                f"search to keep {own}, or plan {name_of(self.function)}, the function that you wrote, not what jm.jit_step "
                 "returned."
             )
             raise PlanError(msg)
@@ -273,7 +274,7 @@ class OwnStep:
             msg = (
                 f"The step is already under sharding={self.sharding!r}, and the plan is for one device. Name a target of "
                 "several, such as target='h100_sxm:8'; set the mesh that the step runs on, "
-                f"{advise('sharding.set_mesh', axes=_FSDP)}; or plan {_name(self.function)}, the function that you wrote."
+                f"{advise('sharding.set_mesh', axes=_FSDP)}; or plan {name_of(self.function)}, the function that you wrote."
             )
             raise PlanError(msg)
         base = replace(problem.base, sharding=self.sharding)
@@ -302,14 +303,14 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         framework = type(own.lowering).__module__.partition(".")[0]
         if inspect.isfunction(own.lowering):
             msg = (
-                f"{_name(own.function)} is under jax.pmap, and no plan is made of it: policies and shardings need jax.jit. "
+                f"{name_of(own.function)} is under jax.pmap, and no plan is made of it: policies and shardings need jax.jit. "
                 "Expected a function that jax.jit takes. Can it run under jax.shard_map inside of jax.jit? The command line "
                 "shows for a script of yours what to write."
             )
             raise PlanError(msg)
         msg = (
-            f"{_name(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan "
-            f"{_name(own.function)}, the function that you wrote."
+            f"{name_of(own.function)} is jitted by {framework}, whose jit cannot be traced from outside. Plan "
+            f"{name_of(own.function)}, the function that you wrote."
         )
         raise PlanError(msg)
     if not isinstance(train_step, JitStep):
@@ -358,7 +359,7 @@ def _require_known(train_step: Callable[..., Any], kwargs: Mapping[str, Any]) ->
         if name not in parameters:
             meant = did_you_mean(name, [*OPTIONS, *parameters])
             msg = (
-                f"jm.plan has no keyword {name!r}, and neither has {_name(train_step)}.{meant} The plan's own: "
+                f"jm.plan has no keyword {name!r}, and neither has {name_of(train_step)}.{meant} The plan's own: "
                 f"{', '.join(OPTIONS)}."
             )
             raise PlanError(msg)
@@ -472,10 +473,6 @@ def _place(error: Exception) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno})." if frames else "."
 
 
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def donation_of(problem: Problem, donation: Any, space: Space) -> Any:
     """The donation of all policies: the step's own, or everything where the plan may decide."""
     own = own_jit(problem.train_step)
@@ -485,7 +482,7 @@ def donation_of(problem: Problem, donation: Any, space: Space) -> Any:
 
 def worth_a_word(traced: Traced) -> tuple[str, ...]:
     """Arguments that a step returns updated and does not donate, and that are large enough to count."""
-    return worth_donating(traced.undonated, [(leaf.argument, leaf_bytes(leaf, None)) for leaf in traced.leaves])
+    return worth_donating(traced.undonated, [(leaf.argument, leaf.bytes_under(None)) for leaf in traced.leaves])
 
 
 def own_jit(train_step: Callable[..., Any]) -> Jitted | None:

@@ -15,7 +15,6 @@ from jax.tree_util import keystr
 
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.request import Space
-from jaxmem_callbacks.programs.steps.donation import leaf_bytes
 from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.target import of_so_many
@@ -106,7 +105,7 @@ def argument_bytes(problem: Problem) -> int:
     """What the arguments of a divided step take on one device, before any compile."""
     with problem.in_mesh():
         leaves = problem.step(problem.base).traced(problem.args, dict(problem.kwargs)).leaves
-    return sum(leaf_bytes(leaf, getattr(leaf.value, "sharding", None)) for leaf in leaves)
+    return sum(leaf.bytes_here for leaf in leaves)
 
 
 def spread(

@@ -9,7 +9,6 @@ Each cause is found in what the program is, whatever its parts are called:
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,10 +129,10 @@ def _scheduled_at_once(name: str, peak: Peak, again: Again) -> str:
 def _kept_gradients(leaves: Sequence[Leaf], least: int) -> str:
     """Of state that sums gradients up."""
     kept = [leaf for leaf in leaves if leaf.accumulates]
-    held = sum(map(_bytes_here, kept))
+    held = sum(leaf.bytes_here for leaf in kept)
     if not kept or held < least:
         return ""
-    largest = max(kept, key=_bytes_here)
+    largest = max(kept, key=lambda leaf: leaf.bytes_here)
     others = f" and {len(kept) - 1} more hold" if len(kept) > 1 else " holds"
     return (
         f"{largest.path}{others} {format_bytes(held)} of gradients from step to step, as optax.MultiSteps does: they are in "
@@ -340,13 +339,6 @@ def _split_rows(leaf: Leaf) -> int:
     if sharding is None or not leaf.shape:
         return 0
     return leaf.shape[0] if sharding.shard_shape(leaf.shape)[0] < leaf.shape[0] else 0
-
-
-def _bytes_here(leaf: Leaf) -> int:
-    """What one device holds of it."""
-    sharding = getattr(leaf.value, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * getattr(leaf.dtype, "itemsize", 0)
 
 
 def _place(eqn: Any) -> str:

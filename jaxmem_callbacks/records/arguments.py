@@ -5,9 +5,10 @@ Each check is one line where the argument is taken, before anything is traced, d
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -138,3 +139,10 @@ def require_function(given: object, call: str) -> None:
     if not callable(given):
         msg = f"{call} got {type(given).__name__} first. Expected a function itself, not what it returns."
         raise TypeError(msg)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called: its name, under a `functools.partial` that of the function inside, else its class's."""
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)

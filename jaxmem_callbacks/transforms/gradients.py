@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmem_callbacks._compat.gradient_calls import TakenGradient, handled_by
 from jaxmem_callbacks.config.named import Name, policy_of
-from jaxmem_callbacks.records.arguments import require_function, require_wholes
+from jaxmem_callbacks.records.arguments import name_of, require_function, require_wholes
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import Preset
@@ -141,7 +141,7 @@ def gradient_function(  # noqa: PLR0913 - a loss and how it is differentiated
             assert isinstance(active, ActivePolicy)
             places = {place % len(args) for place in _places(argnums) if -len(args) <= place < len(args)}
             found = find_batch(loss, args, kwargs, differentiated=places, choice=batch, count=count)
-            call = GradientCall(name=_name(loss), differentiate=differentiate, evaluate=evaluate)
+            call = GradientCall(name=name_of(loss), differentiate=differentiate, evaluate=evaluate)
             value, aux, gradients = accumulated(active, call, args, kwargs, found)
         return ((value, aux) if has_aux else value), gradients
 
@@ -229,10 +229,6 @@ def with_part(tree: Any, part: Any) -> Any:
 
 def _places(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-
-
-def _name(loss: Callable[..., Any]) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _is_inexact(leaf: Any) -> bool:
@@ -331,7 +327,7 @@ def _obeyed(call: TakenGradient) -> tuple[Any, Any, Any] | None:
             raise
         active.used = used
         active.refused = active.refused or copy.copy(error)  # whose frames hold the call's arrays
-        name = getattr(call.loss, "__name__", type(call.loss).__name__)
+        name = name_of(call.loss)
         active.notes.setdefault(f"The gradient of {name} stays as JAX takes it: {error}")
         return None
 
@@ -410,7 +406,7 @@ def _of_modules_in_parts(active: ActivePolicy, call: TakenGradient, carried: Los
         value, aux, state = unseen(carried.call)(*inner, **named)
         return (value, (None, aux)), state
 
-    name = getattr(call.loss, "__name__", type(call.loss).__name__)
+    name = name_of(call.loss)
     taken = GradientCall(name=name, differentiate=differentiate, evaluate=evaluate)
     state = state_after(taken, split_call(args, call.kwargs, found), count)
     value, aux, gradients = accumulated(active, taken, args, call.kwargs, found)

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
 from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
@@ -140,7 +141,7 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
     Raises:
         PolicyError: with the line of ``train_step`` that takes the gradient past the library, where it can be found.
     """
-    name = getattr(train_step, "__name__", type(train_step).__name__)
+    name = name_of(train_step)
     if active.used and active.policy.own_checkpoints == "replace" and not active.replaced:
         msg = f"own_checkpoints='replace' would do nothing: no loss of {name} has checkpoints of its own. Leave it out."
         raise PolicyError(msg)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, cast
 import jax
 
 from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed, with_first_checkpoints
-from jaxmem_callbacks.records.arguments import require_function
+from jaxmem_callbacks.records.arguments import name_of, require_function
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import GATHERED, OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
@@ -171,7 +171,7 @@ def _note_replaced(loss: Callable[..., Any], *, was_replaced: bool) -> None:
     if active is not None:
         active.replaced |= was_replaced
     elif not was_replaced:
-        name = getattr(loss, "__name__", type(loss).__name__)
+        name = name_of(loss)
         msg = f"own_checkpoints='replace' would do nothing: {name} has no checkpoints of its own. Leave it out."
         raise PolicyError(msg)
 

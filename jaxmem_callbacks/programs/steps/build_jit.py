@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,6 @@ from jaxmem_callbacks.programs.steps.donation import (
     check_names,
     infer_donation,
     needs_results,
-    passing_arguments,
     updated_arguments,
     worth_donating,
 )
@@ -39,7 +38,6 @@ from jaxmem_callbacks.programs.steps.user_jit import (
 )
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
-from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
@@ -205,25 +203,6 @@ def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tupl
         for name, value in arguments
         if name in names
     )
-
-
-def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> tuple[str, ...]:
-    """Arguments that the step returns updated and of which nothing is donated."""
-    present = {leaf.argument for leaf in leaves}
-    donated = {leaf.argument for leaf in leaves if leaf.donated}
-    inferred = infer_donation([(n, v) for n, v in arguments if n in present], results, leaves)
-    return tuple(name for name in inferred if name not in donated)
-
-
-def with_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
-    """The leaves, with what is donated and is no state marked as passing."""
-    donated = {leaf.argument for leaf in leaves if leaf.donated}
-    if not donated:
-        return list(leaves)
-    present = {leaf.argument for leaf in leaves}
-    state = {leaf.argument for leaf in leaves if leaf.updated or leaf.kind in (PARAMETERS, OPTIMIZER, STATE)}
-    passing = passing_arguments([(n, v) for n, v in arguments if n in present], donated, state, results)
-    return [replace(leaf, passing=True) if leaf.argument in passing else leaf for leaf in leaves]
 
 
 def written_call(  # noqa: PLR0913 - what the call and its trace know, each once

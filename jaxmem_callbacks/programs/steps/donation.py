@@ -17,7 +17,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import DonationError, did_you_mean
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms.arg_roles import PARAMETERS, is_batch_name
+from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE, is_batch_name
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
 _READ_ONLY_WORDS = ("ref", "reference", "teacher", "frozen", "old", "pretrained", "base", "target")
@@ -323,7 +323,7 @@ def unread(leaf: Leaf, placed: Any) -> LeafUse:
         kind=leaf.kind,
         type_text=leaf.type_text,
         placement="",
-        bytes=leaf_bytes(leaf, placed),
+        bytes=leaf.bytes_under(placed),
         requested=leaf.donated,
         passing=leaf.passing,
         used=False,
@@ -408,7 +408,7 @@ def _why_same_type(leaf: Leaf, sharding: Any, other: _Result, written: Written) 
 
 def _laid_alike(leaf: Leaf, sharding: Any, other: _Result, written: Written) -> str:
     """What makes an argument come as it is returned, in the way of the two that needs less of a device."""
-    comes, returned = leaf_bytes(leaf, sharding), leaf_bytes(leaf, other.sharding)
+    comes, returned = leaf.bytes_under(sharding), leaf.bytes_under(other.sharding)
     place = written.places.get(leaf.argument)
     if returned < comes:
         what = f"Lay {leaf.argument} as it is returned, before the first step"
@@ -432,12 +432,6 @@ def _placement(sharding: Any) -> str:
     return "" if sharding is None or len(sharding.device_set) == 1 else _spec(sharding)
 
 
-def leaf_bytes(leaf: Leaf, sharding: Any) -> int:
-    """Bytes of an array on one device."""
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
-
-
 _LARGE_BYTES = 2**20
 _LARGE_SHARE = 0.01  # of what one device holds of all arguments
 _NAMED = 3
@@ -452,24 +446,24 @@ def replicated(leaves: Sequence[Leaf], policy: StepPolicy) -> tuple[str, ...]:
     """
     if policy.sharding in (None, "replicate"):
         return ()
-    held = sum(_bytes_here(leaf) for leaf in leaves)
+    held = sum(leaf.bytes_here for leaf in leaves)
     whole = [
         leaf
         for leaf in leaves
         if _copies(leaf.value) > 1
-        and _bytes_here(leaf) >= max(_LARGE_BYTES, _LARGE_SHARE * held)
+        and leaf.bytes_here >= max(_LARGE_BYTES, _LARGE_SHARE * held)
         and not (policy.sharding == "zero1" and leaf.kind == PARAMETERS)
     ]
-    whole.sort(key=_bytes_here, reverse=True)
+    whole.sort(key=lambda leaf: leaf.bytes_here, reverse=True)
     warnings = [
-        f"{leaf.path} ({leaf.type_text}, {format_bytes(_bytes_here(leaf))}) lies whole on each of {_copies(leaf.value)} devices, "
+        f"{leaf.path} ({leaf.type_text}, {format_bytes(leaf.bytes_here)}) lies whole on each of {_copies(leaf.value)} devices, "
         f"though sharding={policy.sharding!r}: no dimension of it divides by the mesh, or it was put there so."
         for leaf in whole[:_NAMED]
     ]
     rest = whole[_NAMED:]
     if rest:
         warnings.append(
-            f"{len(rest)} more arrays of {format_bytes(sum(map(_bytes_here, rest)))} lie whole on each device."
+            f"{len(rest)} more arrays of {format_bytes(sum(leaf.bytes_here for leaf in rest))} lie whole on each device."
         )
     return tuple(warnings)
 
@@ -483,11 +477,6 @@ def _copies(value: Any) -> int:
     """On how many devices an array lies whole; 1 where it is split or lies nowhere yet."""
     sharding = _sharding(value)
     return sharding.num_devices if sharding is not None and sharding.is_fully_replicated else 1
-
-
-def _bytes_here(leaf: Leaf) -> int:
-    """What one device holds of it."""
-    return leaf_bytes(leaf, _sharding(leaf.value))
 
 
 _GIVEN_UP = "after the memory was donated"
@@ -557,3 +546,22 @@ def _buffers(value: Any) -> list[tuple[int, ...]]:
         return [(part.device.id, part.unsafe_buffer_pointer()) for part in parts_of(value)] or [(-1, id(value))]
     except (AttributeError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return [(-1, id(value))]  # typed keys and exotic arrays have no address; the object itself identifies it
+
+
+def undonated_names(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> tuple[str, ...]:
+    """Arguments that the step returns updated and of which nothing is donated."""
+    present = {leaf.argument for leaf in leaves}
+    donated = {leaf.argument for leaf in leaves if leaf.donated}
+    inferred = infer_donation([(n, v) for n, v in arguments if n in present], results, leaves)
+    return tuple(name for name in inferred if name not in donated)
+
+
+def with_passing(arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf], results: Any) -> list[Leaf]:
+    """The leaves, with what is donated and is no state marked as passing."""
+    donated = {leaf.argument for leaf in leaves if leaf.donated}
+    if not donated:
+        return list(leaves)
+    present = {leaf.argument for leaf in leaves}
+    state = {leaf.argument for leaf in leaves if leaf.updated or leaf.kind in (PARAMETERS, OPTIMIZER, STATE)}
+    passing = passing_arguments([(n, v) for n, v in arguments if n in present], donated, state, results)
+    return [replace(leaf, passing=True) if leaf.argument in passing else leaf for leaf in leaves]

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import linecache
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -129,6 +130,16 @@ class Leaf:
     def type_text(self) -> str:
         """``float32[8,128]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    def bytes_under(self, sharding: Any) -> int:
+        """Bytes of it on one device under a sharding, by its shape: what is deleted has no size of its own."""
+        shape = self.shape if sharding is None else sharding.shard_shape(self.shape)
+        return math.prod(shape) * getattr(self.dtype, "itemsize", 0)
+
+    @property
+    def bytes_here(self) -> int:
+        """Bytes of it on one device, where it lies."""
+        return self.bytes_under(getattr(self.value, "sharding", None))
 
 
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -22,15 +22,15 @@ from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardi
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.build_jit import (
-    JitOptions,
-    build_jit,
-    require_pinned,
+from jaxmem_callbacks.programs.steps.build_jit import JitOptions, build_jit, require_pinned, written_call
+from jaxmem_callbacks.programs.steps.donation import (
+    donation_message,
+    lost_donations,
+    note_deleted,
+    require_unshared,
     undonated_names,
     with_passing,
-    written_call,
 )
-from jaxmem_callbacks.programs.steps.donation import donation_message, lost_donations, note_deleted, require_unshared
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, has_real_arrays, named_arguments
 from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, require_returned
 from jaxmem_callbacks.programs.steps.program import (
@@ -53,13 +53,12 @@ from jaxmem_callbacks.programs.steps.user_jit import (
     for_whole_trees,
     hold_modules,
     jax_traced,
-    name_of,
     of_parts,
     split,
     static_arguments,
     without_undonating_jit,
 )
-from jaxmem_callbacks.records.arguments import require_function, require_names
+from jaxmem_callbacks.records.arguments import name_of, require_function, require_names
 from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset

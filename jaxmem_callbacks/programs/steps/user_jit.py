@@ -22,6 +22,7 @@ from jaxmem_callbacks.programs.steps.leaves import (
     parameter_names,
 )
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.frameworks import framework_of, is_equinox_module
 
@@ -269,13 +270,6 @@ def _require_arrays(name: str, value: Any, function: Callable[..., Any]) -> None
                 "argument of its own, which is static then, or close over it. Of an Equinox model the arrays alone are traced."
             )
             raise TypeError(msg)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What a step is called: its function's name, under a `functools.partial` that of the function inside, else its class."""
-    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
 
 
 # Steps whose arguments hold Equinox modules: arrays apart from everything else.

@@ -416,26 +416,16 @@ def deleted_arguments(
                 f"{', '.join(donated)}: donated to the call, which was under way, so that those arrays are gone: go on from a "
                 "copy or a checkpoint."
             )
-            return tuple(leaf.path for leaf in given), sum(_bytes(leaf) for leaf in given), fate
+            return tuple(leaf.path for leaf in given), sum(leaf.bytes_here for leaf in given), fate
         return (), 0, "Whether its arguments survived is unknown, because the exception did not pass through its call."
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
     dead = [leaf for leaf in arrays if leaf.value.is_deleted()]
     if not dead:
         return (), 0, f"All {len(arrays)} arrays of its arguments are alive: the call can be made again."
-    size = sum(_bytes(leaf) for leaf in dead)
+    size = sum(leaf.bytes_here for leaf in dead)
     names = sorted({leaf.argument for leaf in dead})
     fate = (
         f"{len(dead)} of the {len(arrays)} arrays of its arguments were donated and are gone ({', '.join(names)}): "
         "go on from a copy or a checkpoint, the same call cannot be made again."
     )
     return tuple(leaf.path for leaf in dead), size, fate
-
-
-def _bytes(leaf: Leaf) -> int:
-    """Bytes of an array on one device, by its shape: a deleted one has no size."""
-    place = getattr(leaf.value, "sharding", None)
-    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
-    size = 1
-    for side in shape:
-        size *= side
-    return size * getattr(leaf.dtype, "itemsize", 0)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.advice import advise
+from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
@@ -115,7 +116,7 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
         for place, name, value in _named(loss, args, kwargs)
         if not (isinstance(place, int) and place in differentiated)
     ]
-    name = getattr(loss, "__name__", type(loss).__name__)
+    name = name_of(loss)
     keys = [one for one in everything if one.is_raw_key and one.arrays]
     others = [one for one in everything if one.arrays and one not in keys]
     if choice.argnames is None and choice.argnums is None:
