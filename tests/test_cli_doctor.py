@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxmem_callbacks.cli.backend_probe import devices_started
+from jaxmem_callbacks.cli.doctor import figures_here, in_effect
 from jaxmem_callbacks.environment.apply import start_findings
-from jaxmem_callbacks.environment.figures import figures_here, in_effect
 from jaxmem_callbacks.environment.process import version_numbers
 from jaxmem_callbacks.records.environment import DeviceFacts, Finding, ProcessFacts
 

@@ -28,6 +28,8 @@ from jaxmem_callbacks.records.policies import StepPolicy, UnfitPolicy, policy_wo
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.plan_figure import plan_figure
+from jaxmem_callbacks.writers.plan_page import write_plan_run
 from jaxmem_callbacks.writers.plan_progress import in_notebook, plan_progress
 from jaxmem_callbacks.writers.plan_table import plan_document, plan_json
 
@@ -174,8 +176,6 @@ class Plan:
 
     def figure(self) -> Figure:
         """The frontier as a matplotlib figure."""
-        from jaxmem_callbacks.writers.plan_figure import plan_figure
-
         return plan_figure(self.record, self.frontier)
 
     def to_yaml(self) -> str:
@@ -226,8 +226,6 @@ class Plan:
         Raises:
             PlanError: ``logdir`` is no local folder, cannot be written, or holds a run.
         """
-        from jaxmem_callbacks.writers.plan_page import write_plan_run
-
         return write_plan_run(self.record, self.frontier, logdir)
 
     def __str__(self) -> str:

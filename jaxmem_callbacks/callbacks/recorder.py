@@ -42,7 +42,8 @@ from jaxmem_callbacks.records.traces import TraceHead, TracePart
 from jaxmem_callbacks.records.units import GIB, format_bytes
 from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot
 from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
-from jaxmem_callbacks.writers.jsonl import OwnEventsWriter
+from jaxmem_callbacks.writers.jsonl import JsonlWriter, OwnEventsWriter, TraceWriter
+from jaxmem_callbacks.writers.plan_figure import plan_picture
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record, Writer
 
@@ -235,7 +236,6 @@ class Recorder:
     def _write_plan(self, plan: PlanRecord, observation: Observation) -> None:
         """Once, at the start: what was planned is there from the first moment on."""
         from jaxmem_callbacks.planning.choice import pareto
-        from jaxmem_callbacks.writers.plan_figure import plan_picture
 
         frontier = pareto(plan.candidates)
         for record in plan_page(plan, frontier, step=observation.step, time_s=observation.time_s):
@@ -443,8 +443,6 @@ class Outputs:
         return TensorBoardWriter(folder, self._run_id)
 
     def _own_jsonl(self, start: RunStart) -> Writer:
-        from jaxmem_callbacks.writers.jsonl import JsonlWriter
-
         self._folder.mkdir(parents=True, exist_ok=True)  # on a disk of this machine's own nobody else makes it
         return JsonlWriter(self._folder / process_name(jax.process_index()), self._run_id, start=start)
 
@@ -454,14 +452,10 @@ class Outputs:
         return TensorBoardWriter(self._folder, self._run_id)
 
     def _jsonl(self) -> Writer:
-        from jaxmem_callbacks.writers.jsonl import JsonlWriter
-
         path, part_bytes = self._folder / JSONL_NAME, self._settings.jsonl_part_bytes
         return JsonlWriter(path, self._run_id, part_bytes=part_bytes, start=self._start())
 
     def _trace(self) -> Writer:
-        from jaxmem_callbacks.writers.jsonl import TraceWriter
-
         first = jax.local_devices()[0]
         head = TraceHead(
             name=self._run_id,

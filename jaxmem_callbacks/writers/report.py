@@ -26,7 +26,8 @@ from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.runs import CheckpointSave, MemoryEvent
 from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.events import event_details, event_title
-from jaxmem_callbacks.writers.figures import DEVICE_LINES, HOST
+from jaxmem_callbacks.writers.figures import DEVICE_LINES, HOST, draw_heap
+from jaxmem_callbacks.writers.plan_figure import plan_picture
 from jaxmem_callbacks.writers.plan_page import SOURCES_TAG, plan_page
 from jaxmem_callbacks.writers.plan_table import plan_document
 from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
@@ -477,8 +478,6 @@ def _plan(story: RunSummary, frontier: Frontier) -> Iterator[Block]:
 
 
 def _picture(record: PlanRecord, best: Collection[Candidate]) -> Figure:
-    from jaxmem_callbacks.writers.plan_figure import plan_picture
-
     return _image(
         plan_picture(record, best, step=0, time_s=0.0), "The plan's frontier: extra operations over bytes", finer=2
     )
@@ -488,8 +487,6 @@ def _heap(story: RunSummary) -> Iterator[Block]:
     """The last map of live arrays; a run that was killed early has none, and the table of what was known states so."""
     if story.heap is None:
         return
-    from jaxmem_callbacks.writers.figures import draw_heap
-
     drawn = draw_heap(story.heap)
     if drawn is not None:
         where = f"On {story.heap.device}, which held most, after step {max(story.heap.step, 0):,}"

@@ -63,8 +63,8 @@ from jaxmem_callbacks.records.errors import DonationError, DonationWarning
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.transforms.accumulation.equivalence_check import require_accumulable
 from jaxmem_callbacks.transforms.accumulation.microbatch import refuse_second_accumulation
-from jaxmem_callbacks.transforms.accumulation.step_check import require_accumulable
 from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy, Gradients, activate, require_used
 from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
