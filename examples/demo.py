@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.steps.program import step_flops
+from jaxmem_callbacks.programs.memory import step_flops
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.events import event_title
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.programs.steps.program import step_flops
+from jaxmem_callbacks.programs.memory import step_flops
 from jaxmem_callbacks.transforms.costs import count_flops, jaxpr_flops
 
 pytestmark = pytest.mark.core

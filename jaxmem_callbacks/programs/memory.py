@@ -1,4 +1,4 @@
-"""What one step needs, by its compiler: `step_memory`, as text and as an account."""
+"""What one step needs, by its compiler: `step_memory`, as text and as an account; and the operations of one call."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from jaxmem_callbacks.programs.steps.program import (
     unguarded,
 )
 from jaxmem_callbacks.programs.steps.step import JitStep, jit_step
-from jaxmem_callbacks.programs.steps.user_jit import already_jitted
+from jaxmem_callbacks.programs.steps.user_jit import already_jitted, jax_traced
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
-from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
+from jaxmem_callbacks.programs.targets.exporting import flatten_program, refusing_cudnn
 from jaxmem_callbacks.programs.targets.step_on_target import compile_step_for, compiling_here, described
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
@@ -47,6 +47,8 @@ from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words,
 from jaxmem_callbacks.records.programs import ArgumentMemory, Buffer, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE, batch_of
+from jaxmem_callbacks.transforms.costs import FlopCount, count_flops
+from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
 def memory_document(program: ProgramMemory, arguments: Sequence[ArgumentMemory], warnings: Sequence[str]) -> Document:
@@ -478,3 +480,16 @@ def _shared(leaves: Sequence[Any], function: Callable[..., Any]) -> tuple[str, .
     except DonationError as error:
         return (str(error),)
     return ()
+
+
+def step_flops(step: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount:
+    """Operations of one call of a step, traced on the shapes of its arguments; nothing is run.
+
+    What the step changes in place (NNX modules and optimizers) counts as used, like its results.
+    """
+    framework = framework_of([*args, *kwargs.values()])
+    traceable: Any = step if framework is None or hasattr(step, "trace") else framework.jit(step)
+    if hasattr(traceable, "trace"):
+        return count_flops(jax_traced(traceable.trace(*args, **kwargs)).jaxpr)
+    flat = flatten_program(step, args, kwargs)
+    return count_flops(jax.make_jaxpr(flat.function)(*flat.leaves))

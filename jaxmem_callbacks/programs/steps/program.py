@@ -1,4 +1,4 @@
-"""A traced or compiled step: its operations, what it needs, how it was compiled, and what it copied in spite of donation."""
+"""A traced or compiled step: what it needs, how it was compiled, and what it copied in spite of donation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,12 +19,8 @@ from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf
-from jaxmem_callbacks.programs.steps.user_jit import jax_traced
-from jaxmem_callbacks.programs.targets.exporting import flatten_program
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.transforms.costs import FlopCount, count_flops
-from jaxmem_callbacks.transforms.frameworks import framework_of
 
 # What pins a value on a mesh is no part of the mathematics.
 _PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
@@ -286,16 +282,3 @@ def _copied(leaves: Sequence[Leaf], uses: Sequence[LeafUse]) -> list[LeafUse]:
 def _was_in_place(value: object, use: LeafUse) -> bool:
     """Whether an array lay where the program wants it: one without a place of its own is moved there, once."""
     return isinstance(value, jax.Array) and (value.committed or not use.placement)
-
-
-def step_flops(step: Callable[..., Any], *args: Any, **kwargs: Any) -> FlopCount:
-    """Operations of one call of a step, traced on the shapes of its arguments; nothing is run.
-
-    What the step changes in place (NNX modules and optimizers) counts as used, like its results.
-    """
-    framework = framework_of([*args, *kwargs.values()])
-    traceable: Any = step if framework is None or hasattr(step, "trace") else framework.jit(step)
-    if hasattr(traceable, "trace"):
-        return count_flops(jax_traced(traceable.trace(*args, **kwargs)).jaxpr)
-    flat = flatten_program(step, args, kwargs)
-    return count_flops(jax.make_jaxpr(flat.function)(*flat.leaves))
