@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jaxmem_callbacks.planning.compile_candidate import Compiler
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.candidate_policies import candidates_for
+from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch
