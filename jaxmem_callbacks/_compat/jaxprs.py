@@ -1,13 +1,18 @@
-"""The few places where the two JAX lines spell a jaxpr differently: building one, evaluating one, reading a scan.
+"""The few places where JAX lines spell a jaxpr differently: building one, evaluating one, reading a scan or a checkpoint.
 
 Up to jax 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants, and `scan` has `num_consts`, `num_carry`; from 0.12 there
-is one class, and `scan` has `ft_in`. Everything here goes through `jax.extend.core`, the published side of jaxprs.
+is one class, and `scan` has `ft_in`. All this goes through `jax.extend.core`, the published side of jaxprs.
+
+Private is what leaves JAX's newer checkpoints (``jax_remat3``) aside for a while and reads their equations: the flag's own context
+manager, which holds for one thread, and the object in which an equation keeps its parameters. Without the first the public flag is
+set and put back, for all threads; without the second nothing is read.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
-
-from jaxmem_callbacks._compat.newer_checkpoints import first_checkpoints, held_params
 
 _JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
@@ -191,3 +194,33 @@ def source_lines(eqn: Any) -> list[tuple[str, int]]:
         return []
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(recorded.as_python_traceback())]
     return lines[::-1]
+
+
+try:
+    from jax._src.config import remat3 as _flag  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+except ImportError:  # before jax 0.11, which has one implementation
+    _flag = None
+_NAME = "jax_remat3"
+
+
+@contextmanager
+def first_checkpoints() -> Generator[None]:
+    """Where a checkpoint or a name that is traced is that of JAX's first implementation, whatever ``jax_remat3`` says."""
+    if _flag is not None:
+        with _flag(False):
+            yield
+        return
+    before = getattr(jax.config, _NAME, False)
+    if not before:
+        yield
+        return
+    jax.config.update(_NAME, False)
+    try:
+        yield
+    finally:
+        jax.config.update(_NAME, before)
+
+
+def held_params(eqn: Any) -> dict[str, Any]:
+    """Parameters that an equation keeps in an object of its own, as a newer checkpoint does; none of others."""
+    return getattr(eqn.params.get("_prim"), "params", {})

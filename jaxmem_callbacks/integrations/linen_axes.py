@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from flax.core import meta
 from flax.core.spmd import get_logical_axis_rules
 
-from jaxmem_callbacks.records.policies import ShardingRules
-from jaxmem_callbacks.transforms.frameworks import Annotation
+from jaxmem_callbacks.transforms.frameworks import Annotation, rule_pairs
 
 
 def is_annotated(node: Any) -> bool:
@@ -23,8 +21,3 @@ def annotation(node: Any) -> Annotation | None:
         return None  # another kind of metadata, such as of weight norms: nothing about sharding
     own = getattr(node, "rules", None) or ()
     return Annotation(names=tuple(node.names), rules=rule_pairs((*own, *get_logical_axis_rules())))
-
-
-def rule_pairs(rules: Iterable[Any]) -> ShardingRules:
-    """Flax's rules with lists of mesh axes as tuples."""
-    return tuple((str(name), tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)

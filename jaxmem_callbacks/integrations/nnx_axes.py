@@ -8,8 +8,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem_callbacks.integrations.linen_axes import rule_pairs
-from jaxmem_callbacks.transforms.frameworks import Annotation
+from jaxmem_callbacks.transforms.frameworks import Annotation, rule_pairs
 
 
 def is_annotated(node: Any) -> bool:

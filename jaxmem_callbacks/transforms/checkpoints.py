@@ -18,11 +18,11 @@ from jaxmem_callbacks._compat.jaxprs import (
     checkpoint_template,
     close,
     derive,
+    first_checkpoints,
     open_jaxpr,
     scan_arity,
     subjaxprs,
 )
-from jaxmem_callbacks._compat.newer_checkpoints import first_checkpoints
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import (
     KEPT,

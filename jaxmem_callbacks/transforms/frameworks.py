@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -196,3 +196,8 @@ def refuse_framework_objects(*trees: Any) -> None:
             f"gradient would leave behind. Use {framework.VALUE_AND_GRAD} instead."
         )
         raise LossRefusedError(msg)
+
+
+def rule_pairs(rules: Iterable[Any]) -> ShardingRules:
+    """Flax's rules with lists of mesh axes as tuples."""
+    return tuple((str(name), tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
