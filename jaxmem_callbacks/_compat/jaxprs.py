@@ -3,9 +3,9 @@
 Up to jax 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants, and `scan` has `num_consts`, `num_carry`; from 0.12 there
 is one class, and `scan` has `ft_in`. All this goes through `jax.extend.core`, the published side of jaxprs.
 
-Private is what leaves JAX's newer checkpoints (``jax_remat3``) aside for a while and reads their equations: the flag's own context
-manager, which holds for one thread, and the object in which an equation keeps its parameters. Without the first the public flag is
-set and put back, for all threads; without the second nothing is read.
+Private is what leaves JAX's newer checkpoints (``jax_remat3``) aside for a while and reads their equations: the flag's own
+context manager, which holds for one thread, and the object in which an equation keeps its parameters. Without the first the
+public flag is set and put back, for all threads; without the second nothing is read.
 """
 
 from __future__ import annotations
