@@ -187,3 +187,17 @@ def test_two_levels_are_around_what_takes_less(dearer: Any) -> None:
         compiler_for(900), {None: 1100, "blocks": 1000} if dearer[1] == "blocks" else {None: 1000, "blocks": 1100}
     )
     assert [(each.levels, each.segments) for each in places[3:4]] == [(2, dearer[1])]
+
+
+@pytest.mark.core
+@keeps_remat
+def test_the_largest_batch_may_be_the_one_around_blocks() -> None:
+    block, args = NETS["decoder"]
+    step = step_of(jm.value_and_grad, block)
+    needs = [
+        jm.step_memory(jm.apply_policy(step, policy), *args, target="cpu").program.step_bytes or 0
+        for policy in (FULL, BLOCKS)
+    ]
+    search = {"batch": {"multiple_of": 1024, "at_most": 2048}}
+    plan = jm.plan(step, *args, target="cpu", budget=sum(needs) // 2, search=search, progress=False)
+    assert (plan.chosen.batch_rows, plan.policy.segments, plan.chosen.fits) == (2048, "blocks", True)

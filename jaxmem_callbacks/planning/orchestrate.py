@@ -39,7 +39,7 @@ from jaxmem_callbacks.programs.steps.step import JitStep, Traced
 from jaxmem_callbacks.programs.steps.user_jit import already_jitted
 from jaxmem_callbacks.programs.targets.step_on_target import MemoryRefusalError, compile_traced_here, lower_traced_for
 from jaxmem_callbacks.records.arguments import name_of
-from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.errors import LossRefusedError, PlanError, PolicyError
 from jaxmem_callbacks.records.plans import BesideProgram, Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, PARAMETERS, STATE
@@ -214,7 +214,7 @@ class LargestBatch:
         and comes before the largest batch of the step as it is, which only shows what it buys.
         """
         plain, roomy = self._problem.base, self._roomy(space)
-        further = [replace(roomy, levels=2)] if space.remat else []
+        further = [*self._around_blocks(roomy), replace(roomy, levels=2)] if space.remat else []
         further += [cuts_moved(roomy)] if space.offload else []
         reached = self._largest(roomy, _one_of(1 if roomy == plain else 2, queue))
         for index, policy in enumerate(further):
@@ -232,10 +232,19 @@ class LargestBatch:
             self._keep_more(roomy, reached, _one_of(2, queue))
         self._largest(plain, queue)
 
+    def _around_blocks(self, roomy: StepPolicy) -> list[StepPolicy]:
+        """The roomy policy with its checkpoints around blocks that repeat; none where nothing does."""
+        policy = replace(roomy, segments="blocks")
+        try:
+            self._compiler(max(self._rows.count // self._unit, 1)).facts(policy)
+        except (PolicyError, LossRefusedError):
+            return []
+        return [policy]
+
     def _keep_more(self, roomy: StepPolicy, reached: int, queue: CompileQueue) -> None:
-        """Of the most rows, the step that computes least again; nothing to compile where the roomy one does not fit."""
-        found = self._found.get((reached, roomy))
-        if found is None or not found.fits:
+        """Of the most rows, the step that computes least again; nothing to compile where no one level of checkpoints fits."""
+        ends = (self._found.get((reached, policy)) for policy in (roomy, replace(roomy, segments="blocks")))
+        if not any(each is not None and each.fits for each in ends):
             return
         search = RematSearch(self._compiler(reached), queue, replace(roomy, remat="none"))
         if search.compile_endpoints(plain=False):
