@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import candidates_for
+from jaxmem_callbacks.planning.candidate_policies import candidates_for, other_numbers_for
 from jaxmem_callbacks.planning.choice import choose
 from jaxmem_callbacks.planning.compiles import Compiler, CompileResults
 from jaxmem_callbacks.planning.problem import Problem
@@ -158,8 +158,8 @@ class Reference:
 
     def offered(self) -> list[tuple[int, int]]:
         """Bytes and operations of all that the planner may choose from."""
-        offered = candidates_for(self.compiler(), FULL)
-        return [self.cost(offer.policy) for offer in (*offered.between, *offered.others)]
+        between, others = other_numbers_for(self.compiler(), FULL) or (candidates_for(self.compiler(), FULL), [])
+        return [self.cost(offer.policy) for offer in (*between, *others)]
 
     def planned(self, budget: int) -> int | None:
         """Operations that are computed again by what the planner chooses for a budget; None where nothing fits."""

@@ -260,7 +260,7 @@ def test_the_users_own_jit_and_progress() -> None:
         progress=lambda *said: told.append(said),
     )
     assert plan.compiles == 2
-    assert told[0] == ("none and full", 0, 6)
+    assert told[0] == ("none and full", 0, 8)
     assert told[-1][1] == 2
 
 

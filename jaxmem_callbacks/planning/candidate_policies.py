@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,13 @@ from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPo
 from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 _DIGITS = 10**5
+# Of more segments than this, what each may keep is fine enough, and one more or less changes little.
+_FEW = 4
+# Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
+# differences compilers often make the opposite.
+_MARGIN = 0.9
+# As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
+_ALIKE = 0.02
 # Policies nearer to each other than this are not worth two compiles.
 _CLOSE = 1.01
 _BISECTIONS = 24
@@ -49,15 +57,83 @@ def candidates_for(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy
     Raises:
         PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
     """
-    curves = compiler.facts(full, survey=True).shares
-    curves = [curve for curve in curves if len(curve) > 1] or list(curves[:1])  # losses that may keep anything
-    return unbeaten([_offer(full, share) for share in (curves[0] if len(curves) == 1 else _joined(curves))])
+    curves = _surveyed(compiler, full)
+    return unbeaten(
+        [_offer(full, share, share.bytes) for share in (curves[0] if len(curves) == 1 else _joined(curves))]
+    )
 
 
-def _offer(policy: StepPolicy, share: FrontierPoint) -> CandidatePolicy:
+def other_numbers_for(
+    compiler: Compiler, full: StepPolicy
+) -> tuple[list[CandidatePolicy], list[CandidatePolicy]] | None:
+    """The same with other numbers of segments, and those of all that are estimated to be beaten or not to be worth it.
+
+    None where the library chose more than a few segments, or the step has several losses.
+
+    Args:
+        compiler: Traces the step under a policy.
+        full: The policy of the lower end, whose segments the library chooses.
+
+    Raises:
+        PolicyError, LossRefusedError: as `candidates_for`.
+    """
+    curves = _surveyed(compiler, full)
+    if len(curves) != 1 or curves[0][0].segments > _FEW:
+        return None
+    (own,), unlikely = curves, list[CandidatePolicy]()
+    promising = [_offer(full, share, share.bytes) for share in own]
+    for policy, curve in _of_given_numbers(compiler, full, range(2, _FEW + 1)).items():
+        # The chosen number, given, estimates only the last segment otherwise, and may cut elsewhere for that.
+        for offer, is_promising in _compared(policy, curve, own) if policy.segments != own[0].segments else ():
+            (promising if is_promising else unlikely).append(offer)
+    between = unbeaten(promising)
+    beaten = [offer for offer in promising if offer not in between]
+    return between, [offer for some in (beaten, unlikely) for offer in sorted(some, key=lambda each: each.work)]
+
+
+def _surveyed(compiler: Compiler, policy: StepPolicy) -> list[tuple[FrontierPoint, ...]]:
+    """For each loss of the step that may keep anything, what other shares would keep; where none may, for the first."""
+    curves = compiler.facts(policy, survey=True).shares
+    return [curve for curve in curves if len(curve) > 1] or list(curves[:1])
+
+
+def _of_given_numbers(
+    compiler: Compiler, full: StepPolicy, numbers: Iterable[int]
+) -> dict[StepPolicy, tuple[FrontierPoint, ...]]:
+    """Policies of given numbers of segments, as far as the loss can be cut so, and what each may keep."""
+    found: dict[StepPolicy, tuple[FrontierPoint, ...]] = {}
+    for segments in numbers:
+        policy = replace(full, segments=segments)
+        # Fewer than its loops and checkpoints make, or more than it has places.
+        with contextlib.suppress(PolicyError, LossRefusedError):
+            curves = _surveyed(compiler, policy)
+            if len(curves) == 1:
+                found[policy] = curves[0]
+    return found
+
+
+def _compared(
+    policy: StepPolicy, curve: Sequence[FrontierPoint], own: Sequence[FrontierPoint]
+) -> Iterator[tuple[CandidatePolicy, bool]]:
+    """What another number of segments offers, and whether its estimated peak is enough below that of the chosen number."""
+    for share in curve:
+        alike = share.work + _ALIKE * own[0].work
+        least = min((mine.peak for mine in own if mine.work <= alike), default=math.inf)
+        yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
+
+
+def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
+    """Modelled bytes of an estimated peak: what the chosen number of segments keeps where its own is as high."""
+    for share in own:
+        if share.peak >= peak:
+            return share.bytes
+    return own[-1].bytes + peak - max(share.peak for share in own)
+
+
+def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> CandidatePolicy:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
     keep = min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)
-    return CandidatePolicy(replace(policy, keep=keep), share.bytes, share.flops, share.work)
+    return CandidatePolicy(replace(policy, keep=keep), bytes_, share.flops, share.work)
 
 
 def unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:

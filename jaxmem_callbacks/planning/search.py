@@ -18,6 +18,7 @@ from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from jaxmem_callbacks.planning.candidate_policies import (
     CandidatePolicy,
     candidates_for,
+    other_numbers_for,
     spread,
     unbeaten,
 )
@@ -35,6 +36,8 @@ _FILLED = 0.98
 _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
+# What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
+_ENOUGH = 6
 # Of two levels, bytes above this part of those of one level are no less: the most is alive elsewhere.
 _LESS_BYTES = 0.99
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
@@ -57,6 +60,7 @@ class RematSearch:
         self._plain = compiler.problem.base if base is None else base
         self._full = replace(self._plain, remat="full")
         self._between: list[CandidatePolicy] = []
+        self._others: list[CandidatePolicy] = []
         self.found: dict[StepPolicy, Candidate] = {}
 
     @property
@@ -120,6 +124,7 @@ class RematSearch:
         try:
             blocks = candidates_for(self._compiler, policy)
         except (PolicyError, LossRefusedError):  # nothing repeats
+            self._look_at_other_numbers()
             return
         if not self._is_another(policy):
             return
@@ -135,6 +140,12 @@ class RematSearch:
             self._between = unbeaten([*self._between, *_above(blocks, above)])
         else:
             self._full, self._between = policy, unbeaten([*blocks, *_above(self._between, -above)])
+
+    def _look_at_other_numbers(self) -> None:
+        """Of a loss in which nothing repeats, offer what other numbers of segments are estimated to need."""
+        found = other_numbers_for(self._compiler, self._full)
+        if found is not None:
+            self._between, self._others = found
 
     def fill(self) -> None:
         """Points between the ends, spread so that what lies between two of them is near one of the two.
@@ -218,6 +229,7 @@ class RematSearch:
             self._compile([offered[place].policy for place in places])
             low, high = closer(*between, {place: _fits(self.found.get(offered[place].policy)) for place in places})
             between = low, len(offered) if high is None else high
+        self._try_alternatives((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
     def _try_lower(self, limit: int | None) -> None:
         """Where the lower end does not fit: two levels, then what lies above it and may need less all the same.
@@ -259,6 +271,13 @@ class RematSearch:
 
     def _most_that_fits(self) -> int:
         return max(each.step_bytes or 0 for each in self.found.values() if each.fits)
+
+    def _try_alternatives(self, spare: float) -> None:
+        """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
+        again = min(each.extra_flops for each in self.found.values() if each.fits)
+        worth = WORTH * self._compiler.plain.flops
+        near = [each for each in self._others if each.bytes <= _NEAR * spare and each.flops < again - worth]
+        self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._queue.remaining), 0)]])
 
     def _is_near(self, limit: int) -> bool:
         """Whether what comes nearest, of what does not fit, is so near that another policy may fit."""
