@@ -61,21 +61,20 @@ def lowering_ratio(problem: Problem, rounds: int = 3, enough: float = 0.0) -> fl
     Args:
         problem: A loss and its arguments.
         rounds: How often both are lowered, at most.
-        enough: A ratio that two rounds may stop at.
+        enough: A ratio that may be left at that, once the plain loss was lowered twice.
     """
     loss, args = problem
-    best = dict.fromkeys(("plain", "cut"), float("inf"))
+    best: dict[str, float] = dict.fromkeys(("plain", "cut"), float("inf"))
     gc.collect()
     gc.freeze()  # what else lives in this process is walked by each full collection, and is nobody's lowering
     try:
-        for done in range(rounds):
-            if done > 1 and best["cut"] <= enough * best["plain"]:
+        for turn, (name, candidate) in enumerate((("plain", loss), ("cut", jm.remat(loss))) * rounds):
+            jax.clear_caches()
+            begun = time.process_time()
+            jax.jit(jax.value_and_grad(candidate)).lower(*args)
+            best[name] = min(best[name], time.process_time() - begun)
+            if turn > 1 and best["cut"] <= enough * best["plain"]:
                 break
-            for name, candidate in (("plain", loss), ("cut", jm.remat(loss))):
-                jax.clear_caches()
-                begun = time.process_time()
-                jax.jit(jax.value_and_grad(candidate)).lower(*args)
-                best[name] = min(best[name], time.process_time() - begun)
     finally:
         gc.unfreeze()
     return best["cut"] / best["plain"]

@@ -22,15 +22,16 @@ from jaxmem_callbacks.transforms.tracing import has_own_checkpoint, inlined, is_
 # `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or chooses which are kept.
 _MAKERS = re.compile(r"(?!checkpoint_(name|polic))\w*(checkpoint|remat)\w*")
 _Line = tuple[str, int]
+# All code of a file, and the names that it gives what makes checkpoints.
+_Code = tuple[tuple[ast.AST, ...], frozenset[str]]
 
 
 def checkpoints_around(file: str, function: str) -> list[_Line]:
     """Where a file makes a checkpoint of a function: by decorators first, then by calls."""
-    tree = _tree_of(file)
-    makers = set(_other_names(tree))
+    nodes, makers = _code_of(file)
     around = [
         (file, node.lineno)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call) and node.args and _makes(node.func, makers) and _last(node.args[0]) == function
     ]
     return [*_above(file, function), *around]
@@ -38,11 +39,10 @@ def checkpoints_around(file: str, function: str) -> list[_Line]:
 
 def checkpoints_named(file: str, name: str) -> list[_Line]:
     """Where a file gives a checkpoint a name."""
-    tree = _tree_of(file)
-    makers = set(_other_names(tree))
+    nodes, makers = _code_of(file)
     given = [
         (file, node.lineno)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and _makes(node.value.func, makers)
@@ -53,11 +53,10 @@ def checkpoints_named(file: str, name: str) -> list[_Line]:
 
 def _above(file: str, name: str) -> list[_Line]:
     """The decorators that make a checkpoint of what has a name."""
-    tree = _tree_of(file)
-    makers = set(_other_names(tree))
+    nodes, makers = _code_of(file)
     return [
         (file, each.lineno)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name
         for each in node.decorator_list
         if _makes(each, makers)
@@ -66,11 +65,11 @@ def _above(file: str, name: str) -> list[_Line]:
 
 def names_on(file: str, line: int) -> list[str]:
     """The names on a line of a file, without repeats."""
-    nodes = ast.walk(_tree_of(file))
+    nodes, _ = _code_of(file)
     return list(dict.fromkeys(filter(None, (_last(node) for node in nodes if getattr(node, "lineno", 0) == line))))
 
 
-def _makes(code: ast.expr, makers: set[str]) -> bool:
+def _makes(code: ast.expr, makers: frozenset[str]) -> bool:
     """Whether code is what makes checkpoints, or gives it options: ``functools.partial(jax.checkpoint, ...)``, ``remat(...)``."""
     if isinstance(code, ast.Call):
         given = code.args[0] if code.args and _last(code.func) == "partial" else code.func
@@ -79,15 +78,15 @@ def _makes(code: ast.expr, makers: set[str]) -> bool:
     return name in makers or _MAKERS.fullmatch(name) is not None
 
 
-def _other_names(tree: ast.AST) -> Iterator[str]:
+def _other_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that a file gives what makes checkpoints."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from (each.asname for each in node.names if each.asname and _MAKERS.fullmatch(each.name))
         if isinstance(node, ast.Assign):
             value = node.value
             is_given = isinstance(value, ast.Call) and _last(value.func) == "partial"
-            if (is_given or isinstance(value, ast.Name | ast.Attribute)) and _makes(value, set()):
+            if (is_given or isinstance(value, ast.Name | ast.Attribute)) and _makes(value, frozenset()):
                 yield from map(_last, node.targets)
 
 
@@ -97,16 +96,17 @@ def _last(code: ast.AST) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _tree_of(file: str) -> ast.AST:
-    return _tree("".join(linecache.getlines(file)))
+def _code_of(file: str) -> _Code:
+    return _code("".join(linecache.getlines(file)))
 
 
 @functools.lru_cache(maxsize=8)
-def _tree(text: str) -> ast.AST:
+def _code(text: str) -> _Code:
     try:
-        return ast.parse(text)
+        nodes = tuple(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError):  # such as a notebook's cell
-        return ast.Module([], [])
+        nodes = ()
+    return nodes, frozenset(_other_names(nodes))
 
 
 # Their functions make checkpoints for others (nn.remat, nnx.remat, eqx.filter_checkpoint, hk.remat, keras.remat, jm.remat).
