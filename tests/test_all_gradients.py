@@ -407,7 +407,7 @@ def test_a_gradient_inside_a_loss_is_part_of_the_loss(loss, policy):
     def by_ours(weights, x):
         return jm.value_and_grad(loss)(weights, x)
 
-    assert_close(ours(step, policy)(WEIGHTS, X), step(WEIGHTS, X))
+    assert_close(jax.jit(ours(step, policy))(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
     mine = jm.apply_policy(by_ours, policy)
     assert len(checkpoints(ours(step, policy), WEIGHTS, X)) == len(checkpoints(mine, WEIGHTS, X))
     assert len(checkpoints(ours(by_ours, policy), WEIGHTS, X)) == len(checkpoints(mine, WEIGHTS, X))
