@@ -52,15 +52,15 @@ def candidates_for(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy
         full: The policy of the lower end.
 
     Returns:
-        Ascending in bytes, and each does less work again than all before it.
+        Ascending in bytes, and each does less work again than all before it; of a step with several losses, no more.
 
     Raises:
         PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
     """
     curves = _surveyed(compiler, full)
-    return unbeaten(
-        [_offer(full, share, share.bytes) for share in (curves[0] if len(curves) == 1 else _joined(curves))]
-    )
+    if len(curves) != 1:
+        return [_offer(full, share, share.bytes) for share in _joined(curves)]
+    return unbeaten([_offer(full, share, share.bytes) for share in curves[0]])
 
 
 def other_numbers_for(
