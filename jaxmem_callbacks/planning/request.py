@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import jax
-
 from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_given
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
@@ -172,6 +170,8 @@ def _gpu_share() -> tuple[float, str]:
 
 
 def _attached() -> tuple[int | None, str]:
+
+    import jax  # a mistyped argument is answered before JAX is loaded
 
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
