@@ -82,8 +82,11 @@ def test_saved_activations_are_told_by_what_computed_them(target: str) -> None:
     assert all("@" in line_of(each) or "einsum" in line_of(each) for each in products)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("target", TARGETS[:2])
 def test_the_gradient_of_what_a_librarys_function_looks_up_has_the_line_that_calls_it(target: str) -> None:
+    if target == "cpu" and jax.__version_info__ < (0, 11):
+        pytest.skip("the older emitters of the suite's compiles give a scatter no name; make core proves it")
     looked_up = [each for each in buffers(target) if each.group == GRADIENTS and "embedding" in str(each.operation)]
     assert len(looked_up) == 1, (
         "the first layer's is the last gradient to be made, at a peak that is in the backward pass"
