@@ -14,6 +14,7 @@ from jax.extend import source_info_util
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
+from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.records.peaks import GRADIENTS, SAVED
@@ -59,6 +60,10 @@ def buffers(target: str) -> tuple[Buffer, ...]:
     if target != "cpu":
         needs_compiler(target)
     step = jm.apply_policy(train_step, jm.StepPolicy(remat="full", keep=1.0))
+    if target == "cpu" and jax.__version_info__ < (0, 11):
+        # With the emitters that users have: of the suite's older ones (tests/processes.py) a scatter's loop has no name.
+        jitted = jax.jit(step, compiler_options={"xla_cpu_use_fusion_emitters": True})
+        return compiled_with_peak(jitted.lower(*arguments(4)))[1].buffers
     found = compile_for_target(step, arguments(24 if target.startswith("v5e") else 4), target=target, want_buffers=True)
     assert found.peak is not None
     return found.peak.buffers
@@ -85,8 +90,6 @@ def test_saved_activations_are_told_by_what_computed_them(target: str) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("target", TARGETS[:2])
 def test_the_gradient_of_what_a_librarys_function_looks_up_has_the_line_that_calls_it(target: str) -> None:
-    if target == "cpu" and jax.__version_info__ < (0, 11):
-        pytest.skip("the older emitters of the suite's compiles give a scatter no name; make core proves it")
     looked_up = [each for each in buffers(target) if each.group == GRADIENTS and "embedding" in str(each.operation)]
     assert len(looked_up) == 1, (
         "the first layer's is the last gradient to be made, at a peak that is in the backward pass"

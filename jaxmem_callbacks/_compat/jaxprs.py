@@ -198,7 +198,7 @@ def source_lines(eqn: Any) -> list[tuple[str, int]]:
 
 try:
     from jax._src.config import remat3 as _flag  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-except ImportError:  # before jax 0.11, which has one implementation
+except ImportError:  # a JAX without the flag, or with it elsewhere
     _flag = None
 _NAME = "jax_remat3"
 
