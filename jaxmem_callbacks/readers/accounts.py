@@ -14,7 +14,6 @@ from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
 from jaxmem_callbacks.records.terminal import read_json
-from jaxmem_callbacks.transforms.arg_roles import batch_of
 
 _EXPECTED = (
     "Expected a monitor's logdir or memory.jsonl, a plan (what jaxmem plan prints with --json, plan.to_json()), or a step's "
@@ -76,6 +75,8 @@ def _of_runs(path: Path) -> Account:
 
 
 def _of_story(story: RunSummary, remark: str) -> Account:
+    from jaxmem_callbacks.transforms.arg_roles import batch_of  # loads JAX, and a mistyped name is answered without
+
     judged = {f"{name}, one step": need for name, need in story.needs.items()}
     judged |= {words: story.highs[name].bytes for name, words in _MEASURED.items() if name in story.highs}
     shown: dict[str, int] = {}
