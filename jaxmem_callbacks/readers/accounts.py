@@ -102,6 +102,8 @@ def _of_story(story: RunSummary, remark: str) -> Account:
 
 
 def _of_plan(record: PlanRecord, where: str) -> Account:
+    from jaxmem_callbacks.transforms.arg_roles import batch_of  # as above
+
     chosen = record.candidates[record.chosen]
     if chosen.step_bytes is None:
         msg = f"{where}: the compiler refused the chosen step without a figure, so there is nothing to compare. {_EXPECTED}"
