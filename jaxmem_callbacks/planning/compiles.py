@@ -41,6 +41,7 @@ from jaxmem_callbacks.records.errors import (
     JaxmemError,
     LossRefusedError,
     PolicyError,
+    in_a_line,
 )
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
 from jaxmem_callbacks.records.plans import Candidate
@@ -149,8 +150,7 @@ class Compiler:
         except Exception as error:
             if policy == self.problem.base or isinstance(error, JaxmemError | MemoryError):
                 raise
-            words = (str(error).strip().splitlines() or [""])[0]
-            msg = f"JAX cannot trace the step under it ({type(error).__name__}: {words}), though it can without."
+            msg = f"JAX cannot trace the step under it ({in_a_line(error)}), though it can without."
             raise LossRefusedError(msg) from error
 
     def lowered(self, policy: StepPolicy, *, timeout_s: float | None = None) -> Callable[[], Candidate]:

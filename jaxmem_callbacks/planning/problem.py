@@ -27,7 +27,14 @@ from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
-from jaxmem_callbacks.records.errors import JaxmemError, LossRefusedError, PlanError, PolicyError, did_you_mean
+from jaxmem_callbacks.records.errors import (
+    JaxmemError,
+    LossRefusedError,
+    PlanError,
+    PolicyError,
+    did_you_mean,
+    in_a_line,
+)
 from jaxmem_callbacks.records.plans import BesideProgram
 from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, gradient_words
 from jaxmem_callbacks.records.source_files import Owner, owner_of
@@ -457,8 +464,7 @@ def _traced(title: str, instead: str) -> Generator[None]:
     except JaxmemError:
         raise
     except Exception as error:
-        words = next(iter(str(error).strip().splitlines()), "without a word").rstrip(".")
-        seen = f"{type(error).__name__}: {words}{_place(error)}"
+        seen = f"{in_a_line(error).rstrip('.')}{_place(error)}"
         msg = f"{title} could not be traced for planning: {seen} Expected a step {instead}"
         raise PlanError(msg) from error
 

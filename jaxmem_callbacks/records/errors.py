@@ -146,3 +146,8 @@ def did_you_mean(given: str, allowed: Iterable[str], *, cutoff: float = 0.5) -> 
     """
     near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=cutoff)
     return f" Did you mean `{near[0]}`?" if near else ""
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an error is, and the first line of its text: ``TypeError: unsupported operand``."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"

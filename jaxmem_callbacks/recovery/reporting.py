@@ -28,7 +28,7 @@ from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe
 from jaxmem_callbacks.probes.live_arrays import HeapProbe
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import HeapMap
-from jaxmem_callbacks.records.errors import printable
+from jaxmem_callbacks.records.errors import in_a_line, printable
 from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
 from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport
 from jaxmem_callbacks.records.runs import Reading, Unavailable
@@ -80,8 +80,7 @@ class ReportParts:
         try:
             return action(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever fails here, the user's exception goes on
-            lines = str(error).strip().splitlines() or ["without a word"]
-            self.failures.append(f"{part}: {type(error).__name__}: {lines[0]}")
+            self.failures.append(f"{part}: {in_a_line(error)}")
             return default
 
 

@@ -25,7 +25,7 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.failure import oom_facts
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, framework_of
-from jaxmem_callbacks.transforms.tracing import is_weak, typed
+from jaxmem_callbacks.transforms.tracing import is_key, is_weak, typed
 
 _ALIGNMENT, _OFFSET = 64, 16
 _Place = tuple[tuple[int, int], ...]
@@ -99,7 +99,7 @@ class HostLeaf:
                 "state, metrics = recovery.step(i, state)."
             )
             raise RecoveryError(msg)
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             return _key_leaf(leaf)
         handle = clone_of(leaf)
         parts: dict[_Place, Any] = {}
@@ -148,7 +148,7 @@ class HostLeaf:
 
 def own_copy(leaf: Any, like: Any) -> Any:
     """An array that came from elsewhere, such as a checkpoint, in memory that is XLA's own and with the type of another one."""
-    if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not isinstance(leaf, jax.Array) or is_key(leaf):
         return leaf
     held = HostLeaf.of(leaf)
     committed = bool(getattr(like, "committed", True)) or len(leaf.sharding.device_set) > 1
@@ -485,7 +485,7 @@ def _scalars(metrics: Any) -> dict[str, tuple[float, float]]:
 
 
 def _bytes_here(leaf: Any) -> int:
-    if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not isinstance(leaf, jax.Array) or is_key(leaf):
         return 0
     places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     parts = {str(index) for index in places}

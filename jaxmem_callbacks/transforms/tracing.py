@@ -389,3 +389,8 @@ def _parameter(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(_parameter(item) for item in value)
     return value
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array is a typed random key, or several."""
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)

@@ -28,6 +28,7 @@ from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Message
 from jaxmem_callbacks.recovery.ladder.notify import Notifier
 from jaxmem_callbacks.recovery.snapshots import Inputs
 from jaxmem_callbacks.transforms.policy import Gradients
+from jaxmem_callbacks.transforms.tracing import is_key
 
 How = Literal["ok", "oom_facts", "stuck", "refused"]
 _LISTEN_S = 0.25
@@ -145,7 +146,7 @@ def addresses(state: Any) -> Addresses:
     """For each array its bytes on one device, and its address on each; none where the platform reports none."""
     found: Addresses = []
     for leaf in jax.tree.leaves(state):
-        if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not isinstance(leaf, jax.Array) or is_key(leaf):
             continue
         try:
             parts = parts_of(leaf)

@@ -18,7 +18,7 @@ from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.defragment import MovedArray, MoveKind, MoveStep
 from jaxmem_callbacks.records.errors import DefragmentError
-from jaxmem_callbacks.transforms.tracing import is_weak, typed
+from jaxmem_callbacks.transforms.tracing import is_key, is_weak, typed
 
 _MOST = 256 * 2**20
 _TIMES = 3
@@ -112,7 +112,7 @@ def copied_by_program(array: jax.Array) -> jax.Array:
 
 def copied_by_parts(array: jax.Array) -> jax.Array:
     """A copy of the parts that are here, of an array that other processes have parts of too: they need not take part."""
-    if _is_key(array):
+    if is_key(array):
         return jax.random.wrap_key_data(copied_by_parts(jax.random.key_data(array)), impl=jax.random.key_impl(array))
     parts = [copied_by_runtime(part) for part in parts_of(array)]
     copy = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
@@ -138,7 +138,7 @@ def why_not_staged(array: Any) -> str:
 
 def staged(array: jax.Array) -> Staged:
     """Copy an array to the host. The array is still there."""
-    impl = jax.random.key_impl(array) if _is_key(array) else None
+    impl = jax.random.key_impl(array) if is_key(array) else None
     data = array if impl is None else jax.random.key_data(array)
     return Staged(
         shape=data.shape,
@@ -185,10 +185,6 @@ def _layout(array: Any) -> Any:
 def _is_plain(layout: Any) -> bool:
     order = getattr(layout, "major_to_minor", None)
     return order is None or tuple(order) == tuple(range(len(order)))
-
-
-def _is_key(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 # By its key: what stands on the host, its bytes, and where it lay.

@@ -28,7 +28,7 @@ from jaxmem_callbacks.programs.steps.placement import mesh_of
 from jaxmem_callbacks.programs.steps.step import JitStep
 from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
+from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError, in_a_line
 from jaxmem_callbacks.records.oom import Holder, OomCause, OomFacts, Remedy
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
@@ -197,9 +197,7 @@ class _Compiles:
         try:
             self.tried.append(action(option))
         except Exception as error:  # noqa: BLE001 - the user's own function may raise under a policy, or for want of memory
-            words = str(error).strip().splitlines() or ["without a word"]
-            why = _TOO_LATE if self.is_over else f"{type(error).__name__}: {words[0]}"
-            self.tried.append(replace(option, why=why))
+            self.tried.append(replace(option, why=_TOO_LATE if self.is_over else in_a_line(error)))
 
     @property
     def is_over(self) -> bool:

@@ -26,7 +26,7 @@ from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.tracing import is_variable, split_arrays
+from jaxmem_callbacks.transforms.tracing import is_key, is_variable, split_arrays
 
 ROWS, KEY, WHOLE = "rows", "key", "whole"
 _KEY_WORDS = ("key", "keys", "rng", "rngs", "prng")
@@ -138,11 +138,6 @@ def find_batch(  # noqa: PLR0913 - a call, what is known of it, and a number
     return BatchPlaces(
         places=frozenset(one.place for one in batch), keys=frozenset(one.place for one in keys), rows=rows
     )
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether an array is a typed random key or keys."""
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _named(
