@@ -432,11 +432,6 @@ class SnapshotStore:
                 )
                 raise RecoveryError(msg)
 
-    @property
-    def next_step(self) -> int:
-        """The step after the last one that was done, or -1 before the first."""
-        return -1 if self._next is None else self._next
-
     def cost(self, buffered_bytes: int) -> SnapshotCost:
         """What snapshots have cost so far."""
         return SnapshotCost(
