@@ -63,6 +63,12 @@ def candidates_for(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy
     return unbeaten([_offer(full, share, share.bytes) for share in curves[0]])
 
 
+def number_of_segments(compiler: Compiler, full: StepPolicy) -> int | None:
+    """How many segments the library chose; None where the step has several losses."""
+    curves = _surveyed(compiler, full)
+    return curves[0][0].segments if len(curves) == 1 else None
+
+
 def other_numbers_for(
     compiler: Compiler, full: StepPolicy
 ) -> tuple[list[CandidatePolicy], list[CandidatePolicy]] | None:

@@ -8,9 +8,10 @@ for. `candidate_policies.py` makes the list.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from jaxmem_callbacks.planning.candidate_policies import (
     CandidatePolicy,
     candidates_for,
+    number_of_segments,
     other_numbers_for,
     spread,
     unbeaten,
@@ -40,6 +42,8 @@ _AT_FIRST = 2
 _ENOUGH = 6
 # Of two levels, bytes above this part of those of one level are no less: the most is alive elsewhere.
 _LESS_BYTES = 0.99
+# A lower end above this part of the plain step's bytes hardly helps.
+_HARDLY = 0.9
 # A modelled byte that seems to cost less than this is one that the peak does not see yet.
 _LEAST_PART = 0.05
 
@@ -113,19 +117,30 @@ class RematSearch:
         self._compile([self._plain])
 
     def _try_blocks(self) -> None:
-        """Compile a checkpoint around each block that repeats, and go on with it or with the library's own cuts.
-
-        With the one that takes no more bytes and computes no more again. Else with both: what the one may keep lies above its
-        own lower end, and that by so many bytes above the lower of the two.
-        """
-        policy = replace(self._full, segments="blocks")
+        """Compile a checkpoint around each block that repeats; where that hardly helps either, one more segment than chosen."""
         if not self._queue.remaining:
             return
+        own = number_of_segments(self._compiler, self._full)
         try:
-            blocks = candidates_for(self._compiler, policy)
+            self._try_segments("blocks")
         except (PolicyError, LossRefusedError):  # nothing repeats
             self._look_at_other_numbers()
             return
+        least = min(map(bytes_or_inf, (self.full, *self.found.values())))
+        if own and self._queue.remaining and least > _HARDLY * bytes_or_inf(self.plain):
+            with contextlib.suppress(PolicyError, LossRefusedError):  # there is no more place to cut
+                self._try_segments(own + 1)
+
+    def _try_segments(self, segments: int | Literal["blocks"]) -> None:
+        """Compile the lower end of other segments, and go on with what takes no more bytes and computes no more again.
+
+        Else with both: what the one may keep lies above its own lower end, and that by so many bytes above the lower of the two.
+
+        Raises:
+            PolicyError, LossRefusedError: the loss cannot be cut so.
+        """
+        policy = replace(self._full, segments=segments)
+        offered = candidates_for(self._compiler, policy)
         if not self._is_another(policy):
             return
         self._compile([policy])
@@ -133,13 +148,13 @@ class RematSearch:
         if asked is None or (own is not None and _is_no_worse(own, asked)):
             return
         if own is None or _is_no_worse(asked, own):
-            self._full, self._between = policy, blocks
+            self._full, self._between = policy, offered
             return
         above = int(bytes_or_inf(asked) - bytes_or_inf(own)) * self._compiler.problem.workers
         if above > 0:
-            self._between = unbeaten([*self._between, *_above(blocks, above)])
+            self._between = unbeaten([*self._between, *_above(offered, above)])
         else:
-            self._full, self._between = policy, unbeaten([*blocks, *_above(self._between, -above)])
+            self._full, self._between = policy, unbeaten([*offered, *_above(self._between, -above)])
 
     def _look_at_other_numbers(self) -> None:
         """Of a loss in which nothing repeats, offer what other numbers of segments are estimated to need."""
