@@ -8,6 +8,7 @@ from typing import final
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.policies import mesh_words
 from jaxmem_callbacks.records.programs import Compilation, Conditions
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
@@ -240,7 +241,7 @@ class PlanDetector:
             yield f"devices {plan.device_count} -> {now.device_count}"
         planned, mesh = _wide(plan.mesh), _wide(now.mesh)
         if planned and mesh and planned != mesh:
-            yield f"mesh {_text(planned)} -> {_text(mesh)}"
+            yield f"mesh {mesh_words(planned)} -> {mesh_words(mesh)}"
         before, flags = plan.process_flags, now.flags
         if before is not None and flags is not None and same_platform:
             names = [name for name in dict.fromkeys((*before, *flags)) if before.get(name) != flags.get(name)]
@@ -257,10 +258,6 @@ def _alike(kind: str, other: str) -> bool:
 
 def _wide(mesh: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in mesh.items() if size > 1}
-
-
-def _text(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def _stale_event(plan: PlanRecord, compiled: Compiled, stale: Sequence[str]) -> MemoryEvent:

@@ -19,7 +19,7 @@ from jaxmem_callbacks.programs.steps.leaves import named_arguments, state_argume
 from jaxmem_callbacks.programs.steps.step import Traced
 from jaxmem_callbacks.programs.targets.target import of_so_many
 from jaxmem_callbacks.records.errors import PlanError, PolicyError
-from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, policy_words
+from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, mesh_words, policy_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OPTIMIZER, is_raw_key, kind_of_argument
 from jaxmem_callbacks.transforms.costs import array_bytes
@@ -86,7 +86,7 @@ def working_parts(mesh: Any, sharding: str | ShardingRules) -> int:
         splitting |= {roles.tensor} if roles.tensor else set()
     parts = roles.size(tuple(splitting))
     if parts == 1 < mesh.size:
-        axes = ", ".join(f"{name}={size}" for name, size in roles.sizes.items())
+        axes = mesh_words(roles.sizes)
         msg = (
             f"On a mesh of the axes {axes} every device would do all the work under {_words(sharding)}: the batch is divided "
             f"over axes called {', '.join(STATE_AXES)}. Type {to_type}."

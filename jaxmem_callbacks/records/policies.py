@@ -323,3 +323,8 @@ class UnfitPolicy(StepPolicy):
     """
 
     reason: str = field(default="", compare=False)
+
+
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """The axes of a mesh, such as ``data=2, fsdp=4``."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.items())

@@ -12,16 +12,10 @@ from pathlib import Path
 from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED, Spread, Window
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.policies import mesh_words
 from jaxmem_callbacks.records.units import GIB, format_bytes
 from jaxmem_callbacks.writers.plan_figure import plan_picture
-from jaxmem_callbacks.writers.plan_table import (
-    candidate_words,
-    compiles_text,
-    extra_text,
-    mesh_words,
-    plain_flops,
-    plan_rows,
-)
+from jaxmem_callbacks.writers.plan_table import candidate_words, compiles_text, extra_text, plain_flops, plan_rows
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from jaxmem_callbacks.records.documents import Document, Side, Table
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.records.policies import mesh_words, policy_words
 from jaxmem_callbacks.records.units import format_bytes, format_extra
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")
@@ -66,11 +66,6 @@ def plan_rows(record: PlanRecord, frontier: Collection[Candidate]) -> list[tuple
             )
         )
     return rows
-
-
-def mesh_words(mesh: Mapping[str, int]) -> str:
-    """The axes of a mesh, such as ``data=2, fsdp=4``."""
-    return ", ".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def candidate_words(candidate: Candidate, record: PlanRecord) -> str:

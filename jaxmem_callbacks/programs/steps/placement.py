@@ -14,7 +14,7 @@ from jaxmem_callbacks.programs.steps.leaves import Leaf, user_leaves, written_ar
 from jaxmem_callbacks.programs.steps.user_jit import Jitted, hold_modules
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import StepPolicy, mesh_words
 from jaxmem_callbacks.transforms.sharding.axes import mesh_roles
 from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
 
@@ -349,4 +349,4 @@ def _is_split(sharding: jax.sharding.NamedSharding) -> bool:
 
 
 def _text(mesh: Any) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return mesh_words(mesh.shape)

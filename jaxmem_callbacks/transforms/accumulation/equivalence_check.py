@@ -736,16 +736,8 @@ def _arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     framework = framework_of(tree)
     if framework is not None:
         return framework.apart(tree)
-    leaves, treedef = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-
-    def join(values: Sequence[Any]) -> Any:
-        filled = list(leaves)
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
-        return jax.tree.unflatten(treedef, filled)
-
-    return [jnp.asarray(leaves[i]) for i in places], join
+    arrays, join = split_arrays(tree, is_leaf=lambda leaf: isinstance(leaf, np.ndarray))
+    return [jnp.asarray(array) for array in arrays], join
 
 
 def _shards(arrays: Sequence[Any]) -> int:

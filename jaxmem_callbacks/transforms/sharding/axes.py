@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules
+from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules, mesh_words
 
 Axes = Mapping[str, int] | str
 EXAMPLE = 'type for example {"data": 2, "fsdp": -1} or "data=2,fsdp=-1"'
@@ -108,7 +108,7 @@ def require_axes(roles: MeshRoles, sharding: str, to_type: str = "") -> None:
     if sharding == "fsdp_tensor" and roles.tensor is None:
         needs.append(("an axis for matrices", TENSOR_AXES))
     if needs:
-        there = ", ".join(f"{name}={size}" for name, size in roles.sizes.items()) or "none"
+        there = mesh_words(roles.sizes) or "none"
         what = " and ".join(f"{words}, called one of {', '.join(names)}" for words, names in needs)
         example = '{"fsdp": -1, "tensor": 2}' if sharding == "fsdp_tensor" else '{"fsdp": -1}'
         typed = to_type or advise("mesh.make", axes=example)

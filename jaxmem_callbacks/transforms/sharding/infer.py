@@ -16,7 +16,7 @@ from jaxmem_callbacks.config.named import Name, policy_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules, StepPolicy
+from jaxmem_callbacks.records.policies import MeshAxes, ShardingRules, StepPolicy, mesh_words
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER, kind_of_argument, kind_of_node
 from jaxmem_callbacks.transforms.frameworks import Annotation, annotator_of
@@ -382,7 +382,7 @@ def _put(  # noqa: PLR0913, PLR0917 - what is decided, for whom, and in whose wo
 
 def _wrong(leaf: StateLeaf, roles: MeshRoles, found: dict[int, MeshAxes], index: int, axes: MeshAxes) -> str | None:
     """What is wrong with it, and what to change; None where nothing is."""
-    there = ", ".join(f"{name}={size}" for name, size in roles.sizes.items())
+    there = mesh_words(roles.sizes)
     missing = [axis for axis in axis_names(axes) if axis not in roles.sizes]
     if missing:
         return f"the mesh has no axis {missing[0]!r}, only {there}. Name one of these, or None."

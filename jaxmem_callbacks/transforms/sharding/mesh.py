@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse, require
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import mesh_words
 from jaxmem_callbacks.transforms.sharding.axes import Axes, fitting_axes, parse_axes
 
 
@@ -44,8 +45,8 @@ def slices_by_axis(
         if found is None:
             example = f'{{"data": {slices}, "fsdp": -1}}'
             msg = (
-                f"Mesh: the devices are of {slices} slices, and no axis of {_text(sizes)} divides by {slices}. One axis has to "
-                f"cross the slices, best the batch's. Type for example {advise('mesh.make', axes=example)}."
+                f"Mesh: the devices are of {slices} slices, and no axis of {mesh_words(sizes)} divides by {slices}. One axis has "
+                f"to cross the slices, best the batch's. Type for example {advise('mesh.make', axes=example)}."
             )
             raise PolicyError(msg)
         return {name: slices if name == found else 1 for name in sizes}
@@ -56,10 +57,10 @@ def slices_by_axis(
         raise PolicyError(msg)
     wrong = [name for name, count in wanted.items() if count < 1 or sizes[name] % count]
     if wrong or math.prod(wanted.values()) != parts:
-        given = ", ".join(f"{name}={count}" for name, count in wanted.items())
+        given = mesh_words(wanted)
         msg = (
-            f"Mesh: across_slices gives {given} for the axes {_text(sizes)}, and there are {what}. Expected counts whose product "
-            f"is {parts}, each a divisor of its axis: across_slices={{'{next(iter(sizes))}': {parts}}}."
+            f"Mesh: across_slices gives {given} for the axes {mesh_words(sizes)}, and there are {what}. Expected counts whose "
+            f"product is {parts}, each a divisor of its axis: across_slices={{'{next(iter(sizes))}': {parts}}}."
         )
         raise PolicyError(msg)
     return {name: wanted.get(name, 1) for name in sizes}
@@ -79,14 +80,10 @@ def hybrid_devices(sizes: Mapping[str, int], across: Mapping[str, int], devices:
         )
     except (ValueError, AssertionError) as error:
         msg = (
-            f"Mesh: {_text(sizes)} cannot be laid over the slices: {error}. Expected slices of {math.prod(inside)} devices each. "
-            "Give the devices of whole slices."
+            f"Mesh: {mesh_words(sizes)} cannot be laid over the slices: {error}. Expected slices of {math.prod(inside)} devices "
+            "each. Give the devices of whole slices."
         )
         raise PolicyError(msg) from error
-
-
-def _text(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 _Fewer = tuple[str, int] | None  # axes as they were given, and how many devices they take
@@ -164,7 +161,7 @@ def _filled(sizes: dict[str, int], count: int, there: str, to_type: Callable[[st
         return {name: count // given if name == free else size for name, size in sizes.items()}
     if free is None and given == count:
         return sizes
-    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    text = mesh_words(sizes)
     wants = f"a multiple of {given}" if free is not None else str(given)
     axes = _typed(fitting_axes(sizes, count))
     fewer = (_typed(sizes), given) if given < count else None
