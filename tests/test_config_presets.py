@@ -162,7 +162,10 @@ def test_numbers_mean_what_they_look_like(text, field, value):
         ("policy: {donate: Auto}", "Write `auto`."),
         ("policy: {donate: true}", "`policy.donate` is true."),
         ("policy:", "text:1:8: `policy` is null (nothing). Delete the line or write `policy: {}`."),
-        ("policy: full_remat", "`policy` is the text 'full_remat'.\n    Expected: a mapping with keys from: donate,"),
+        (
+            "policy: full_remat",
+            "`policy` is the text 'full_remat'.\n    Expected: a mapping with keys from: compiler_options,",
+        ),
         ("policy: [remat]", "`policy` is a list."),
         ("policy: {rematt: full}", "text:1:10: unknown key 'rematt' in `policy`. Did you mean `remat`?"),
         ("policy: {every_steps: 3}", "unknown key 'every_steps' in `policy`. It belongs under `monitor`."),

@@ -129,11 +129,14 @@ def presets(name: str) -> jm.Preset:
     jm.load_preset(("donate", "fsdp"))  # pyright: ignore[reportArgumentType]
     jm.StepPolicy("full")  # pyright: ignore[reportCallIssue]
     jm.StepPolicy(remat=True)  # pyright: ignore[reportArgumentType]
+    jm.StepPolicy(compiler_options={"platform": "gpu", "jax": "0.12", "xla_gpu_autotune_level": 0})
+    jm.StepPolicy(compiler_options="xla_gpu_autotune_level=0")  # pyright: ignore[reportArgumentType]
     jm.StepPolicy(microbatch=2)  # pyright: ignore[reportCallIssue]
     preset = jm.load_preset("donate", name, monitor={"every_steps": 10})
     preset.policy = jm.StepPolicy()  # pyright: ignore[reportAttributeAccessIssue]
     assert_type(jm.apply_environment(preset).set, Mapping[str, str])
     assert_type(preset.policy.offloaded, tuple[str, ...])
+    assert_type(preset.policy.options is None, bool)
     assert_type(preset.policy.changes_gradients or preset.policy.rewrites_loss, bool)
     return preset
 

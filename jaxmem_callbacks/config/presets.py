@@ -26,6 +26,7 @@ from jaxmem_callbacks.config.documents import (
     shipped_names,
 )
 from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
+from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, Preset, RecoverySettings
@@ -279,6 +280,6 @@ def _paragraph(text: str) -> str:
 
 def _inline(value: Any) -> str:
     """One value on one line, quoted where YAML 1.1 or 1.2 would read it as something else."""
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, width=2**20, allow_unicode=True)
+    plain = value.written if isinstance(value, CompilerOptions) else list(value) if isinstance(value, tuple) else value
+    text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from jaxmem_callbacks.config.documents import SCHEMA_NAME, KeyPath, Place, Problem, describe, shipped_folder, shorten
+from jaxmem_callbacks.records.compiler_options import PLATFORMS, compiler_options_from
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.policies import (
@@ -119,6 +120,17 @@ _SHARDING_SCHEMA: dict[str, Any] = {
         },
     ]
 }
+_OPTIONS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"platform": {"type": "string", "enum": list(PLATFORMS)}, "jax": {"type": "string"}},
+    "required": ["platform", "jax"],
+    "additionalProperties": False,
+    "patternProperties": {"^xla_": {"type": ["boolean", "number", "string"]}},
+    "minProperties": 3,
+}
+_OPTIONS: Any = Annotated[
+    Any, AfterValidator(lambda given: compiler_options_from(given).written), WithJsonSchema(_OPTIONS_SCHEMA)
+]
 _SEGMENTS: Any = Annotated[int, Field(ge=1)] | Literal["blocks"]
 _SHARDING: Any = Annotated[Any, AfterValidator(canonical_sharding), WithJsonSchema(_SHARDING_SCHEMA)]
 # Fields whose YAML form is not that of their Python type.
@@ -128,6 +140,7 @@ _TYPES: dict[str, Any] = {
     ],
     "policy.segments": _SEGMENTS | None,
     "policy.sharding": _SHARDING | None,
+    "policy.compiler_options": _OPTIONS | None,
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
     "monitor.growth_min_bytes": _size_type(1),
@@ -142,6 +155,10 @@ _EXPECTED: dict[str, str] = {
     "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
     "policy.segments": "a whole number of at least 1, blocks, or null",
     "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
+    "policy.compiler_options": (
+        "options with the platform and the JAX line that they are for, such as "
+        "{platform: gpu, jax: '0.12', xla_gpu_enable_latency_hiding_scheduler: false}, or null"
+    ),
     "monitor.jsonl_part_bytes": "a size of at least 1KiB, such as 256MiB, or null",
     "environment.collective_pool_bytes": "a size in whole MiB, such as 512MiB, or null",
     "recovery.ladder": f"a list of some of: {', '.join(get_args(Rung))}",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from jaxmem_callbacks.records.compiler_options import CompilerOptions, OptionValue, compiler_options_from
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 
 # Canonical spelling -> other frameworks' words for it. `none` (no wrapper) and `everything_saveable` are different
@@ -149,6 +150,9 @@ class StepPolicy:
             None where nothing was given (``jit_step`` then takes ``auto``).
         sharding: Where the state lies on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
             too), ``fsdp_tensor``, or rules from logical axis names to mesh axes; None where nothing was given.
+        compiler_options: Options of XLA's compiler, with the ``platform`` and the ``jax`` line that they are for, as a mapping:
+            ``{"platform": "gpu", "jax": "0.12", "xla_gpu_...": False}``. `jm.jit_step` compiles with them, there and nowhere
+            else. None for none.
     """
 
     remat: str = "none"
@@ -161,6 +165,7 @@ class StepPolicy:
     microbatches: int = 1
     donate: Literal["auto"] | tuple[str, ...] | None = None
     sharding: str | ShardingRules | None = None
+    compiler_options: CompilerOptions | Mapping[str, OptionValue] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", canonical_remat(self.remat))
@@ -176,6 +181,8 @@ class StepPolicy:
             object.__setattr__(self, "donate", _names(self.donate, msg))
         if self.sharding is not None:
             object.__setattr__(self, "sharding", canonical_sharding(self.sharding))
+        if self.compiler_options is not None:
+            object.__setattr__(self, "compiler_options", compiler_options_from(self.compiler_options))
         if not _is_whole(self.microbatches) or self.microbatches < 1:
             msg = f"microbatches={self.microbatches!r}: expected a whole number of at least 1, where 1 takes the batch whole."
             raise PolicyError(msg)
@@ -221,6 +228,11 @@ class StepPolicy:
                 f"remat={self.remat!r} needs the names to keep: save=('context', ...) with names from checkpoint_name."
             )
             raise PolicyError(msg)
+
+    @property
+    def options(self) -> CompilerOptions | None:
+        """The compiler options, in the form that they have once they are checked."""
+        return cast("CompilerOptions | None", self.compiler_options)
 
     @property
     def offloaded(self) -> tuple[str, ...]:
@@ -308,6 +320,7 @@ def policy_words(policy: StepPolicy) -> str:
         words.append(f"{policy.microbatches} microbatches")
     if policy.donate is not None:
         words.append("donating" if policy.donate == "auto" else f"donating {', '.join(policy.donate) or 'nothing'}")
+    words += [] if policy.options is None else [policy.options.words]
     placed = policy.sharding
     if isinstance(placed, tuple):
         placed = " ".join(f"{name}={axes}" for name, axes in placed)

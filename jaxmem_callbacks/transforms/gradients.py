@@ -265,11 +265,18 @@ def apply_policy(
         A function with the same arguments and results.
 
     Raises:
-        PolicyError: at once, for another word than these. At the first call, when the policy should act on gradients and
-            the step asked for none that it reaches; the message names the line to change.
+        PolicyError: at once, for another word than these, and for compiler options, which belong to `jm.jit_step`. At the first
+            call, when the policy should act on gradients and the step asked for none that it reaches; the message names the line
+            to change.
     """
     require_function(train_step, "jm.apply_policy")
     active = ActivePolicy(policy_of(policy), gradients=gradients)
+    if active.policy.options is not None:
+        msg = (
+            f"jm.apply_policy makes a function that is not jitted, and compiler_options {active.policy.options.words} "
+            f"belong to a jit. Use jm.jit_step in its place, around {name_of(train_step)} or what calls it outermost."
+        )
+        raise PolicyError(msg)
 
     @functools.wraps(train_step)
     def step_under_policy(*args: Any, **kwargs: Any) -> Any:

@@ -156,7 +156,7 @@ def build_jit(
     if jit_options.places:
         pin(function, jit_options, traced, results)
         options |= _pinned_options(function, jit_options, traced, results, kwargs)
-    call = jit_plain(function, arguments, **options)
+    call = jit_plain(function, arguments, compiler_options=jit_options.policy.options, **options)
     jit_options.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
     return jit_options.jitted
 

@@ -19,6 +19,7 @@ from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -133,7 +134,8 @@ class Traced(NamedTuple):
     leaves: list[Leaf]
     undonated: tuple[str, ...]
     out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is known of it
-    compiler_options: Mapping[str, Any] = MappingProxyType({})  # those that the user gave to a jit
+    compiler_options: Mapping[str, Any] = MappingProxyType({})  # of the step's jit, the policy's among them
+    compiled_with: CompilerOptions | None = None  # the policy's, with the hardware that they are for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,7 @@ from jaxmem_callbacks.programs.steps.program import (
     Signature,
     Traced,
     changes,
+    flags_now,
     operations_of,
     read_program,
     record_copies,
@@ -53,13 +54,14 @@ from jaxmem_callbacks.programs.steps.user_jit import (
     for_whole_trees,
     hold_modules,
     jax_traced,
+    jitted_with,
     of_parts,
     split,
     static_arguments,
     without_undonating_jit,
 )
 from jaxmem_callbacks.records.arguments import name_of, require_function, require_names
-from jaxmem_callbacks.records.errors import DonationError, DonationWarning
+from jaxmem_callbacks.records.errors import DonationError, DonationWarning, PolicyError
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import Compilation
@@ -114,9 +116,10 @@ def jit_step(
             donated places; nothing has run then, and the state is alive.
         EnvironmentSettingError: a preset whose environment was not applied.
         PresetError: a name that is no preset and no policy.
-        PolicyError: another word in ``gradients``. At the first call, a policy for gradients on a step that takes none that it
-            reaches; a loss whose
-            gradient would be another one over microbatches, which is compared on a few rows of that call's batch.
+        PolicyError: another word in ``gradients``; compiler options that contradict your own. At the first call, compiler options
+            for other hardware or another JAX, or on a step inside another jit; a policy for gradients on a step that takes none
+            that it reaches; a loss whose gradient would be another one over microbatches, which is compared on a few rows of
+            that call's batch.
     """
     require_function(train_step, "jm.jit_step")
     given = StepPolicy() if policy is None else resolve_policy(policy)
@@ -178,8 +181,12 @@ class JitStep(Generic[_Arguments, _Results]):
             state_shardings=state_shardings,
             policy=policy,
         )
+        options = policy.options
+        if options is not None:
+            options.require_agreement(flags_now(), "XLA_FLAGS or LIBTPU_INIT_ARGS")
         if self._own_jit is not None:
             self._jit_options.refuse_for_jitted(train_step, donate_argnames)
+            self._own_jit = self._own_jit if options is None else jitted_with(self._own_jit, options)
         self._active = ActivePolicy(policy, gradients=gradients, survey=survey)
         self._active.defer = self._leave_unchecked
         self._active.mesh = mesh_of(state_shardings)
@@ -252,6 +259,7 @@ class JitStep(Generic[_Arguments, _Results]):
         With microbatches and real arrays the loss is compared, as at a first call. With abstract ones it can't be:
         ``unchecked`` is then True, and what is compiled from here is checked by nobody.
         """
+        self._require_here()
         jitted = self._get_or_build_jit(args, kwargs)
         are_real = self.compare(args, kwargs)
         with self._tracing():
@@ -281,6 +289,7 @@ class JitStep(Generic[_Arguments, _Results]):
 
         JAX's caches make it the same compile that the call uses.
         """
+        self._require_here()
         with self._lock:
             jitted = self._get_or_build_jit(args, kwargs)
             self.latest_call = abstract_call(args, kwargs)
@@ -338,14 +347,16 @@ class JitStep(Generic[_Arguments, _Results]):
             leaves = as_placed(self._jit_options.pinned(leaves), in_shardings_of(traced, len(leaves)))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
-            return Traced(traced.jaxpr, leaves, undonated, out_shardings, self.compiler_options)
+            options = self.policy.options
+            return Traced(traced.jaxpr, leaves, undonated, out_shardings, self.compiler_options, options)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Compiler options that the user gave to the step's own jit."""
-        step = self.__wrapped__
+        """Compiler options of the step: those that the user gave to his own jit, and those of the policy."""
+        step, options = self.__wrapped__, self.policy.options
         own = step.jit if isinstance(step, OfArrays) else self._own_jit
-        return {} if own is None else compiler_options_of(own.lowering)
+        given = {} if own is None else compiler_options_of(own.lowering)
+        return given if options is None else given | options.by_name
 
     @property
     def gradients(self) -> Gradients:
@@ -368,10 +379,16 @@ class JitStep(Generic[_Arguments, _Results]):
         return tuple(self._active.left_alone)
 
     def without_policy(self) -> JitStep | None:
-        """The same step without remat and without donation by this library, to compare with; None where it has neither."""
+        """The same step without remat, donation and compiler options by this library, to compare with; None without any."""
         if self._own_jit is not None:
-            return JitStep(self.__wrapped__, StepPolicy()) if self.policy.changes_gradients else None
-        if not (self.policy.changes_gradients or self._jit_options.donated or self._jit_options.donate is None):
+            changes = self.policy.changes_gradients or self.policy.options is not None
+            return JitStep(self.__wrapped__, StepPolicy()) if changes else None
+        if not (
+            self.policy.changes_gradients
+            or self.policy.options
+            or self._jit_options.donated
+            or self._jit_options.donate is None
+        ):
             return None
         plain = StepPolicy(sharding=self.policy.sharding)
         return JitStep(self.__wrapped__, plain, donate_argnames=(), state_shardings=self._jit_options.state_shardings)
@@ -412,6 +429,7 @@ class JitStep(Generic[_Arguments, _Results]):
             jitted = self._get_or_build_jit(args, kwargs)
             if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
                 # inside somebody else's trace: nothing is compiled, donated or compared here
+                self._require_outermost()
                 alone = self.policy.microbatches > 1
                 own = ActivePolicy(self.policy, gradients=self.gradients) if alone else self._context
                 with self._tracing(), applied(own):
@@ -426,6 +444,21 @@ class JitStep(Generic[_Arguments, _Results]):
                 result = jitted.call(*args, **kwargs)
             record_copies(self.name, compiled.program, compiled.leaves)
             return result
+
+    def _require_here(self) -> None:
+        """Refuse compiler options that are for other hardware than the attached, or for another JAX."""
+        if self.policy.options is not None:
+            self.policy.options.refuse_elsewhere(jax.default_backend(), jax.__version__)
+
+    def _require_outermost(self) -> None:
+        """Refuse compiler options where the step is part of another program, which is compiled as its own jit says."""
+        if self.policy.options is not None:
+            msg = (
+                f"{self.name} has compiler_options {self.policy.options.words} and is called inside another jit or "
+                "transformation: one program has the options of its outermost jit alone. Give the policy to jm.jit_step around "
+                "the outermost function, or leave compiler_options out."
+            )
+            raise PolicyError(msg)
 
     def _brings_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call has a static argument where earlier ones had none, such as a word after None."""

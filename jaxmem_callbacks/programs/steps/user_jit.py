@@ -12,6 +12,7 @@ from typing import Any, cast, final
 import jax
 from jax.core import Tracer
 
+from jaxmem_callbacks._compat.jit_settings import compiler_options_of, with_compiler_options
 from jaxmem_callbacks.programs.steps.leaves import (
     Leaf,
     arrays_of,
@@ -23,6 +24,8 @@ from jaxmem_callbacks.programs.steps.leaves import (
 )
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
+from jaxmem_callbacks.records.compiler_options import CompilerOptions
+from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.frameworks import framework_of, is_equinox_module
 
@@ -204,11 +207,43 @@ def _cached_partial(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple
     return None
 
 
-def jit_plain(function: Callable[..., Any], arguments: Sequence[tuple[str, Any]], **options: Any) -> Any:
+def jit_plain(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[str, Any]],
+    *,
+    compiler_options: CompilerOptions | None = None,
+    **options: Any,
+) -> Any:
     """``jax.jit`` of a plain function, or the jit of the framework whose objects are among its arguments."""
     framework = framework_of([value for _, value in arguments])
     options = {name: value for name, value in options.items() if value}
-    return jax.jit(function, **options) if framework is None else framework.jit(function, **options)
+    made = jax.jit(function, **options) if framework is None else framework.jit(function, **options)
+    return made if compiler_options is None else _compiling_with(made, compiler_options, name_of(function))
+
+
+def jitted_with(own: Jitted, options: CompilerOptions) -> Jitted:
+    """The user's own jit with a policy's compiler options: its donation, static arguments and shardings stay.
+
+    Raises:
+        PolicyError: it has another value for one of them, or its settings cannot be read.
+    """
+    name = name_of(own.function)
+    options.require_agreement(compiler_options_of(own.lowering), f"the {own.word} of {name}")
+    lowering = _compiling_with(own.lowering, options, name)
+    bound = own.bound_args or own.bound_kwargs
+    call = functools.partial(lowering, *own.bound_args, **own.bound_kwargs) if bound else lowering
+    return replace(own, lowering=lowering, call=call)
+
+
+def _compiling_with(jitted: Any, options: CompilerOptions, name: str) -> Any:
+    made = with_compiler_options(jitted, options.by_name)
+    if made is None:
+        msg = (
+            f"compiler_options={options!r}: the settings of the jit of {name} cannot be read, so no other jit can have them and "
+            "these. Expected a plain function, or a jax.jit without layouts. Write the options in that jit itself."
+        )
+        raise PolicyError(msg)
+    return made
 
 
 def jax_lowered(lowered: Any) -> jax.stages.Lowered:

@@ -30,7 +30,7 @@ from jaxmem_callbacks.programs.targets.compile import (
     refused_for_memory,
 )
 from jaxmem_callbacks.programs.targets.exporting import without_reports
-from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
@@ -125,7 +125,13 @@ def lower_traced_for(  # noqa: PLR0913 - the compile's own options
 
     Returns:
         The compile that is left to do, in any thread. Of a program that is refused it returns what is known of the peak.
+
+    Raises:
+        PolicyError: the policy's compiler options are for other hardware or another JAX.
     """
+    if traced.compiled_with is not None:
+        platform = (resolve_target(target) if isinstance(target, str) else target).platform
+        traced.compiled_with.refuse_elsewhere(platform, jax.__version__)
     compiling = lower_for_target(
         _flat_function(traced.jaxpr, name),
         [_abstract(leaf) for leaf in traced.leaves],
@@ -202,6 +208,8 @@ def compile_traced_here(traced: Traced, name: str, *, donate: Sequence[str] = ()
     Raises:
         MemoryRefusalError, CompileError: as in `compiling_here`.
     """
+    if traced.compiled_with is not None:
+        traced.compiled_with.refuse_elsewhere(jax.default_backend(), jax.__version__)
     pinned = _pinned_results(traced)
     out: dict[str, Any] = {} if pinned is None else {"out_shardings": pinned}
     jitted = jax.jit(_flat_function(traced.jaxpr, name), donate_argnums=_donated(traced, donate), **out)
