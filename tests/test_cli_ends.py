@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 import jaxmem_callbacks as jm
-from tests.processes import EMITTED_QUICKLY
+from tests.processes import EMITTED_QUICKLY, until
 
 SCRIPT = """
     import asyncio, ctypes, os, queue, signal, subprocess, sys, threading, time
@@ -103,12 +105,30 @@ SCRIPT = """
 """
 
 
+# A step whose compile takes long: sorts, one in the other's backward pass.
+LONG = """
+    import jax, jax.numpy as jnp
+
+    def loss(weight, x):
+        for at in range(150):
+            x = jax.lax.sort(jnp.tanh(x @ weight) + jnp.sin(x[::-1]) * at, dimension=0)
+        return jnp.square(x).mean()
+
+    @jax.jit
+    def train_step(weight, x):
+        return weight - jax.grad(loss)(weight, x)
+
+    train_step(jnp.ones((64, 64)), jnp.ones((256, 64)))
+"""
+COMMAND = [sys.executable, "-m", "jaxmem_callbacks", "plan", "train.py", "--save", "plan.json"]
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
 def planned(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jaxmem_callbacks", "plan", script.name, "--save", "plan.json", "--", *args]
     return subprocess.run(
-        command,
+        [*COMMAND, "--", *args],
         cwd=script.parent,
-        env=os.environ | EMITTED_QUICKLY | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=ENVIRONMENT | EMITTED_QUICKLY,
         capture_output=True,
         text=True,
         timeout=100,
@@ -142,6 +162,26 @@ def test_a_plan_is_told_saved_and_ended_while_the_script_blocks(
     assert ("Interrupted: this is the best" in run.stdout) == (number != "no signal")
     assert "Traceback" not in run.stderr
     assert len(jm.load_plan(tmp_path / "plan.json").candidates) >= 1
+
+
+def test_a_compile_that_nothing_can_end_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(LONG))
+    (tmp_path / "written").mkdir()
+    environment = ENVIRONMENT | {"TMPDIR": str(tmp_path / "written")}
+    with subprocess.Popen(
+        COMMAND, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        until(lambda: list((tmp_path / "written").glob("jaxmem-*/*")))  # the compiler writes its buffers down
+        before = psutil.Process(run.pid).cpu_times()
+        run.send_signal(signal.SIGTERM)
+        _, status, used = os.wait4(run.pid, 0)
+        run.returncode = os.waitstatus_to_exitcode(status)
+        out, err = run.communicate()
+    assert run.returncode == 143
+    assert "stopped by SIGTERM before the first compile ended, so there is no plan." in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert used.ru_utime + used.ru_stime - before.user - before.system < 4
 
 
 def test_an_alarm_of_the_scripts_own_is_told_as_what_it_is(tmp_path: Path) -> None:

@@ -471,7 +471,8 @@ def compiled_with_peak(lowered: Any, arguments: Arguments | None = None) -> tupl
     """
     import jax
 
-    with tempfile.TemporaryDirectory(prefix="jaxmem-") as place:
+    # A command that ends meanwhile leaves the compiler writing there.
+    with tempfile.TemporaryDirectory(prefix="jaxmem-", ignore_cleanup_errors=True) as place:
         folder = pathlib.Path(place)
         compiled = lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
         return compiled, read_peak(folder, jax.default_backend(), arguments)
