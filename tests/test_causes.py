@@ -176,6 +176,170 @@ def test_gradients_in_a_python_loop(kind):
     )
 
 
+def summed(p, x):
+    total = 0.0
+    for at in range(K):
+        total = total + loss(p, x.reshape(K, -1, WIDTH)[at])
+    return total / K
+
+
+def averaged(p, x):
+    return jnp.mean(jnp.stack([jax.jit(loss)(p, part) for part in jnp.split(x, K)]))
+
+
+class Chunked:
+    parts = K
+
+    def loss(self, p, batch):
+        size = len(batch["x"]) // self.parts
+        return sum(loss(p, batch["x"][at * size : (at + 1) * size]) / self.parts for at in range(self.parts))
+
+
+SUMS = {
+    "a function": (summed, lambda x: x),
+    "a stack": (averaged, lambda x: x),
+    "a method": (Chunked().loss, lambda x: {"x": x}),
+    "a batch in parts": (
+        lambda p, parts: sum(functools.partial(loss, p)(part) for part in parts) / K,
+        lambda x: jnp.split(x, K),
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", SUMS)
+def test_losses_added_up_in_a_python_loop(kind):
+    chunked, laid_out = SUMS[kind]
+
+    def fit(p, x):
+        value, grads = jax.value_and_grad(chunked)(p, x)
+        return descended(p, grads), value
+
+    def at_once(p, x):
+        value, grads = jm.value_and_grad(loss)(p, x)
+        return descended(p, grads), value
+
+    step, rows = jm.jit_step(fit), batch(4096)
+    printed = causes(step, params(), laid_out(rows))
+    assert f"fit adds up the losses of {K} microbatches in a Python loop" in printed
+    better = jm.jit_step(at_once, value(pasted("causes.microbatches", printed), jm=jm))
+    before = jm.step_memory(step, params(), laid_out(rows)).step_bytes
+    assert jm.step_memory(better, params(), rows).step_bytes < 0.8 * before
+    assert not causes(better, params(), rows)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
+        step(params(), laid_out(rows)),
+        better(params(), rows),
+    )
+
+
+def under_vmap(p, x):
+    grads = jax.vmap(jax.grad(loss), (None, 0))(p, x.reshape(64, -1, WIDTH))
+    return descended(p, jax.tree.map(lambda g: g.mean(0), grads))
+
+
+def by_example(p, x):
+    values, grads = jax.vmap(lambda row: jax.value_and_grad(loss)(p, row))(x.reshape(64, -1, WIDTH))
+    return descended(p, jax.tree.map(lambda g: jnp.sum(g / 64, axis=0), grads)), values.mean()
+
+
+class Microbatched:
+    def fit(self, p, data):
+        grads = jax.vmap(functools.partial(jax.grad(loss), p))(data["x"].reshape(64, -1, WIDTH))
+        return descended(p, jax.tree.map(functools.partial(jnp.mean, axis=0), grads))
+
+
+SIDES = {
+    "a function": (under_vmap, lambda x: x),
+    "a value and a sum": (by_example, lambda x: x),
+    "a method": (Microbatched().fit, lambda x: {"x": x}),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", SIDES)
+def test_gradients_side_by_side(kind):
+    function, laid_out = SIDES[kind]
+    step, rows = jm.jit_step(function), batch(4096)
+    printed = causes(step, params(), laid_out(rows))
+    assert f"{step.name} takes 64 gradients side by side, under jax.vmap, and adds them up: " in printed
+
+    def at_once(p, x):
+        return descended(p, jm.grad(loss)(p, x))
+
+    better = jm.jit_step(at_once, value(pasted("causes.microbatches", printed), jm=jm))
+    before = jm.step_memory(step, params(), laid_out(rows)).step_bytes
+    assert jm.step_memory(better, params(), rows).step_bytes < 0.5 * before
+    assert not causes(better, params(), rows)
+    expected = step(params(), laid_out(rows))
+    expected = expected[0] if kind == "a value and a sum" else expected
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), expected, better(params(), rows))
+
+
+def clipped(grads):
+    return jax.tree.map(lambda g: g / jnp.maximum(1.0, optax.tree.norm(grads)), grads)
+
+
+def private(p, x):
+    grads = jax.vmap(lambda row: clipped(jax.grad(loss)(p, row)))(x[:, None])
+    return descended(p, jax.tree.map(lambda g: g.sum(0), grads))
+
+
+def private_in_a_scan(p, x):
+    def add(sums, row):
+        return jax.tree.map(jnp.add, sums, clipped(jax.grad(loss)(p, row))), None
+
+    return descended(p, jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), x[:, None])[0])
+
+
+def test_gradients_that_are_clipped_side_by_side_are_added_up_in_a_scan():
+    printed = causes(jm.jit_step(private), params(), batch(128))
+    assert "private takes 128 gradients side by side" in printed
+    assert "Each is changed before that" in printed
+    assert "jm.StepPolicy" not in printed
+    sizes = [
+        jm.step_memory(jm.jit_step(each), params(), batch(128)).step_bytes for each in (private, private_in_a_scan)
+    ]
+    assert sizes[1] < 0.1 * sizes[0]
+    assert not causes(jm.jit_step(private_in_a_scan), params(), batch(128))
+
+
+def rounds(p, keys, kept=lambda h: h):
+    def one(p, key):
+        x = jax.random.normal(key, (ROWS, WIDTH))
+        value, grads = jax.value_and_grad(loss)(p, x)
+        return descended(p, grads), {"loss": value, "act": kept(jnp.tanh(x @ p["a"]))}
+
+    return jax.lax.scan(one, p, keys)
+
+
+class Training:
+    def run(self, state, keys):
+        return jax.jit(rounds)(state, keys)[1]["act"]
+
+
+KEPT_ROUNDS = {
+    "a function": rounds,
+    "a method": Training().run,
+    "a partial": functools.partial(rounds, kept=lambda h: {"h": h, "rows": h[:4]}),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", KEPT_ROUNDS)
+def test_what_a_loop_keeps_of_each_round(kind):
+    keys = jax.random.split(jax.random.key(0), 100)
+    memory = jm.step_memory(jax.jit(KEPT_ROUNDS[kind]), params(), keys)
+    printed = " ".join(memory.causes())
+    assert "that a loop of 100 rounds at tests/test_causes.py:" in printed
+    assert "keeps of each round, the largest f32[100,64,256]. Return from a round what is needed of them" in printed
+    reduced = jm.step_memory(jax.jit(functools.partial(rounds, kept=jnp.mean)), params(), keys)
+    assert reduced.step_bytes < 0.5 * memory.step_bytes
+    assert not reduced.causes()
+    fewer = jm.step_memory(jax.jit(KEPT_ROUNDS[kind]), params(), keys[:10])
+    assert fewer.step_bytes < 0.5 * memory.step_bytes
+
+
 def mesh_of_all():
     return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -360,7 +524,53 @@ def in_a_scan(p, x):
     return descended(p, jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), jnp.stack(jnp.split(x, K)))[0])
 
 
+def over_time(p, x):
+    def unrolled(p):
+        h, total = jnp.zeros((256, WIDTH)), 0.0
+        for at in range(4):
+            h = jnp.tanh(x.reshape(4, 256, WIDTH)[at] @ p["a"] + h)
+            total = total + jnp.mean((h @ p["b"]) ** 2)
+        return total
+
+    return descended(p, jax.grad(unrolled)(p))
+
+
+def several_heads(p, x):
+    def heads(p):
+        h = jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"])
+        return sum(jnp.mean((h - x[:, at : at + 64].sum(1, keepdims=True)) ** 2) for at in range(0, WIDTH, 64))
+
+    return descended(p, jax.grad(heads)(p))
+
+
+def decayed(p, x):
+    return descended(p, jax.grad(lambda p: loss(p, x) + sum(jnp.sum(w**2) for w in p.values()))(p))
+
+
+def two_views(p, x):
+    def contrasted(p):
+        one, two = (jnp.tanh(x[rows] @ p["a"]) @ p["b"] for rows in (slice(0, 512), slice(512, 1024)))
+        return jnp.mean((one * two).sum(1)) - jnp.mean(jnp.square(one - two))
+
+    return descended(p, jax.grad(contrasted)(p))
+
+
+def vmapped_loss(p, x):
+    return descended(p, jax.grad(lambda p: jax.vmap(loss, (None, 0))(p, x.reshape(64, -1, WIDTH)).mean())(p))
+
+
+def adapted(p, x):
+    def outer(p, rows):
+        return loss(descended(p, jax.grad(loss)(p, rows)), rows)
+
+    return descended(p, jax.grad(lambda p: jax.vmap(outer, (None, 0))(p, x.reshape(2, -1, WIDTH)).mean())(p))
+
+
 HEALTHY = {
+    "losses over time": (over_time, ()),
+    "several heads": (several_heads, ()),
+    "decayed weights": (decayed, ()),
+    "two views": (two_views, ()),
     "a plain step": (plain, ()),
     "shared weights": (recurrent, ()),
     "two losses": (two_losses, ()),
@@ -379,6 +589,14 @@ def test_a_healthy_step_has_no_cause(kind):
     x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
     weights = optax.LookaheadParams.init_synced(PARAMS) if function is looking_ahead else PARAMS
     assert causes(jm.jit_step(function), weights, *state, x) == ""
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("function", [adapted, vmapped_loss])
+def test_one_gradient_of_what_is_under_vmap_is_no_sum_of_several(function):
+    printed = causes(jm.jit_step(function), PARAMS, jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32))
+    assert "side by side" not in printed
+    assert "microbatches" not in printed
 
 
 def layered(p, x):

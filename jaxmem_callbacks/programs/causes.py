@@ -4,11 +4,16 @@ Each cause is found in what the program is, whatever its parts are called:
 
 - gradients that are kept from step to step: state to which gradients are added until a switch empties it;
 - gradients of several microbatches in one program: sums, made after the backward pass, of gradients that one line made;
+- losses of several in one program: a sum of losses that one line made, each of its own rows;
+- gradients of several side by side: sums over what `jax.vmap` made of a backward pass;
+- what a loop keeps of each round for the step's results;
 - what is whole on each device: the batch, or a value that has all rows of a batch which the devices divide.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs
+from jaxmem_callbacks._compat.jaxprs import open_jaxpr, scan_arity, source_lines, subjaxprs
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.hlo import dimensions
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf
@@ -27,12 +32,12 @@ from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.step_on_target import lower_traced_for
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.peaks import SAVED, TEMPORARIES, Peak
+from jaxmem_callbacks.records.peaks import OPTIMIZER, PARAMETERS, RESULTS, SAVED, TEMPORARIES, Peak, short_shape
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH
 from jaxmem_callbacks.transforms.costs import nbytes
 from jaxmem_callbacks.transforms.own_checkpoints import own_lines, short_place
-from jaxmem_callbacks.transforms.tracing import inlined, is_variable
+from jaxmem_callbacks.transforms.tracing import Equations, inlined, is_variable
 
 _BACKWARD = "transpose("
 _SUMS = {"add", "add_any"}
@@ -97,7 +102,14 @@ def causes_of(name: str, traced: Traced, peak: Peak, again: Again | None = None)
         again: Traces and compiles the call with other arrays; what has to be tried before it is printed is left out without it.
     """
     least = int(_SHARE * peak.bytes)
-    found = [_kept_gradients(traced.leaves, least), _python_loop(name, traced.jaxpr, peak)]
+    equations = inlined(traced.jaxpr)
+    found = [
+        _kept_gradients(traced.leaves, least),
+        _python_loop(name, equations.eqns, peak),
+        _losses_in_a_loop(name, equations, traced.leaves, peak),
+        _side_by_side(name, equations.eqns, traced.leaves, peak, least),
+        _kept_of_each_round(name, equations, peak),
+    ]
     if again is not None:
         found += [
             _whole_batch(traced.leaves, peak, least, again),
@@ -141,25 +153,198 @@ def _kept_gradients(leaves: Sequence[Leaf], least: int) -> str:
     )
 
 
-def _python_loop(name: str, closed: Any, peak: Peak) -> str:
+def _python_loop(name: str, eqns: Sequence[Any], peak: Peak) -> str:
     """Of gradients that are taken one after the other and added up."""
-    eqns = inlined(closed).eqns
     count = max(map(_alike, _sums_of_gradients(eqns)), default=1)
-    if count == 1:
-        return ""
-    made, alive = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for eqn in eqns:
-        if _BACKWARD not in str(eqn.source_info.name_stack):
-            made[_place(eqn), eqn.primitive.name] += sum(map(nbytes, eqn.outvars))
-    for each in peak.buffers:
-        if each.group == SAVED and each.source and each.operation:
-            alive[each.source, each.operation.rpartition("/")[2]] += each.bytes
-    if not any(held > made[line] // count > 0 for line, held in alive.items()):
+    if count == 1 or not _several_alive(eqns, count, peak):
         return ""  # those of one microbatch at a time: the compiler puts them one after the other
     return (
         f"{name} takes the gradients of {count} microbatches in a Python loop: the program holds {count} copies of the loss, and "
         "activations of several are in memory at the peak. In one loop of the program they are those of one: take the loss over "
         f"all rows at once, under {advise('causes.microbatches', count=count)}, or add the gradients up in a jax.lax.scan."
+    )
+
+
+def _several_alive(eqns: Sequence[Any], count: int, peak: Peak) -> bool:
+    """Whether more is saved at the peak than one of several copies of a loss makes.
+
+    Args:
+        eqns: Of all copies.
+        count: How many those are.
+        peak: What is saved there.
+    """
+    made, alive = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for eqn in eqns:
+        if not _is_backward(eqn):
+            made[_place(eqn), eqn.primitive.name] += sum(map(nbytes, eqn.outvars))
+    for each in peak.buffers:
+        if each.group == SAVED and each.source and each.operation:
+            alive[each.source, each.operation.rpartition("/")[2]] += each.bytes
+    return any(held > made[line] // count > 0 for line, held in alive.items())
+
+
+def _losses_in_a_loop(name: str, equations: Equations, leaves: Sequence[Leaf], peak: Peak) -> str:
+    """Of losses that are added up one by one before the gradient is taken, each of its own rows of the batch."""
+    forward = [eqn for eqn in equations.eqns if not _is_backward(eqn)]
+    given = equations.invars[-len(leaves) :] if leaves else ()
+    batch = {var for var, leaf in zip(given, leaves, strict=True) if leaf.kind == BATCH}
+    for parts in _sums_of_losses(forward):
+        copies = _copies(forward, parts, batch)
+        if copies and _several_alive(copies, len(parts), peak):
+            return (
+                f"{name} adds up the losses of {len(parts)} microbatches in a Python loop, and takes the gradient of the sum: "
+                "activations of all are saved until then. In one loop of the program they are those of one: take the loss over "
+                f"all rows at once, under {advise('causes.microbatches', count=len(parts))}, or take the gradient of each in a "
+                "jax.lax.scan that adds them up."
+            )
+    return ""
+
+
+def _sums_of_losses(forward: Sequence[Any]) -> list[list[Any]]:
+    """The equations that made the parts of each sum of scalars, where one line made them all."""
+    made_by = {var: eqn for eqn in forward for var in eqn.outvars}
+    sums: dict[Any, list[Any]] = {}
+    inner: set[Any] = set()
+    for eqn in forward:
+        parts: list[Any] = []
+        for atom in _added(eqn, made_by, is_scalar=True):
+            var = _unscaled(atom, made_by)
+            if var in sums:
+                parts += sums[var]
+                inner.add(var)
+            elif var in made_by and not var.aval.shape:
+                parts.append(made_by[var])
+        if parts:
+            sums[eqn.outvars[0]] = parts
+    return [
+        parts
+        for var, parts in sums.items()
+        if var not in inner and _alike(parts) == len({*map(id, parts)}) == len(parts) > 1
+    ]
+
+
+_MOSTLY = 0.8  # of what is made of the batch
+
+
+def _copies(forward: Sequence[Any], parts: Sequence[Any], batch: set[Any]) -> list[Any]:
+    """The equations of a sum's parts; none where they are not the same loss of different rows, which share next to nothing."""
+    reaches = {eqn.outvars[0]: 1 << at for at, eqn in enumerate(parts)}  # value -> the parts that need it, a bit each
+    masks: dict[int, int] = {}
+    for eqn in reversed(forward):
+        mask = masks[id(eqn)] = functools.reduce(operator.or_, (reaches.get(var, 0) for var in eqn.outvars), 0)
+        for var in filter(is_variable, eqn.invars) if mask else ():
+            reaches[var] = reaches.get(var, 0) | mask
+    own: dict[int, list[Any]] = {1 << at: [] for at in range(len(parts))}
+    of_batch, shared, is_cut = set(batch), 0, False
+    for eqn in forward:
+        read = [var for var in eqn.invars if is_variable(var) and var in of_batch]
+        mask = masks[id(eqn)]
+        if not read or not mask:
+            continue
+        of_batch.update(eqn.outvars)
+        is_cut = is_cut or _takes_rows(eqn, read)
+        if mask in own:
+            own[mask].append(eqn)
+        elif not _takes_rows(eqn, read) and eqn.primitive.name not in _SCALED:
+            shared += sum(map(nbytes, eqn.outvars))
+    has_own_rows = is_cut or (len(batch) >= len(parts) and all(reaches.get(var, 0) in {0, *own} for var in batch))
+    kinds = [
+        Counter((eqn.primitive.name, _place(eqn), eqn.outvars[0].aval.shape) for eqn in each) for each in own.values()
+    ]
+    copies = [eqn for each in own.values() for eqn in each]
+    made = sum(nbytes(var) for eqn in copies for var in eqn.outvars)
+    is_one_loss = bool(kinds[0]) and all(kind == kinds[0] for kind in kinds)
+    return copies if has_own_rows and is_one_loss and made >= _MOSTLY * (made + shared) else []
+
+
+_TAKES = {"slice", "dynamic_slice", "gather", "split", "unstack"}
+
+
+def _takes_rows(eqn: Any, read: Sequence[Any]) -> bool:
+    """Whether an equation takes some rows of what it reads, and all else of them."""
+    if eqn.primitive.name not in _TAKES:
+        return False
+    (rows, *given), (taken, *rest) = (*read[0].aval.shape, 0), (*eqn.outvars[0].aval.shape, 0)
+    return eqn.primitive.name == "unstack" or (taken < rows and rest == given) or rest == given[1:]
+
+
+def _side_by_side(name: str, eqns: Sequence[Any], leaves: Sequence[Leaf], peak: Peak, least: int) -> str:
+    """Of gradients that `jax.vmap` takes, an axis of them, and that are then added up."""
+    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
+    shapes = {leaf.shape for leaf in leaves if leaf.kind == PARAMETERS}
+    several: dict[tuple[int, ...], bool] = {}  # shape with the axis -> whether they are added up as they are
+    for eqn in eqns:
+        if eqn.primitive.name != "reduce_sum" or tuple(eqn.params["axes"]) != (0,) or _is_backward(eqn):
+            continue
+        (added,) = eqn.invars
+        if added.aval.shape[1:] in shapes and _is_of_vmap(_made_like(added, made_by)):
+            of_gradient = made_by.get(_unscaled(added, made_by))
+            several[added.aval.shape] = of_gradient is not None and _is_backward(of_gradient)
+    held = [each for each in peak.buffers if each.group not in _GIVEN and dimensions(each.shape) in several]
+    size = sum(each.bytes for each in held)
+    if not held or size < least:
+        return ""
+    largest = dimensions(max(held, key=lambda each: each.bytes).shape)
+    count = largest[0]
+    what = f"{name} takes {count} gradients side by side, under jax.vmap, and adds them up: {format_bytes(size)} of the peak."
+    if several[largest]:
+        return (
+            f"{what} The gradient of the loss over all rows at once is one; where the activations of all rows are too much, "
+            f"take it under {advise('causes.microbatches', count=count)}."
+        )
+    return (
+        f"{what} Each is changed before that, as where examples are clipped: a jax.lax.scan that adds each up as it comes holds "
+        "one."
+    )
+
+
+_GIVEN = {PARAMETERS, OPTIMIZER, BATCH, RESULTS}
+
+
+def _made_like(atom: Any, made_by: Mapping[Any, Any]) -> Any:
+    """The equation of a backward pass that a value of the same shape goes back to; None where it goes back to none."""
+    waiting, seen = [atom], set[Any]()
+    while waiting:
+        var = waiting.pop()
+        eqn = made_by.get(var) if is_variable(var) and var not in seen else None
+        seen.add(var)
+        if eqn is None or var.aval.shape != atom.aval.shape:
+            continue
+        if _is_backward(eqn):
+            return eqn
+        waiting += filter(is_variable, eqn.invars)
+    return None
+
+
+def _is_backward(eqn: Any) -> bool:
+    return _BACKWARD in str(eqn.source_info.name_stack)
+
+
+def _is_of_vmap(eqn: Any) -> bool:
+    return eqn is not None and f"vmap({_BACKWARD}" in str(eqn.source_info.name_stack)
+
+
+def _kept_of_each_round(name: str, equations: Equations, peak: Peak) -> str:
+    """Of results that a loop keeps of each of its rounds, where they are most of the peak."""
+    results = set(filter(is_variable, equations.outvars))
+    kept = {
+        tuple(var.aval.shape): eqn
+        for eqn in equations.eqns
+        if eqn.primitive.name == "scan"
+        for var in eqn.outvars[scan_arity(eqn)[1] :]
+        if var in results
+    }
+    held = [each for each in peak.buffers if each.group == RESULTS and dimensions(each.shape) in kept]
+    size = sum(each.bytes for each in held)
+    if 2 * size < peak.bytes or not held:
+        return ""
+    largest = max(held, key=lambda each: each.bytes)
+    loop = kept[dimensions(largest.shape)]
+    length, place = loop.params["length"], short_place(own_lines(loop))
+    return (
+        f"{format_bytes(size)} of the peak are results of {name} that a loop of {length} rounds{f' at {place}' if place else ''} "
+        f"keeps of each round, the largest {short_shape(largest.shape)}. Return from a round what is needed of them, such as "
+        "their mean; or call it for fewer rounds at a time, and copy their results to the host."
     )
 
 
@@ -172,21 +357,23 @@ def _sums_of_gradients(eqns: Sequence[Any]) -> list[list[Any]]:
         if not _is_after(eqn):
             continue
         parts: list[Any] = []
-        for atom in _added(eqn, made_by):
+        for atom in _added(eqn, made_by, is_scalar=False):
             var = _unscaled(atom, made_by)
             if var in sums:
                 parts += sums[var]
                 inner.add(var)
-            elif var in made_by and _BACKWARD in str(made_by[var].source_info.name_stack):
+            elif var in made_by and _is_backward(made_by[var]):
                 parts.append(made_by[var])
         if parts:
             sums[eqn.outvars[0]] = parts
     return [each for var, each in sums.items() if var not in inner]
 
 
-def _added(eqn: Any, made_by: Mapping[Any, Any]) -> Sequence[Any]:
-    """What an equation adds up: its operands, or what was stacked for it."""
-    if eqn.primitive.name in _SUMS and eqn.outvars[0].aval.shape:
+def _added(eqn: Any, made_by: Mapping[Any, Any], *, is_scalar: bool) -> Sequence[Any]:
+    """What an equation adds up to a scalar, or to an array: its operands, or what was stacked for it."""
+    if not eqn.outvars or bool(eqn.outvars[0].aval.shape) == is_scalar:
+        return ()
+    if eqn.primitive.name in _SUMS:
         return eqn.invars
     stack = made_by.get(_unscaled(eqn.invars[0], made_by)) if eqn.primitive.name == "reduce_sum" else None
     return stack.invars if stack is not None and stack.primitive.name in _STACKS else ()
@@ -194,18 +381,18 @@ def _added(eqn: Any, made_by: Mapping[Any, Any]) -> Sequence[Any]:
 
 def _is_after(eqn: Any) -> bool:
     dtype = getattr(eqn.outvars[0].aval, "dtype", None) if eqn.outvars else None
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and _BACKWARD not in str(eqn.source_info.name_stack)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and not _is_backward(eqn)
 
 
 def _unscaled(atom: Any, made_by: Mapping[Any, Any]) -> Any:
-    """What a value is a multiple of, such as ``g`` of ``g / K``."""
+    """What a value is a multiple of, by one number, such as ``g`` of ``g / K``."""
     while is_variable(atom) and atom in made_by:
         eqn = made_by[atom]
-        if eqn.primitive.name not in _SCALED or _BACKWARD in str(eqn.source_info.name_stack):
+        if eqn.primitive.name not in _SCALED or _is_backward(eqn):
             break
         like = [each for each in eqn.invars if is_variable(each) and each.aval.size == atom.aval.size]
-        if len(like) != 1:
-            break
+        if len(like) != 1 or any(is_variable(each) and 1 < each.aval.size < atom.aval.size for each in eqn.invars):
+            break  # by rows is no scale of the whole
         (atom,) = like
     return atom if is_variable(atom) else None
 
@@ -235,7 +422,7 @@ def _whole_batch(leaves: Sequence[Leaf], peak: Peak, least: int, again: Again) -
     axis = min(needs, key=needs.__getitem__)
     line = advise("causes.split_batch", batch=argument, mesh=f"{_mesh(parts)[1] or holder}.sharding.mesh", axis=axis)
     return (
-        f"{argument} is whole on each of {mesh.size} devices, {format_bytes(held)}, and so do the activations made of it. "
+        f"{argument} is whole on each of {mesh.size} devices, {format_bytes(held)}, and so are the activations made of it. "
         f"With its rows divided over {axis!r} the step needs {format_bytes(needs[axis])} in place of {format_bytes(peak.bytes)}, "
         f"compiled. Divide them before the step is called:\n    {line}"
     )

@@ -133,12 +133,14 @@ _DONATION = (
     ),
     Advice(
         key="causes.microbatches",
-        trigger="gradients of several steps or microbatches are added up",
+        trigger="gradients or losses of several steps or microbatches are added up",
         text="jm.StepPolicy(microbatches={count})",
         proof=Proof.TRAINED,
         tests=(
             "tests/test_causes.py::test_gradients_kept_from_step_to_step",
             "tests/test_causes.py::test_gradients_in_a_python_loop",
+            "tests/test_causes.py::test_losses_added_up_in_a_python_loop",
+            "tests/test_causes.py::test_gradients_side_by_side",
         ),
     ),
     Advice(
