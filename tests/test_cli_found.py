@@ -522,6 +522,54 @@ def test_a_pmapped_step_is_stopped_with_the_jit_to_write(kind: str, tmp_path: Pa
         np.testing.assert_allclose(mine, pmapped[0] if pmapped.ndim > mine.ndim else pmapped, rtol=1e-5)
 
 
+METHODS = """
+    class Base:
+        rate = 0.1
+        def train_step(self, state, batch, double=False):
+            def mean(w):
+                return (jnp.tanh(batch @ w) ** 2).mean()
+            value, gradient = jax.value_and_grad(mean)(state["w"])
+            rate = self.rate * (2 if double else 1)
+            return {"w": state["w"] - rate * jax.lax.pmean(gradient, "batch")}, jax.lax.pmean(value, "batch")
+
+    class Trainer(Base):
+        def __init__(self):
+            self.p_step = jax.pmap(self.train_step, axis_name="batch", donate_argnums=0)
+        def fit(self, state, rows):
+            return self.p_step(state, rows)
+
+    class Decorated(Base):
+        train_step = jax.pmap(Base.train_step, axis_name="batch", static_broadcasted_argnums=(0, 3))
+        def fit(self, state, rows):
+            return self.train_step(state, rows, True)
+"""
+PMAPPED_METHODS = {
+    "of a variable": ("jax.pmap(trainer.train_step, 'batch')(state, rows)", "Base", "trainer"),
+    "of the object itself": ("trainer.fit(state, rows)", "Trainer", "self"),
+    "of a class": ("trainer.fit(state, rows)", "Decorated", "self"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", PMAPPED_METHODS)
+def test_a_pmapped_method_is_stopped_with_the_jit_to_write(kind: str, tmp_path: Path, capsys: Any) -> None:
+    call, made, holder = PMAPPED_METHODS[kind]
+    body = "import functools, jax, jax.numpy as jnp\n" + textwrap.dedent(METHODS)
+    body += f"trainer = {made}()\nstate = {{'w': jnp.stack([jnp.eye(8)] * jax.device_count())}}\n"
+    body += "rows = jnp.arange(jax.device_count() * 16.0 * 8).reshape(jax.device_count(), 16, 8) / 1e3\n"
+    assert main(["plan", written(tmp_path, f"{body}{call}\n{END}"), "--target", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "went on" not in printed.out + printed.err
+    lines = textwrap.dedent(pasted("step.pmap", printed.err))
+    assert f"{holder}.train_step(" in lines or f"{holder}.train_step," in lines
+    names = run(body)
+    theirs = jax.tree.map(np.asarray, value(call, **names))
+    step = run(lines, **names | {holder: names["Base"]()})["step"]  # jax.pmap is off the method
+    ours = step({"w": jnp.eye(8)}, names["rows"].reshape(-1, 8))
+    for mine, pmapped in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, pmapped[0], rtol=1e-5)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("ahead", ["p_step.lower(state, rows).compile()", "p_step.lower(*(state, rows))"])
 def test_a_pmapped_step_that_is_compiled_by_hand_is_found(ahead: str, tmp_path: Path, capsys: Any) -> None:

@@ -64,6 +64,14 @@ def place_of_user(frame: types.FrameType | None) -> str:
     return "" if frame is None else f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def variable_of_user(frame: types.FrameType | None, value: object) -> str:
+    """The name that the user's own code around a frame has for an object; empty where it has none there."""
+    while frame is not None and owner_of(frame.f_code.co_filename) is not Owner.USER:
+        frame = frame.f_back
+    scopes = () if frame is None else (frame.f_locals, frame.f_globals)
+    return next((name for scope in scopes for name, held in scope.items() if held is value), "")
+
+
 def is_of_user(function: object) -> bool:
     """Whether a function that is jitted is the user's own, whatever is around it."""
     inner = inspect.unwrap(function) if callable(function) else function

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
-from jaxmem_callbacks.cli.frames import call_of_user, caller_of, is_asked_for_shapes, is_of_user
+from jaxmem_callbacks.cli.frames import call_of_user, caller_of, is_asked_for_shapes, is_of_user, variable_of_user
 from jaxmem_callbacks.cli.grad_patches import GradPatches, JitScope
 from jaxmem_callbacks.cli.source import is_unedited, source_of
 from jaxmem_callbacks.cli.trace_log import AT_ONCE, GRADIENTS, JITS, LOOPS, Edit, TraceLog
@@ -355,6 +355,13 @@ def _kind(arguments: Any) -> Hashable:
 class Pmapped(Watched):
     """A function under `jax.pmap`. The script ends at its first call that takes a gradient, with what to write."""
 
+    def __init__(self, made: Any, watching: Watching, function: Any, **how: Any) -> None:
+        super().__init__(made, watching, function, **how)
+        method = _inner(function)[0]
+        is_method = inspect.ismethod(method)
+        holder = variable_of_user(inspect.currentframe(), method.__self__) if is_method else ""
+        self._method = f"{holder}.{method.__name__}" if holder else ""
+
     def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         traced, results = jax.make_jaxpr(
             functools.partial(self.watched_jit, **kwargs), static_argnums=self._static, return_shape=True
@@ -412,13 +419,14 @@ class Pmapped(Watched):
 
     def _expression(self, args: Sequence[Any]) -> str:
         """The function under the pmap as code, its static arguments bound; empty where it has no name or they have none."""
-        function, bound = self._function, dict[str, Any]()
-        while isinstance(function, functools.partial) and not function.args:
-            bound |= function.keywords
-            function = cast("functools.partial[Any]", function).func
-        name = self._watching.written(function)
+        function, bound = _inner(self._function)
+        name = self._watching.written(function) or self._method
         names = self._names(len(args))
         static = {names[place]: args[place] for place in self._static if place < len(args)}
+        if static and vars(type(args[0])).get(self._name) is self:  # of a class, whose object is static
+            holder = variable_of_user(inspect.currentframe(), args[0])
+            name = f"{holder}.{self._name}" if holder else ""
+            del static[names.pop(0)]
         if not name or not all(isinstance(value, _PLAIN) for value in (bound | static).values()):
             return ""
         words = [f"{key}={value!r}" for key, value in bound.items()]
@@ -450,6 +458,15 @@ class Pmapped(Watched):
                 whole.add(place)
                 made -= leaves
         return whole
+
+
+def _inner(function: Any) -> tuple[Any, dict[str, Any]]:
+    """What partials by keyword are around, and what they bind."""
+    bound: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        bound |= function.keywords
+        function = cast("functools.partial[Any]", function).func
+    return function, bound
 
 
 class Named(Pmapped):

@@ -409,6 +409,7 @@ _ENVIRONMENT = (
 _HOW = "tests/test_cli_arguments.py::"
 _FOUND = "tests/test_cli_found.py::"
 _PMAPPED = f"{_FOUND}test_a_pmapped_step_is_stopped_with_the_jit_to_write"
+_PMAPPED_METHOD = f"{_FOUND}test_a_pmapped_method_is_stopped_with_the_jit_to_write"
 _SCRIPTS = (
     Advice(
         key="script.either",
@@ -445,7 +446,7 @@ _SCRIPTS = (
         "    step = jax.shard_map({function}, mesh=mesh, in_specs={specs}, out_specs=jax.P(), check_vma=False)\n"
         "    step = jax.jit({arguments})",
         proof=Proof.TRAINED,
-        tests=(_PMAPPED,),
+        tests=(_PMAPPED, _PMAPPED_METHOD),
     ),
     Advice(
         key="step.pmap.divided",
