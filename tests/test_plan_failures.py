@@ -93,6 +93,36 @@ def test_what_the_attached_devices_do_not_have_is_a_compile_error_that_names_the
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("ask", [jm.step_memory, jm.plan])
+def test_arguments_that_lie_elsewhere_than_the_jit_says_are_a_compile_error(ask: Any) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("data",), (None, "data")))
+
+    def train_step(params: Any, batch: Any) -> Any:
+        return params - jm.grad(lambda params: ((batch @ params) ** 2).mean())(params)
+
+    step = jax.jit(train_step, in_shardings=(None, rows))
+    words = (
+        r"^train_step for the attached cpu: the program was traced and cannot be compiled\. Expected arguments that lie as its "
+        r"jit says\. .* shows the same error\.\nSharding passed to jit does not match"
+    )
+    with pytest.raises(CompileError, match=words):
+        ask(step, jnp.eye(8), jax.device_put(jnp.ones((16, 8)), columns))
+
+
+@pytest.mark.core
+def test_what_the_step_itself_raises_stays_as_it_is() -> None:
+    def train_step(params: Any) -> Any:
+        if params.ndim > 1:
+            msg = "the author's own"
+            raise ValueError(msg)
+        return params
+
+    with pytest.raises(ValueError, match=r"^the author's own"):
+        jm.step_memory(jax.jit(train_step), jnp.eye(8))
+
+
 def test_a_program_beside_the_step_that_fails_is_named() -> None:
     params, opt_state, batch = abstract()
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +36,7 @@ from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
 from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.programs import Buffer
+from jaxmem_callbacks.records.source_files import Owner, is_installed, owner_of
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE
 
 _UNSEEN = "the compiler refused the program before it placed its buffers"
@@ -188,14 +191,27 @@ def compiling_here(name: str, *, traces: bool = False) -> Generator[None]:
         refuse_devices_apart(name, words)
         if _OUT_OF_MEMORY.search(words):
             raise MemoryRefusalError(name, words) from error
-        if traces and not isinstance(error, jax.errors.JaxRuntimeError):
+        if traces and _is_of_step(error):
             raise
+        why = (
+            "Expected arguments that lie as its jit says. Find in the words below which one does not, and lay it so; "
+            if isinstance(error, ValueError)
+            else "Expected operations that these devices have. Find in the words below which one they do not, and leave it out "
+            "or replace it; "
+        )
         msg = (
-            f"{_title(name)}: the program was traced and cannot be compiled. Expected operations that these devices have. Find "
-            "in the words below which one they do not, and leave it out or replace it; JAX's own compile of the step "
+            f"{_title(name)}: the program was traced and cannot be compiled. {why}JAX's own compile of the step "
             f"shows the same error.\n{words[:_TEXT_LIMIT]}"
         )
         raise CompileError(msg) from error
+
+
+def _is_of_step(error: Exception) -> bool:
+    """Whether the step's own code raised it, or what that calls: JAX lowers and compiles without such code."""
+    inside = str(Path(jax.__file__ or "").parent)
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    others = {file for file in files if not file.startswith(inside)}
+    return any(owner_of(file) is Owner.USER or is_installed(file) for file in others)
 
 
 def _title(name: str) -> str:
