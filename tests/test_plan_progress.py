@@ -13,9 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 from jaxmem_callbacks.writers.plan_progress import plan_progress
+
+
+def started_kernel() -> tuple[Any, Any]:
+    """A notebook's real kernel, and its client."""
+    try:
+        from jupyter_client.manager import start_new_kernel
+    except ImportError:
+        pytest.fail('A notebook\'s kernel is not installed here. Type pip install "ipykernel>=6.29", or make test.')
+    return start_new_kernel(kernel_name="python3")
 
 
 def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, then: type[BaseException] | None = None) -> str:
@@ -80,7 +88,7 @@ plan
 @pytest.mark.core
 def test_a_notebooks_cell_shows_one_line_that_is_replaced_and_goes() -> None:
     """In a real kernel: the step is defined in a cell, and nobody asks for progress."""
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = started_kernel()
     try:
         answers: list[dict[str, Any]] = []
         reply = client.execute_interactive(CELL, timeout=200, output_hook=answers.append)
@@ -126,7 +134,7 @@ for cell in sys.argv[1:]:
 
 
 def printed_by_a_kernel(*cells: str) -> str:
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = started_kernel()
     try:
         answers: list[dict[str, Any]] = []
         for cell in cells:
