@@ -480,6 +480,44 @@ def test_the_batch_is_named_as_printed(function: Any, more: Any) -> None:
         assert callable(value(line, jm=jm, **{function.__name__: function}))
 
 
+def with_a_table(w: Any, signal: Any, table: Any) -> Any:
+    return jnp.mean((signal @ w) ** 2) * table.sum()
+
+
+class Regression:
+    def with_scales(self, w: Any, signal: Any, scales: Any) -> Any:
+        return jnp.mean((signal @ w) ** 2) * scales.sum()
+
+
+def with_both(w: Any, signal: Any, table: Any, scales: Any) -> Any:
+    return with_a_table(w, signal, table) * scales.mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (with_a_table, (jnp.ones(7),)),
+        (Regression().with_scales, (jnp.ones((3, 512)),)),
+        (with_both, (jnp.ones(7), jnp.ones(9))),
+    ],
+)
+def test_a_batch_that_no_name_and_no_shape_tells_is_named(function: Any, more: Any) -> None:
+    with pytest.raises(ValueError, match=r"Is it signal\? Then name it") as refused:
+        jm.jit_step(jm.value_and_grad(function), TWO)(jnp.eye(64), BATCH, *more)
+    gradient = value(pasted("loss.batch", refused.value), jm=jm, **{function.__name__: function})
+    close(
+        jm.jit_step(gradient, TWO)(jnp.eye(64), BATCH, *more), jax.value_and_grad(function)(jnp.eye(64), BATCH, *more)
+    )
+
+
+def test_a_batch_that_a_loss_closes_over_is_not_named() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jm.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    with pytest.raises(ValueError, match=r"must become an argument of <lambda>\.\n-"):
+        jm.jit_step(step, TWO)(jnp.eye(64), BATCH)
+
+
 # train.named, sharding.set_mesh, sharding.move of a plan
 
 PLANNED = """

@@ -561,7 +561,10 @@ _CALLS = (
         trigger="which argument of a loss is the batch is not clear",
         text="jm.value_and_grad({loss}, batch_argnames={names})",
         proof=Proof.TRAINED,
-        tests=("tests/test_advice_calls.py::test_the_batch_is_named_as_printed",),
+        tests=(
+            "tests/test_advice_calls.py::test_the_batch_is_named_as_printed",
+            "tests/test_advice_calls.py::test_a_batch_that_no_name_and_no_shape_tells_is_named",
+        ),
     ),
 )
 

@@ -205,10 +205,12 @@ def _by_shape(others: Sequence[_Argument], name: str, count: int, given: str) ->
         if candidates
         else ""
     )
+    rows = [one.name for one in (*candidates, *others) if one.common_rows and one.common_rows % count == 0]
+    line = advise("loss.batch", loss=name, names=repr((rows[0],))) if rows and name.isidentifier() else ""
     msg = (
         f"microbatches={count}: no batch among the arguments of {name}. Given: {given}. {known}Expected arguments whose arrays "
         "all have the batch as their leading dimension; a batch that the loss closes over must become an argument "
-        f"of {name}. Or name it: {advise('loss.batch', loss=name, names=repr(('x',)))}."
+        f"of {name}.{f' Is it {rows[0]}? Then name it: {line}.' if line else ''}"
     )
     raise PolicyError(msg)
 
